@@ -20,6 +20,11 @@ DECODE_ROWS = 64
 GATHER, GATHER_16 = 256, 1024
 """Mean number of tokens per prompt from which pages are gathered: tiles then read each key often enough. The second
 value is for 16-bit pages and a kernel that reads them in place nearly as fast."""
+MANY = 4
+"""Programs per SM, counting head tiles, from which more programs than an SM runs at a time wait. Their starts and ends
+then take a larger share than the latency of a block, so smaller blocks and fewer of them in flight are faster."""
+DECODE_HEADS = 16
+"""Maximum number of query heads in a tile of attend_decode. Tiles of 32 took twice as long."""
 WARP_KEYS = 16
 """Keys of a warp in a slab (DecodeTile)."""
 EMPTY = -1
@@ -185,7 +190,7 @@ class Tiles:
 
     def decode(self, shape: Shape, tokens: int, programs: float) -> Tile:
         """Tile for decode rows of at most `tokens` tokens. `programs`: rows times kv heads per SM."""
-        if tokens == 1 and shape.decodes:
+        if tokens == 1 and shape.decodes and not reads_quicker_in_small_blocks(shape, programs):
             return decode_tile(shape, programs)
         scarce = programs < 1
         rows = triton.next_power_of_2(max(16, shape.group, min(shape.group * tokens, DECODE_ROWS)))
@@ -256,15 +261,39 @@ def packed_heads(group: int) -> int:
 
 def decode_tile(shape: Shape, programs: float) -> DecodeTile:
     """Tile of attend_decode. `programs`: rows times kv heads per SM."""
-    heads = 8 if shape.group <= 8 else 16
+    heads = 8 if shape.group <= 8 else DECODE_HEADS
+    programs *= triton.cdiv(shape.group, heads)
+    # With four warps and one slab, a block of K and V has 32 KB if a key has 256 bytes.
     key_bytes = shape.kv_dtype.itemsize * shape.padded_dim
-    # With 64 keys, a block of K and V has 32 KB if a key has 256 bytes.
-    warps, slabs = (2, 1) if key_bytes > 256 else (4, max(1, 256 // key_bytes))
-    if slabs > 1 and programs * triton.cdiv(shape.group, heads) > 2:
-        # With more programs than fit on an SM, their starts and ends overlap with other programs.
-        return DecodeTile(heads, WARP_KEYS, warps, 2, 2, least=128, slabs=slabs // 2, root=16)
-    # Three blocks in flight.
-    return DecodeTile(heads, WARP_KEYS, warps, 3, 2, least=128, slabs=slabs, root=16)
+    if key_bytes == 512:
+        warps, stages, target = (2, 2, 3) if programs > 1 else (4, 3, 1)
+        return DecodeTile(heads, WARP_KEYS, warps, stages, target, least=128, root=16)
+    if key_bytes == 256:
+        if shape.group == 1 and shape.kv_dtype.itemsize == 2 and programs > MANY:
+            return DecodeTile(heads, WARP_KEYS, 2, 3, 4, least=128, root=16)
+        return DecodeTile(heads, WARP_KEYS, 4, 3, 2, least=128, root=16)
+    if programs <= 2:
+        # Blocks of 32 KB; of 16 KB if keys are short and have few heads, since a range has few keys then.
+        slabs = 256 // key_bytes if heads > 8 else 2
+        return DecodeTile(heads, WARP_KEYS, 4, 3, 2, least=128, slabs=slabs, root=16)
+    # With more programs than fit on an SM, their starts and ends overlap with other programs.
+    return DecodeTile(heads, WARP_KEYS, 4, 2, 2, least=128, slabs=128 // key_bytes, root=16)
+
+
+def reads_quicker_in_small_blocks(shape: Shape, programs: float) -> bool:
+    """Whether the kernel for all GPUs takes less time than attend_decode for rows of one token.
+
+    It does with many programs if attend_decode would move padding, if a key is short, or if several head tiles read the
+    same keys. `programs`: rows times kv heads per SM.
+    """
+    tiles = triton.cdiv(shape.group, DECODE_HEADS)
+    if programs * tiles <= MANY:
+        return False
+    if tiles > 1:
+        return True
+    if shape.kv_dtype.itemsize == 1:
+        return shape.padded_dim <= 64
+    return shape.padded_dim != shape.head_dim or (shape.padded_dim <= 64 and shape.group == 1)
 
 
 def fit(tile: Tile, shape: Shape) -> Tile:

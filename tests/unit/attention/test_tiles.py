@@ -49,7 +49,7 @@ def test_which_prompts_go_to_the_kernel_for_hopper():
 def test_the_kernels_for_hopper_serve_every_head_layout(group, head_dim):
     """Tiles contain every query head of a kv head, and few rows without one."""
     for kv_dtype in (torch.bfloat16, E4M3):
-        tile = Tiles().decode(Shape(group, head_dim, torch.bfloat16, kv_dtype, 32, hopper=True), 1, 1)
+        tile = Tiles().decode(Shape(group, head_dim, torch.bfloat16, kv_dtype, 32, hopper=True), 1, 0.5)
         assert isinstance(tile, DecodeTile) and tile.queries(group) == 1
         assert 0 <= tile.head_tiles(group) * tile.block_m - group < tile.block_m
     tile = Tiles().prefill(Shape(group, head_dim, torch.bfloat16, torch.bfloat16, 64, hopper=True), 8192, 1)
@@ -57,6 +57,18 @@ def test_the_kernels_for_hopper_serve_every_head_layout(group, head_dim):
     pack = packed_heads(group)
     assert tile.queries(group) * pack == tile.block_m, "a tile is whole tokens"
     assert 0 <= tile.head_tiles(group) * pack - group <= group / 15
+
+
+def test_many_programs_run_in_small_blocks():
+    """With more programs than an SM holds, several head tiles, padded blocks and short keys suit the other kernel."""
+    shape = Shape(4, 128, torch.bfloat16, torch.bfloat16, 32, hopper=True)
+    for other in (dict(group=71), dict(head_dim=80), dict(head_dim=64, group=1), dict(head_dim=64, kv_dtype=E4M3)):
+        few, many = (Tiles().decode(replace(shape, **other), 1, programs) for programs in (0.5, 20))
+        assert isinstance(few, DecodeTile) and not isinstance(many, DecodeTile), other
+    for other in (dict(head_dim=256), dict(group=1)):
+        few, many = (Tiles().decode(replace(shape, **other), 1, programs) for programs in (0.5, 20))
+        blocks = [tile.stages * tile.span for tile in (few, many)]
+        assert all(isinstance(tile, DecodeTile) for tile in (few, many)) and blocks[0] > blocks[1], other
 
 
 def test_which_rows_go_to_the_kernel_for_single_tokens():
