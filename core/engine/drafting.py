@@ -18,6 +18,8 @@ MIN_INTERVAL, MAX_INTERVAL = 16, 1024
 """Steps between two trials, at first and at most."""
 TRIAL_ROWS = 32
 """Rows of one trial with drafts, over as many steps as that takes."""
+FRUITLESS_ROWS = 8
+"""A trial with drafts ends early once so many rows in a row have accepted none."""
 SMOOTHING = 0.3
 """Weight of the newest measured time."""
 LENGTH_BUCKET = 512
@@ -70,6 +72,8 @@ class Drafting:
         """Rows left in the current trial."""
         self._trial_drafts = False
         """Whether the current trial has drafts."""
+        self._fruitless = 0
+        """Latest rows with drafts, at most those since the last trial began, that all accepted none."""
         self._chosen: tuple[int, int] | None = None
         """(decode rows, mean length) of the plan that the scheduler is building."""
         self._launched: deque[tuple[int, int] | None] = deque()
@@ -100,6 +104,7 @@ class Drafting:
             self._trial_drafts = not drafts
             # A trial without drafts measures only the step time, for which one step is enough.
             self._trial_rows = TRIAL_ROWS if self._trial_drafts else 1
+            self._fruitless = 0
         return self._lookahead * drafts
 
     def launched(self, plan: StepPlan | None) -> None:
@@ -136,7 +141,11 @@ class Drafting:
             decodes = [out.tokens for row, out in zip(plan.rows, result.rows, strict=True) if row.flags & DECODE]
             weight = 0.5 ** (len(decodes) / HALF_LIFE_ROWS)
             self._rows = weight * self._rows + len(decodes)
-            self._accepted = weight * self._accepted + sum(max(len(tokens) - 1, 0) for tokens in decodes)
+            accepted = sum(max(len(tokens) - 1, 0) for tokens in decodes)
+            self._accepted = weight * self._accepted + accepted
+            self._fruitless = 0 if accepted else self._fruitless + len(decodes)
+            if self._trial_drafts and self._fruitless >= FRUITLESS_ROWS:
+                self._trial_rows = 0
         # The time of a step with prefill chunks is not that of its decode rows.
         if launched is None or self._cost is None or not result.device_seconds or not plan.rows[-1].flags & DECODE:
             return

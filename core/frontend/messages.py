@@ -6,14 +6,21 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+from msgspec.msgpack import Ext
 from numpy.typing import NDArray
 
 from dovetail.core.errors import RequestError
 from dovetail.core.interfaces import EmbeddingSpec, LogprobColumns, RequestOptions, SamplingParams, TokenLogprobs
+
+if TYPE_CHECKING:
+    _Logprobs = Sequence[TokenLogprobs]
+else:
+    # On the wire, LogprobColumns are an Ext.
+    _Logprobs = Sequence[TokenLogprobs] | Ext
 
 
 class Add(msgspec.Struct, array_like=True, tag=0):
@@ -72,8 +79,8 @@ class SampleUpdate(msgspec.Struct, array_like=True, gc=False):
     """"stop", "length", "abort" or "rejected"; None while the sample runs."""
     hidden: bool = False
     """The last token ended the output and is not part of its text."""
-    logprobs: Sequence[TokenLogprobs] = ()
-    prompt_logprobs: Sequence[TokenLogprobs] = ()
+    logprobs: _Logprobs = ()
+    prompt_logprobs: _Logprobs = ()
     cached: int = 0
     """Prompt tokens found in the prefix cache."""
     detail: str = ""
@@ -166,7 +173,20 @@ def encode_output(message: Output) -> bytes:
 
 
 def decode_output(data: bytes) -> Output:
-    return _output_decoder.decode(data)
+    message = _output_decoder.decode(data)
+    if isinstance(message, StepMessage):
+        for update in message.updates:
+            if type(update.logprobs) is Ext:
+                update.logprobs = _columns(update.logprobs)
+            if type(update.prompt_logprobs) is Ext:
+                update.prompt_logprobs = _columns(update.prompt_logprobs)
+    return message
+
+
+def _columns(value: Any) -> LogprobColumns:
+    data = memoryview(value.data)
+    packed_NC = np.frombuffer(data[2:], "<i4").reshape(-1, int.from_bytes(data[:2], "little"))
+    return LogprobColumns(packed_NC, range(len(packed_NC)), value.code)
 
 
 def _shifted(options: RequestOptions, seconds: float) -> RequestOptions:
@@ -178,7 +198,8 @@ def _to_wire(value: object) -> object:
     if isinstance(value, SamplingParams):
         return value.model_dump(exclude_unset=True)
     if isinstance(value, LogprobColumns):
-        return tuple(value)
+        packed_NC = value.packed
+        return Ext(value.top, packed_NC.shape[1].to_bytes(2, "little") + packed_NC.astype("<i4", copy=False).tobytes())
     if isinstance(value, np.ndarray):
         return value.astype("<f4", copy=False).tobytes()
     raise TypeError(f"{type(value).__name__} has no form in messages")

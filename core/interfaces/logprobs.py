@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens. N tokens, n most likely tokens of each."""
+"""Log-probabilities of tokens. N tokens, n most likely tokens of each, C columns."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ class TokenLogprobs(NamedTuple):
 
 
 class LogprobColumns(Sequence[TokenLogprobs]):
-    """Sequence of TokenLogprobs over arrays of all rows of a step. An entry is made when it is read: a step does not
+    """Sequence of TokenLogprobs over one array of all rows of a step. An entry is made when it is read: a step does not
     make thousands of tuples on the engine's thread."""
 
-    __slots__ = ("_chosen_N", "_ids_Nn", "_tokens", "_top", "_values_Nn")
+    __slots__ = ("_packed_NC", "_tokens", "top")
 
-    def __init__(
-        self,
-        chosen_N: NDArray[np.float32],
-        values_Nn: NDArray[np.float32],
-        ids_Nn: NDArray[np.int64],
-        tokens: range,
-        top: int,
-    ) -> None:
-        """`tokens`: the entries, as indices into the N tokens. `top`: most likely tokens of each, at most n."""
-        self._chosen_N, self._values_Nn, self._ids_Nn = chosen_N, values_Nn, ids_Nn
-        self._tokens, self._top = tokens, top
+    def __init__(self, packed_NC: NDArray[np.int32], tokens: range, top: int) -> None:
+        """`packed_NC`: the bits of the token's log-probability and of n values, then n ids; C = 1 + 2n. `tokens`: the
+        entries, as indices into N. `top`: most likely tokens of each entry, at most n."""
+        self._packed_NC, self._tokens, self.top = packed_NC, tokens, top
+
+    @property
+    def packed(self) -> NDArray[np.int32]:
+        """The rows of these entries."""
+        tokens = self._tokens
+        return self._packed_NC[tokens.start : tokens.stop] if tokens.step == 1 else self._packed_NC[list(tokens)]
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -45,14 +44,13 @@ class LogprobColumns(Sequence[TokenLogprobs]):
     def __getitem__(self, index: int | slice) -> TokenLogprobs | LogprobColumns:
         found = self._tokens[index]
         if isinstance(found, range):
-            return LogprobColumns(self._chosen_N, self._values_Nn, self._ids_Nn, found, self._top)
-        ids, values = (columns[found, : self._top].tolist() for columns in (self._ids_Nn, self._values_Nn))
-        return TokenLogprobs(self._chosen_N[found].item(), tuple(zip(ids, values, strict=True)))
+            return LogprobColumns(self._packed_NC, found, self.top)
+        return next(iter(LogprobColumns(self._packed_NC, range(found, found + 1), self.top)))
 
     def __iter__(self) -> Iterator[TokenLogprobs]:
-        tokens, top = self._tokens, self._top
-        columns = self._chosen_N[tokens], self._ids_Nn[tokens, :top], self._values_Nn[tokens, :top]
-        for chosen, ids, values in zip(*(column.tolist() for column in columns), strict=True):
+        rows, first = self.packed, 1 + self._packed_NC.shape[1] // 2
+        floats = rows[:, : 1 + self.top].view("float32").tolist()
+        for (chosen, *values), ids in zip(floats, rows[:, first : first + self.top].tolist(), strict=True):
             yield TokenLogprobs(chosen, tuple(zip(ids, values, strict=True)))
 
     def __eq__(self, other: object) -> bool:
@@ -64,5 +62,5 @@ class LogprobColumns(Sequence[TokenLogprobs]):
         return repr(tuple(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the entries alone, not the arrays of the step."""
+        """Pickle the entries alone, not the array of the step."""
         return tuple, (tuple(self),)

@@ -228,6 +228,25 @@ def draw(
     return best(logits_NV, position_N, temperature_N, key_N, random, least_N)[1]
 
 
+def draw_filtered(
+    logits_NV: torch.Tensor,
+    position_N: torch.Tensor,
+    key_N: torch.Tensor,
+    temperature_N: torch.Tensor,
+    top_k_N: torch.Tensor,
+    top_p_N: torch.Tensor,
+    min_p_N: torch.Tensor,
+) -> torch.Tensor:
+    """Return what `draw` does for the logits that `least_kept` keeps. Rows may have temperature 0 or no filter."""
+    filters = temperature_N, top_k_N, top_p_N, min_p_N
+    if logits_NV.is_cuda:
+        from dovetail.core.ops.kernels.filters import draw_filtered_triton
+
+        return draw_filtered_triton(logits_NV, position_N, key_N, *filters)
+    least_N = least_kept_reference(logits_NV, *filters)
+    return draw(logits_NV, position_N, temperature_N, key_N, True, least_N)
+
+
 def best(
     logits_NV: torch.Tensor,
     position_N: torch.Tensor,

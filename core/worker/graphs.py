@@ -1,5 +1,5 @@
 """Steps as CUDA graphs. There are three kinds: the layers of decode steps, one graph per number of rows; the layers of
-mixed steps, which also feed prompts, one per number of tokens; and drawing, one per kind of draw (Draw) and number of
+mixed steps, which also feed prompts, one per number of tokens; and drawing, one per entry of DRAWS and number of
 rows that sample, after any layers. With adapters, layers have a second set of graphs for steps in which some row has an
 adapter, so that other steps do not pay for adapters. With drafts, decode steps and drawing have a second set for steps
 that verify no drafts.
@@ -49,7 +49,7 @@ from dovetail.core.worker.row_sections import (
 )
 from dovetail.core.worker.sampler import SampleParams, sample, sample_over_ranks
 from dovetail.core.worker.sampling import SampledRows, logprobs_by_row, process
-from dovetail.core.worker.slots import Draw
+from dovetail.core.worker.slots import DRAWS, Draw
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -186,7 +186,7 @@ class StepGraphs:
         self.capacities = [Capacity(size * w, size, 0, size, w) for w in self.widths for size in self.sizes]
         self.capacities += [self._mixed(tokens) for tokens in token_sizes(most_tokens)]
         self._adapters, self._processors = adapters, processors
-        self.kinds = tuple(kind for kind in Draw if processors or kind is not Draw.PROCESSED)
+        self.draws = [draw for draw in DRAWS if processors or Draw.PROCESSED not in draw]
         if adapters is not None:
             self.capacities += [replace(capacity, adapted=True) for capacity in self.capacities]
         self._padding_R3 = sample_padding(most_rows, state.scratch)
@@ -198,7 +198,7 @@ class StepGraphs:
         self._forward: list[ForwardGraph] = []
         """Smallest first within a kind: decode steps of one width or mixed steps, with or without adapters."""
         self._draws: dict[tuple[int, int, Draw], tuple[Replay, SampledRows]] = {}
-        """Keys are width, rows and kind."""
+        """Keys are width, rows and what is drawn."""
 
     def _mixed(self, tokens: int) -> Capacity:
         """Return the capacity of a mixed step. Padding rows cost a little in every layer, so a graph has only the rows
@@ -228,8 +228,8 @@ class StepGraphs:
             self._forward.insert(0, ForwardGraph(capacity, sections, input_N, replay, tokens, hidden))
         for done, (width, size) in enumerate(drawn, len(ordered)):
             progress("capture graphs", done * share)
-            for kind in self.kinds:
-                self._draws[width, size, kind] = record(partial(self.launch_draw, width, size, kind))
+            for draw in self.draws:
+                self._draws[width, size, draw] = record(partial(self.launch_draw, width, size, draw))
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -243,8 +243,8 @@ class StepGraphs:
             self._run(capacity, self._padding(capacity))
         for size in sorted(self.sizes, key=between):
             for width in self.widths:
-                for kind in self.kinds:
-                    self.launch_draw(width, size, kind)
+                for draw in self.draws:
+                    self.launch_draw(width, size, draw)
 
     def _padding(self, capacity: Capacity) -> torch.Tensor:
         """Return the input of a step that has padding only."""
@@ -313,28 +313,28 @@ class StepGraphs:
         inputs = self.inputs[self.width(step.rows)].first(len(samples_R3))
         gather_samples(hidden.states, step.tokens.positions_T, samples_R3, inputs)
 
-    def draw(self, width: int, rows: int, kind: Draw, logprobs: int | None) -> SampledRows:
-        """Draw and verify for `rows` rows that `kind` serves. `logprobs`: number of most likely tokens that some row
+    def draw(self, width: int, rows: int, draw: Draw, logprobs: int | None) -> SampledRows:
+        """Draw and verify for `rows` rows that `draw` serves. `logprobs`: number of most likely tokens that some row
         reports; None = no row reports log-probabilities."""
-        replay, out = self._draws[width, self._size(rows), kind]
+        replay, out = self._draws[width, self._size(rows), draw]
         replay()
         found = None
         if out.logprobs is not None and logprobs is not None:
-            chosen_RW, *best = (values[:rows] for values in out.logprobs)
-            found = chosen_RW, *(values_RWn[..., : max(logprobs, 1)] for values_RWn in best)
+            chosen_RW, values_RWn, ids_RWn = (values[:rows] for values in out.logprobs)
+            found = chosen_RW, values_RWn[..., : max(logprobs, 1)], ids_RWn[..., : max(logprobs, 1)]
         return SampledRows(out.tokens_RW[:rows], out.accepted_R[:rows], out.slots_R[:rows], out.lengths_R[:rows], found)
 
-    def launch_draw(self, width: int, rows: int, kind: Draw) -> SampledRows:
+    def launch_draw(self, width: int, rows: int, draw: Draw) -> SampledRows:
         """Launch what `draw` replays, for the first `rows` rows of `inputs`."""
         state, at, top = self.state, self.inputs[width].first(rows), None
-        params = SampleParams.of(state, at.slots_N, random=kind >= Draw.RANDOM, filtered=kind >= Draw.FILTERED)
-        if kind < Draw.FILTERED:
+        params = SampleParams.of(state, at.slots_N, random=Draw.RANDOM in draw, filtered=Draw.FILTERED in draw)
+        if Draw.FILTERED not in draw:
             drawn_N = sample_over_ranks(self.model, at.states_NC, at.position_N, params)
         else:
             raw_NV = logits_NV = self.model.logits(at.states_NC)
-            if kind >= Draw.LOGPROBS:
+            if Draw.LOGPROBS in draw:
                 top = best_logprobs(raw_NV, min(MOST_LOGPROBS, raw_NV.shape[1]), state.logprobs_S[at.slots_N])
-            if kind is Draw.PROCESSED:
+            if Draw.PROCESSED in draw:
                 history = state.tokens_SL, state.prompt_len_S, state.tokens_SL.shape[1]
                 ctx = LogitsContext(at.slots_N, at.position_N, *history)
                 logits_NV = process(raw_NV, self._processors, ctx, keep=True)

@@ -86,16 +86,16 @@ class ResultCopies:
             token_columns, *more = pending.sampled
             tokens = _accepted(token_columns.numpy())
             if more:
-                columns, width = _columns(*more), more[0].shape[1]
+                packed, width = _packed(*more), more[0].shape[1]
                 for r, row in enumerate(sampled):
                     if (wanted := pending.logprobs_wanted.get(row)) is not None:
                         first = r * width
-                        logprobs[row] = LogprobColumns(*columns, range(first, first + len(tokens[r])), wanted)
+                        logprobs[row] = LogprobColumns(packed, range(first, first + len(tokens[r])), wanted)
         if len(sampled) < len(rows):
             by_row = dict(zip(sampled, tokens, strict=True))
             tokens = [by_row.get(row, ()) for row in range(len(rows))]
         prompt = {
-            row: LogprobColumns(*_columns(*found), range(len(found[0])), found[1].shape[1])
+            row: LogprobColumns(_packed(*found), range(len(found[0])), found[1].shape[1])
             for row, found in pending.prompt.items()
         }
         pooled = dict(zip(pending.pooled[0], pending.pooled[1].numpy(), strict=True)) if pending.pooled else {}
@@ -149,17 +149,12 @@ def _best(logits_NV: torch.Tensor, chosen_N: torch.Tensor, wanted: int) -> list[
     return [chosen_N1, top.values_Nn[:, :wanted], top.ids_Nn[:, :wanted]]
 
 
-def _columns(
-    chosen: torch.Tensor, values: torch.Tensor, ids: torch.Tensor
-) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]:
-    """Return log-probabilities of tokens [N], and values and ids of the most likely ones [N, n], as arrays that may be
-    kept: the tensors are in pinned memory, which the next steps need."""
-    shape = chosen.numel(), values.shape[-1]
-    return (
-        chosen.numpy().reshape(shape[:1]).copy(),
-        values.numpy().reshape(shape).copy(),
-        ids.numpy().reshape(shape).copy(),
-    )
+def _packed(chosen: torch.Tensor, values: torch.Tensor, ids: torch.Tensor) -> NDArray[np.int32]:
+    """Return log-probabilities of N tokens, and values and ids of the n most likely ones [N, n], as the array of
+    LogprobColumns. It is a copy: the tensors are in pinned memory, which the next steps need."""
+    count, most = chosen.numel(), values.shape[-1]
+    columns = chosen.view(torch.int32).reshape(count, 1), values.view(torch.int32).reshape(count, most), ids.int()
+    return torch.cat((*columns[:2], columns[2].reshape(count, most)), 1).numpy()
 
 
 Mark = float | torch.cuda.Event

@@ -267,13 +267,13 @@ class Runner:
             if drafter.lookahead:
                 drafter.observe(self._draft_context(batch, None), hidden.states, hidden.taps)
             return None
-        graphs, kind = self.graphs, self.slots.draw(slots)
+        graphs, draw = self.graphs, self.slots.draw(slots)
         by_rejection = state.draft_probs_SKV is not None and not self.slots.random.isdisjoint(slots)
-        if graphs is not None and kind is not None and late is None and not by_rejection:
+        if graphs is not None and draw is not None and late is None and not by_rejection:
             width = graphs.width(rows)
             if step.graph is None or step.graph.capacity.width != width:
                 graphs.gather(batch, hidden, step.samples_N)
-            sampled = graphs.draw(width, len(slots), kind, self.slots.most_logprobs(slots))
+            sampled = graphs.draw(width, len(slots), draw, self.slots.most_logprobs(slots))
         else:
             at = unpack_samples(step.samples_N, rows, batch.tokens.positions_T)
             states = hidden.states[at.token_RW.reshape(-1)]

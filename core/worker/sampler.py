@@ -11,7 +11,7 @@ import torch
 
 from dovetail.core.interfaces import Model
 from dovetail.core.ops.random import Purpose, gumbel, uniform
-from dovetail.core.ops.step import best, draw, gather_params, leading, least_kept, scaled
+from dovetail.core.ops.step import best, draw, draw_filtered, gather_params, leading, least_kept, scaled
 
 if TYPE_CHECKING:
     from dovetail.core.worker.device_state import DeviceState
@@ -35,7 +35,8 @@ class SampleParams:
     def of(cls, state: DeviceState, slots_N: torch.Tensor, *, random: bool, filtered: bool) -> SampleParams:
         """Gather the parameters of the sequences in these slots. If no row is random, none is read or gathered."""
         of_slots = state.temperature_S, state.top_k_S, state.top_p_S, state.min_p_S, state.key_S
-        return cls(*(gather_params(slots_N, *of_slots) if random else of_slots), random, filtered)
+        temperature_N, top_k_N, top_p_N, min_p_N, key_N = gather_params(slots_N, *of_slots) if random else of_slots
+        return cls(temperature_N, top_k_N, top_p_N, min_p_N, key_N, random, filtered)
 
 
 def least_logit(logits_NV: torch.Tensor, params: SampleParams) -> torch.Tensor | None:
@@ -48,8 +49,10 @@ def least_logit(logits_NV: torch.Tensor, params: SampleParams) -> torch.Tensor |
 def sample(logits_NV: torch.Tensor, position_N: torch.Tensor, params: SampleParams) -> torch.Tensor:
     """Draw one token id for each row, int64 [N]; -1 = some logit is NaN or +inf. position_N is the
     number of tokens that precede it."""
-    least_N = least_logit(logits_NV, params)
-    return draw(logits_NV, position_N, params.temperature_N, params.key_N, params.random, least_N)
+    if params.filtered:
+        filters = params.temperature_N, params.top_k_N, params.top_p_N, params.min_p_N
+        return draw_filtered(logits_NV, position_N, params.key_N, *filters)
+    return draw(logits_NV, position_N, params.temperature_N, params.key_N, params.random)
 
 
 def warm_up_float32(state: DeviceState, vocab: int) -> None:

@@ -4,20 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import Flag, auto
 
 from dovetail.core.interfaces import JoinBlob, SamplingParams
 
 
-class Draw(IntEnum):
-    """Kinds of captured draws. Each also serves the rows of the kinds before it, which cost little in it."""
+class Draw(Flag):
+    """Parts of a draw. Rows that need fewer of them cost little."""
 
-    GREEDY = 0
-    RANDOM = 1
-    FILTERED = 2
-    LOGPROBS = 3
-    PROCESSED = 4
-    """Every logits processor that can be captured runs."""
+    RANDOM = auto()
+    FILTERED = auto()
+    """Random, and restricted by top-k, top-p or min-p."""
+    LOGPROBS = auto()
+    PROCESSED = auto()
+    """Logits processors run."""
+
+
+GREEDY = Draw(0)
+DRAWS = (
+    GREEDY,
+    Draw.RANDOM,
+    Draw.RANDOM | Draw.FILTERED,
+    Draw.RANDOM | Draw.FILTERED | Draw.LOGPROBS,
+    Draw.RANDOM | Draw.FILTERED | Draw.PROCESSED,
+    Draw.RANDOM | Draw.FILTERED | Draw.LOGPROBS | Draw.PROCESSED,
+)
+"""Draws that are captured, cheaper ones first: few, since each takes time at start-up for every number of rows."""
 
 
 @dataclass(slots=True)
@@ -80,16 +92,19 @@ class Slots:
         return self._infos[slot]
 
     def draw(self, slots: Collection[int]) -> Draw | None:
-        """Return the kind of captured draw that serves these slots; None = none does."""
+        """Return the captured draw that serves these slots; None = none does."""
         if not self.uncaptured.isdisjoint(slots):
             return None
-        needs = (
-            (Draw.PROCESSED, self.processed),
-            (Draw.LOGPROBS, self.logprobs),
-            (Draw.FILTERED, self.filtered),
+        needed = GREEDY
+        for need, among in (
             (Draw.RANDOM, self.random),
-        )
-        return next((kind for kind, among in needs if not among.isdisjoint(slots)), Draw.GREEDY)
+            (Draw.FILTERED, self.filtered),
+            (Draw.LOGPROBS, self.logprobs),
+            (Draw.PROCESSED, self.processed),
+        ):
+            if not among.isdisjoint(slots):
+                needed |= need
+        return next(draw for draw in DRAWS if needed in draw)
 
     def most_logprobs(self, slots: Collection[int]) -> int | None:
         """Return how many most likely tokens some of these slots reports; None = none reports log-probabilities."""

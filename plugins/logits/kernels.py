@@ -11,61 +11,49 @@ import triton.language as tl
 
 from dovetail.core.interfaces import LogitsContext
 
-BLOCK = 512
-ROWS = 64
-"""Rows that share one pass, which limits the memory for counts: 33 MB at a vocabulary of 128 256."""
-PARTS = 16
-"""Maximum number of programs for a row's history. A captured step is launched for the longest history."""
+BLOCK = 1024
+PROGRAMS = 128
+"""Rows that are counted at a time, which limits the memory for counts: 66 MB at a vocabulary of 128 256."""
 
 
-@triton.jit
-def _penalties(row, slots_ptr, lengths_ptr, repetition_ptr, presence_ptr, frequency_ptr):
-    """Return the row's slot, length and penalties. Rows without penalties have length 0."""
-    slot = tl.load(slots_ptr + row)
-    repetition, presence = tl.load(repetition_ptr + slot), tl.load(presence_ptr + slot)
-    frequency = tl.load(frequency_ptr + slot)
-    none = (repetition == 1.0) & (presence == 0.0) & (frequency == 0.0)
-    return slot, tl.where(none, 0, tl.load(lengths_ptr + row)), repetition, presence, frequency
-
-
-@triton.jit(do_not_specialize=["first"])
-def _count_tokens(slots_ptr, lengths_ptr, tokens_ptr, tokens_stride, prompt_ptr, repetition_ptr, presence_ptr,
-                  frequency_ptr, count_ptr, V, first, BLOCK: tl.constexpr):  # fmt: skip
-    row = tl.program_id(0)
-    slot, length, _, _, _ = _penalties(first + row, slots_ptr, lengths_ptr, repetition_ptr, presence_ptr, frequency_ptr)
-    prompt = tl.load(prompt_ptr + slot)
-    for begin in range(tl.program_id(1) * BLOCK, length, tl.num_programs(1) * BLOCK):
-        place = begin + tl.arange(0, BLOCK)
-        known, made = place < length, place >= prompt
-        token = tl.load(tokens_ptr + slot * tokens_stride + place, mask=known, other=0)
-        # The sign bit marks tokens of the prompt, so that one of them counts as seen however many there are.
-        count_at = count_ptr + row.to(tl.int64) * V + token
-        tl.atomic_or(count_at, tl.full((BLOCK,), -2147483648, tl.int32), mask=known & ~made, sem="relaxed")
-        tl.atomic_add(count_at, tl.full((BLOCK,), 1, tl.int32), mask=known & made, sem="relaxed")
-
-
-@triton.jit(do_not_specialize=["first"])
-def _penalise(logits_ptr, slots_ptr, lengths_ptr, tokens_ptr, tokens_stride, repetition_ptr, presence_ptr,
-              frequency_ptr, count_ptr, V, first, BLOCK: tl.constexpr):  # fmt: skip
-    row = tl.program_id(0)
-    slot, length, repetition, presence, frequency = _penalties(
-        first + row, slots_ptr, lengths_ptr, repetition_ptr, presence_ptr, frequency_ptr
-    )
-    for begin in range(tl.program_id(1) * BLOCK, length, tl.num_programs(1) * BLOCK):
-        place = begin + tl.arange(0, BLOCK)
-        known = place < length
-        token = tl.load(tokens_ptr + slot * tokens_stride + place, mask=known, other=0)
-        # Of several places with a token, one takes its count, leaves zero for the next call, and changes the logit.
-        count_at = count_ptr + row.to(tl.int64) * V + token
-        taken = tl.atomic_xchg(count_at, tl.zeros((BLOCK,), tl.int32), mask=known, sem="relaxed")
-        mine = known & (taken != 0)
-        count = (taken & 0x7FFFFFFF).to(tl.float32)
-        at = logits_ptr + (first + row).to(tl.int64) * V + token
-        x = tl.load(at, mask=mine, other=0.0).to(tl.float32)
-        x = tl.where(x > 0, x / repetition, x * repetition)
-        x = x - frequency * count
-        x = x - presence * (count > 0).to(tl.float32)
-        tl.store(at, x.to(logits_ptr.dtype.element_ty), mask=mine)
+@triton.jit(do_not_specialize=["rows"])
+def _penalise(logits_ptr, slots_ptr, lengths_ptr, tokens_ptr, tokens_stride, prompt_ptr, repetition_ptr, presence_ptr,
+              frequency_ptr, count_ptr, V, rows, BLOCK: tl.constexpr):  # fmt: skip
+    """A program processes every PROGRAMS-th row, and has one row of counts."""
+    count_ptr += tl.program_id(0).to(tl.int64) * V
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        slot = tl.load(slots_ptr + row)
+        repetition, presence = tl.load(repetition_ptr + slot), tl.load(presence_ptr + slot)
+        frequency = tl.load(frequency_ptr + slot)
+        none = (repetition == 1.0) & (presence == 0.0) & (frequency == 0.0)
+        length = tl.where(none, 0, tl.load(lengths_ptr + row)).to(tl.int32)
+        prompt = tl.load(prompt_ptr + slot)
+        history_ptr = tokens_ptr + slot * tokens_stride
+        for begin in range(0, length, BLOCK):
+            place = begin + tl.arange(0, BLOCK)
+            known, made = place < length, place >= prompt
+            token = tl.load(history_ptr + place, mask=known, other=0)
+            # The sign bit marks tokens of the prompt, so that one of them counts as seen however many there are.
+            prompt_bit = tl.full((BLOCK,), -2147483648, tl.int32)
+            tl.atomic_or(count_ptr + token, prompt_bit, mask=known & ~made, sem="relaxed")
+            tl.atomic_add(count_ptr + token, tl.full((BLOCK,), 1, tl.int32), mask=known & made, sem="relaxed")
+        # All threads must have counted before any takes a count.
+        tl.debug_barrier()
+        row_ptr = logits_ptr + (row + tl.zeros((), tl.int64)) * V
+        for begin in range(0, length, BLOCK):
+            place = begin + tl.arange(0, BLOCK)
+            known = place < length
+            token = tl.load(history_ptr + place, mask=known, other=0)
+            # Of several places with a token, one takes its count, leaves zero for the next row, and changes the logit.
+            taken = tl.atomic_xchg(count_ptr + token, tl.zeros((BLOCK,), tl.int32), mask=known, sem="relaxed")
+            mine = known & (taken != 0)
+            count = (taken & 0x7FFFFFFF).to(tl.float32)
+            x = tl.load(row_ptr + token, mask=mine, other=0.0).to(tl.float32)
+            x = tl.where(x > 0, x / repetition, x * repetition)
+            x = x - frequency * count
+            x = x - presence * (count > 0).to(tl.float32)
+            tl.store(row_ptr + token, x.to(logits_ptr.dtype.element_ty), mask=mine)
+        tl.debug_barrier()
 
 
 def penalise_triton(
@@ -76,15 +64,13 @@ def penalise_triton(
     frequency_S: torch.Tensor,
     counts: torch.Tensor,
 ) -> None:
-    """Apply the penalties in place. `counts`: int32 [ROWS, V], zeros before and after."""
+    """Apply the penalties in place. `counts`: int32 [PROGRAMS, V], zeros before and after."""
     rows, vocab = logits_NV.shape
-    history = ctx.slots_N, ctx.lengths_N, ctx.tokens_SL, ctx.tokens_SL.stride(0)
-    penalties = repetition_S, presence_S, frequency_S
-    parts = min(PARTS, triton.cdiv(ctx.max_length, BLOCK))
-    for first in range(0, rows, ROWS):
-        grid = min(ROWS, rows - first), parts
-        _count_tokens[grid](*history, ctx.prompt_len_S, *penalties, counts, vocab, first, BLOCK=BLOCK, num_warps=4)
-        _penalise[grid](logits_NV, *history, *penalties, counts, vocab, first, BLOCK=BLOCK, num_warps=4)
+    if rows:
+        history = ctx.slots_N, ctx.lengths_N, ctx.tokens_SL, ctx.tokens_SL.stride(0), ctx.prompt_len_S
+        penalties = repetition_S, presence_S, frequency_S
+        programs = min(PROGRAMS, rows)
+        _penalise[(programs,)](logits_NV, *history, *penalties, counts, vocab, rows, BLOCK=BLOCK, num_warps=8)
 
 
 @triton.jit(do_not_specialize=["most"])

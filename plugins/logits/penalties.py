@@ -20,9 +20,9 @@ class Penalties(LogitsProcessor):
         self.presence_S = torch.zeros(slots, device=device)
         self.frequency_S = torch.zeros(slots, device=device)
         if device.type == "cuda":
-            from dovetail.plugins.logits.kernels import ROWS
+            from dovetail.plugins.logits.kernels import PROGRAMS
 
-            self._counts = torch.zeros(ROWS, vocab, dtype=torch.int32, device=device)
+            self._counts = torch.zeros(PROGRAMS, vocab, dtype=torch.int32, device=device)
 
     def wants(self, request: Request) -> bool:
         p = request.params

@@ -78,7 +78,7 @@ def noise(a, b, token, APPROX: tl.constexpr):
 
 
 @triton.jit
-def _better(value_a, index_a, value_b, index_b):
+def better(value_a, index_a, value_b, index_b):
     """Return the larger value and its index; ties go to the lower index."""
     left = (value_a > value_b) | ((value_a == value_b) & (index_a < index_b))
     return tl.where(left, value_a, value_b), tl.where(left, index_a, index_b)
@@ -91,6 +91,7 @@ def _draw_parts(
     temperature_ptr,
     key_ptr,
     least_ptr,
+    drawn_ptr,
     value_ptr,
     index_ptr,
     V,
@@ -101,8 +102,12 @@ def _draw_parts(
     APPROX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (row, part): find the best of `part_columns` logits. Column 0 of the row is token `first`."""
+    """Program (row, part): find the best of `part_columns` logits. Column 0 of the row is token `first`. Rows whose
+    entry of `drawn` is not -1 have their token."""
     row = tl.program_id(0).to(tl.int64)
+    if drawn_ptr is not None:
+        if tl.load(drawn_ptr + row) >= 0:
+            return
     part = tl.program_id(1)
     begin = part * part_columns
     end = tl.minimum(begin + part_columns, V)
@@ -134,7 +139,7 @@ def _draw_parts(
             peak = tl.maximum(peak, x, propagate_nan=tl.PropagateNan.ALL)
             at = tl.where(x > best, i, at)
             best = tl.where(x > best, x, best)
-    value, index = tl.reduce((best, first + at + lane), 0, _better)
+    value, index = tl.reduce((best, first + at + lane), 0, better)
     # A row with NaN or +inf gets no token.
     invalid = tl.max(tl.where(peak < float("inf"), 0, 1), axis=0)
     tl.store(value_ptr + row * tl.num_programs(1) + part, tl.where(invalid > 0, float("inf"), value))
@@ -142,12 +147,17 @@ def _draw_parts(
 
 
 @triton.jit
-def _draw_join(value_ptr, index_ptr, best_ptr, out_ptr, PARTS, BLOCK: tl.constexpr):
+def _draw_join(value_ptr, index_ptr, drawn_ptr, best_ptr, out_ptr, PARTS, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
+    if drawn_ptr is not None:
+        drawn = tl.load(drawn_ptr + row)
+        if drawn >= 0:
+            tl.store(out_ptr + row, drawn.to(tl.int64))
+            return
     part = tl.arange(0, BLOCK)
     value = tl.load(value_ptr + row * PARTS + part, mask=part < PARTS, other=float("-inf"))
     index = tl.load(index_ptr + row * PARTS + part, mask=part < PARTS, other=2147483647)
-    value, index = tl.reduce((value, index), 0, _better)
+    value, index = tl.reduce((value, index), 0, better)
     tl.store(best_ptr + row, value)
     tl.store(out_ptr + row, tl.where(value == float("inf"), -1, index).to(tl.int64))
 
@@ -165,7 +175,9 @@ def best_triton(
     random: bool,
     least_N: torch.Tensor | None = None,
     first: int = 0,
+    drawn_N: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """`drawn_N` (int32): tokens of rows that have been drawn, -1 = not yet; those rows have no score."""
     logits_NV = logits_NV.contiguous()
     rows, vocab = logits_NV.shape
     best_N = torch.empty(rows, device=logits_NV.device)
@@ -183,6 +195,7 @@ def best_triton(
         temperature_N.contiguous(),
         key_N.contiguous(),
         least_N,
+        drawn_N,
         value,
         index,
         vocab,
@@ -194,5 +207,5 @@ def best_triton(
         BLOCK=VOCAB_BLOCK,
         num_warps=4,
     )
-    _draw_join[(rows,)](value, index, best_N, out_N, parts, BLOCK=triton.next_power_of_2(parts), num_warps=1)
+    _draw_join[(rows,)](value, index, drawn_N, best_N, out_N, parts, BLOCK=triton.next_power_of_2(parts), num_warps=1)
     return best_N, out_N

@@ -64,6 +64,13 @@ def load_filters(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, V):
 
 
 @triton.jit
+def least_by_min_p(largest, temperature, min_p):
+    """Return the smallest logit that min-p keeps."""
+    least = largest + temperature * tl.log(tl.maximum(min_p, 1e-37))
+    return tl.where(min_p > 0, least, float("-inf"))
+
+
+@triton.jit
 def highest_key(key, weight, wanted, low, high, DIGIT: tl.constexpr):
     """Return the highest integer at or above which the weights reach `wanted`, from `low` (where they do) to `high`; a
     pass over the keys finds DIGIT bits of it."""
@@ -188,17 +195,21 @@ def finish(
     found_ptr,
     value_ptr,
     least_ptr,
+    drawn_ptr,
     V,
     FACTS: tl.constexpr,
     CANDIDATES: tl.constexpr,
-    FEW: tl.constexpr,
+    FEWEST: tl.constexpr,
     LISTS: tl.constexpr,
     SHIFT: tl.constexpr,
     DIGIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program row: the smallest logit that it keeps."""
+    """Program row: the smallest logit that it keeps, unless its token has been drawn."""
     row = tl.program_id(0).to(tl.int64)
+    if drawn_ptr is not None:
+        if tl.load(drawn_ptr + row) >= 0:
+            return
     temperature, top_k, top_p, min_p, by_k, by_p = load_filters(
         temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, V
     )
@@ -220,47 +231,31 @@ def finish(
             together = by_p & (apart == 0)
             if longest == 0:
                 low = key_of(tl.load(fact_ptr + row * FACTS), SHIFT)
-            elif longest <= FEW // LISTS:
-                low = search_candidates(
-                    mine_ptr,
-                    length_ptr,
-                    low,
-                    high,
-                    largest,
-                    temperature,
-                    top_k,
-                    top_p,
-                    wanted,
-                    above,
-                    by_k,
-                    together,
-                    LENGTH,
-                    LISTS,
-                    FEW,
-                    SHIFT,
-                    DIGIT,
-                )
-            elif longest <= LENGTH:
-                low = search_candidates(
-                    mine_ptr,
-                    length_ptr,
-                    low,
-                    high,
-                    largest,
-                    temperature,
-                    top_k,
-                    top_p,
-                    wanted,
-                    above,
-                    by_k,
-                    together,
-                    LENGTH,
-                    LISTS,
-                    CANDIDATES,
-                    SHIFT,
-                    DIGIT,
-                )
-            else:
+            for tier in tl.static_range(3):
+                # Fewer candidates take less time. A tier has eight times as many as the one before it.
+                if (longest > ((FEWEST << (3 * tier)) >> 3) // LISTS * (tier > 0)) & (
+                    longest <= (FEWEST << (3 * tier)) // LISTS
+                ):
+                    low = search_candidates(
+                        mine_ptr,
+                        length_ptr,
+                        low,
+                        high,
+                        largest,
+                        temperature,
+                        top_k,
+                        top_p,
+                        wanted,
+                        above,
+                        by_k,
+                        together,
+                        LENGTH,
+                        LISTS,
+                        FEWEST << (3 * tier),
+                        SHIFT,
+                        DIGIT,
+                    )
+            if longest > LENGTH:
                 low = search_row(row_ptr, V, low, high, largest, temperature, wanted, by_k, SHIFT, DIGIT, BLOCK)
                 apart = by_k & by_p
             if apart:
@@ -268,5 +263,5 @@ def finish(
                 top = key_of(largest, SHIFT)
                 low = search_row(row_ptr, V, low, top, largest, temperature, wanted, by_k == 2, SHIFT, DIGIT, BLOCK)
             least = value_of(tl.maximum(low, LOWEST >> SHIFT), SHIFT)
-        least = tl.where(min_p > 0, tl.maximum(least, largest + temperature * tl.log(tl.maximum(min_p, 1e-37))), least)
+        least = tl.maximum(least, least_by_min_p(largest, temperature, min_p))
     tl.store(least_ptr + row, least)

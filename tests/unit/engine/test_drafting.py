@@ -123,6 +123,15 @@ def test_trials_become_rare_and_still_detect_better_acceptance() -> None:
     assert sum(map(bool, chosen[-1000:])) > 980
 
 
+@pytest.mark.parametrize(("rows", "most"), [(1, 0.04), (8, 0.01)])
+def test_drafts_that_never_pay_are_rare(rows: int, most: float) -> None:
+    """A trial ends before all of its rows if the first ones accept nothing, and one that succeeds does not."""
+    device = Device(lambda step: 0.7 * (step > 4000), slowdown=1.3, depth=2)
+    _, chosen = device.run(rows, Drafting(K), 8000)
+    assert sum(map(bool, chosen[250:1250])) <= most * 1000
+    assert sum(map(bool, chosen[-1000:])) > 900
+
+
 def test_batch_sizes_are_learnt_separately() -> None:
     """Eight rows gain by drafts and 60 lose. Alternating between them causes no additional trials."""
 

@@ -42,7 +42,7 @@ from dovetail.plugins.attention.config import TritonConfig
 from dovetail.plugins.attention.triton.backend import Triton
 from dovetail.plugins.attention.triton.tiles import Shape, Tile, Tiles, fit
 from dovetail.plugins.collective.symm_mem.collective import FP8
-from dovetail.plugins.logits.kernels import ROWS, add_pairs_triton, penalise_triton
+from dovetail.plugins.logits.kernels import PROGRAMS, add_pairs_triton, penalise_triton
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 from dovetail.plugins.quant.int8.format import INT8_TOKEN
 
@@ -118,6 +118,7 @@ def steps() -> None:
         for dtype in (BF16, FP32):
             logits = cuda(rows, VOCAB, dtype=dtype)
             least = step.least_kept(logits, floats[0], keys, *floats[1:])
+            step.draw_filtered(logits, keys, keys, floats[0], keys, *floats[1:])
             for bound in (least, None):
                 step.draw(logits, keys, floats[0], keys, True, bound)
             step.draw(logits, keys, floats[0], keys, False)
@@ -125,7 +126,7 @@ def steps() -> None:
                 best_logprobs(logits, count, wanted)
             logprobs_of(logits, keys, floats[0])
             ctx = LogitsContext(keys, keys, tokens_SL, keys_S, 512 * longest)
-            penalise_triton(logits, ctx, reals_S, reals_S, reals_S, cuda(ROWS, VOCAB, dtype=INT32))
+            penalise_triton(logits, ctx, reals_S, reals_S, reals_S, cuda(PROGRAMS, VOCAB, dtype=INT32))
             pairs = cuda(257, 1024, dtype=INT64), cuda(257, 1024, dtype=FP32)
             add_pairs_triton(logits, ctx, *pairs, cuda(257, dtype=INT32), keys_S)
             apply_bitmask(logits, cuda(rows, -(-VOCAB // 32), dtype=INT32), keys)
@@ -260,16 +261,14 @@ def attention_cases() -> Iterator[tuple[str, Callable[[], None]]]:
         "single tokens, e4m3": dict(host=SCARCE, kv_dtype=E4M3, heads=(16, 1, 128)),
         "single tokens, window, head scales": dict(host=SCARCE, kv_dtype=E5M2, window=4096, head_scales=True, page=64),
         "single tokens, narrow heads": dict(host=SCARCE, heads=(8, 8, 64), rotary=32),
-        "single tokens, padded head dim": dict(host=SCARCE, kv_dtype=E4M3, heads=(14, 2, 80), rotary=32, norm=True),
+        "single tokens, one kv head, padded": dict(host=SCARCE, kv_dtype=E4M3, heads=(71, 1, 80), rotary=32, norm=True),
         "single tokens, wide heads": dict(host=SCARCE, dtype=FP16, heads=(16, 16, 256), rotary=64),
-        "single tokens, one kv head": dict(host=SCARCE, heads=(71, 1, 64), rotary=64),
         "chunks": dict(host=CHUNKS, norm=True, gluon=False),
         "chunks, tensor maps": dict(host=CHUNKS, page=64, gluon=False),
         "long, tensor maps": dict(host=LONG, page=64, gluon=False),
         "prompts, gathered": dict(host=CHUNKS, kv_dtype=E4M3),
         "prompts, long": dict(host=LONG, page=64),
         "prompts, window, head scales": dict(host=LONG, dtype=FP16, page=192, window=4096, head_scales=True),
-        "prompts, wide heads": dict(host=LONG, dtype=FP16, heads=(16, 16, 256), page=64, rotary=64),
         "prompts, padded head dim and group": dict(host=LONG, heads=(14, 2, 80), page=64, rotary=32),
         "prompts, narrow heads": dict(host=LONG, heads=(8, 8, 64), page=64, rotary=64),
         "mixed, e4m3": dict(host=MIXED, kv_dtype=E4M3),

@@ -13,7 +13,7 @@ if not (INTERPRETED or torch.cuda.is_available()):
 
 from dovetail.core.interfaces import LogitsContext, Request, SamplingParams  # noqa: E402
 from dovetail.core.ops.kernels.draw import best_triton, gather_params_triton  # noqa: E402
-from dovetail.core.ops.kernels.filters import least_kept_triton  # noqa: E402
+from dovetail.core.ops.kernels.filters import draw_filtered_triton, least_kept_triton  # noqa: E402
 from dovetail.core.ops.kernels.logprobs import best_logprobs_triton, logprobs_of_triton  # noqa: E402
 from dovetail.core.ops.kernels.step import (  # noqa: E402
     accept_triton,
@@ -34,7 +34,7 @@ from dovetail.core.ops.step import (  # noqa: E402
 )
 from dovetail.plugins.logits import kernels as logits_kernels  # noqa: E402
 from dovetail.plugins.logits.config import PenaltiesConfig  # noqa: E402
-from dovetail.plugins.logits.kernels import ROWS, add_pairs_triton, penalise_triton  # noqa: E402
+from dovetail.plugins.logits.kernels import PROGRAMS, add_pairs_triton, penalise_triton  # noqa: E402
 from dovetail.plugins.logits.penalties import Penalties  # noqa: E402
 from dovetail.plugins.logits.ragged import SparseRows  # noqa: E402
 
@@ -209,6 +209,66 @@ def test_the_least_logit_kept_of_any_distribution(temperature, top_k, top_p):
         assert mass[kept > least].sum() <= top_p + 1e-5
 
 
+def expected_draws(logits, position, key, temperature, top_k, top_p, min_p):
+    """Return the draws of the reference, and whether another order of additions can change each of them."""
+    least = least_kept_reference(logits, temperature, top_k, top_p, min_p)
+    values, near = logits.float().unique(), []
+    for shift in (-1, 1):
+        at = (torch.searchsorted(values, least) + shift).clamp(0, len(values) - 1)
+        near.append(torch.where(top_p < 1, values[at], least))
+    draws = [best_reference(logits, position, temperature, key, True, bound)[1] for bound in (least, *near)]
+    return draws[0], (draws[0] != draws[1]) | (draws[0] != draws[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_filtered_draws_equal_the_reference(dtype):
+    """Rows whose first try is kept, rows that try several, rows that try in vain or not at all."""
+    torch.seed()
+    rows, vocab = 24, 2500
+    logits = (torch.randn(rows, vocab, device=DEVICE) * torch.linspace(0.3, 6, rows, device=DEVICE)[:, None]).to(dtype)
+    pick = torch.arange(rows, device=DEVICE) % 8
+    temperature = torch.tensor([0.8, 1.0, 0.7, 1.5, 0.0, 1.0, 1.0, 0.9], device=DEVICE)[pick]
+    top_k = torch.tensor([0, 0, 0, 0, 0, 20, 0, 0], device=DEVICE)[pick]
+    top_p = torch.tensor([0.95, 0.5, 0.7, 0.3, 0.9, 0.8, 1.0, 0.9], device=DEVICE)[pick]
+    min_p = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.05, 0.2], device=DEVICE)[pick]
+    key, position = torch.randint(1 << 62, (2, rows), device=DEVICE)
+    given = temperature, top_k, top_p, min_p
+    got = draw_filtered_triton(logits, position, key, *given)
+    want, open_to_rounding = expected_draws(logits, position, key, *given)
+    assert open_to_rounding.sum() < rows // 2
+    noisy = logits / temperature.clamp_min(1e-9)[:, None] + gumbel(key, position, Purpose.SAMPLE, vocab)
+    gap = (noisy.gather(1, want[:, None]) - noisy.gather(1, got[:, None])).squeeze(1).abs()
+    assert torch.all((got == want) | open_to_rounding | (gap < 1e-4)), (got, want)
+
+
+@pytest.mark.parametrize("top_p", [0.5, 0.95])
+def test_tries_are_those_of_the_best_noisy_logits(top_p):
+    """The mass of many rows is in few tokens of one part, so that some of the best are not listed."""
+    torch.seed()
+    rows, vocab = 40, 2048
+    logits = torch.full((rows, vocab), -30.0, device=DEVICE)
+    logits[:, torch.arange(12, device=DEVICE) * 1024 % vocab + torch.arange(12, device=DEVICE) // 2] = torch.linspace(
+        1.0, 2.0, 12, device=DEVICE
+    )
+    one, zero = torch.ones(rows, device=DEVICE), torch.zeros(rows, device=DEVICE)
+    key, position = torch.randint(1 << 62, (2, rows), device=DEVICE)
+    given = one, zero.long(), zero + top_p, zero
+    got = draw_filtered_triton(logits, position, key, *given)
+    want, open_to_rounding = expected_draws(logits, position, key, *given)
+    assert torch.all((got == want) | open_to_rounding) and (got == want).sum() > rows // 2
+    assert len(want.unique()) > 3
+
+
+def test_filtered_draws_of_rows_with_nan_or_infinity():
+    nan, inf = float("nan"), float("inf")
+    logits = torch.randn(5, 3000, device=DEVICE)
+    logits[0], logits[1, 1234], logits[2, 5], logits[3, 1:] = nan, nan, inf, -inf
+    full, none = torch.full((5,), 0.9, device=DEVICE), torch.zeros(5, device=DEVICE)
+    key, position = torch.randint(1 << 62, (2, 5), device=DEVICE)
+    got = draw_filtered_triton(logits, position, key, full, none.long(), full, none)
+    assert got[:4].tolist() == [-1, -1, -1, 0] and 0 <= got[4] < 3000
+
+
 def test_a_filtered_draw_is_one_of_those_kept():
     rows, vocab = 3, 700
     logits = torch.randn(rows, vocab, device=DEVICE)
@@ -281,7 +341,7 @@ def test_best_logprobs_of_equal_logits_and_of_none():
 
 def test_penalties_visit_each_token_of_the_history_once(monkeypatch):
     torch.seed()
-    monkeypatch.setattr(logits_kernels, "PARTS", 2)  # Programs of long histories process several blocks.
+    monkeypatch.setattr(logits_kernels, "PROGRAMS", 32)  # Each processes several rows.
     rows, slots, vocab, length = 70, 5, 300, 1200
     processor = Penalties(PenaltiesConfig())
     processor.allocate(slots, vocab, DEVICE)
@@ -304,7 +364,7 @@ def test_penalties_visit_each_token_of_the_history_once(monkeypatch):
     )
     for dtype in (torch.float32, torch.bfloat16):
         logits_NV = (3 * torch.randn(rows, vocab, device=DEVICE)).to(dtype)
-        counts = torch.zeros(ROWS, vocab, dtype=torch.int32, device=DEVICE)
+        counts = torch.zeros(PROGRAMS, vocab, dtype=torch.int32, device=DEVICE)
         got = logits_NV.clone()
         penalties = processor.repetition_S, processor.presence_S, processor.frequency_S
         penalise_triton(got, ctx, *penalties, counts)

@@ -24,7 +24,7 @@ from dovetail.core.worker.device_state import DeviceState
 from dovetail.core.worker.graphs import MOST_PAIRS, StepGraphs, batch_sizes, token_sizes
 from dovetail.core.worker.loader import load_rank
 from dovetail.core.worker.runner import Runner
-from dovetail.core.worker.slots import Draw
+from dovetail.core.worker.slots import DRAWS, Draw
 from dovetail.plugins.executor.inproc import InprocExecutor
 
 
@@ -249,11 +249,11 @@ def kinds(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         kinds[f"adapted {kind}" if adapted else kind] += 1
         return graph
 
-    def drawn(self: StepGraphs, width: int, rows: int, kind: Draw, logprobs: int | None) -> Any:
-        kinds[f"{kind.name.lower()} draw"] += 1
+    def drawn(self: StepGraphs, width: int, rows: int, what: Draw, logprobs: int | None) -> Any:
+        kinds[str(what)] += 1
         kinds["wide draw of log-probabilities"] += width > 1 and logprobs is not None
         kinds["narrow draw after a wide graph"] += picked[0] is not None and picked[0].capacity.width > width
-        sampled = draw(self, width, rows, kind, logprobs)
+        sampled = draw(self, width, rows, what, logprobs)
         if sampled.logprobs is not None:
             # The next replay overwrites them; on a GPU they are copied before it.
             sampled.logprobs = tuple(values.clone() for values in sampled.logprobs)  # type: ignore[assignment]
@@ -298,6 +298,7 @@ def run(registry: Registry, rank: type[Bound], drafter: str, budget: int, **adap
         found.append(llm.generate(texts[:3], [SamplingParams(max_tokens=9, **each) for each in detailed]))
         detailed += [{"logit_bias": {7: 4.0}, "logprobs": 2, "temperature": 0.0}, {"min_tokens": 4, "top_k": 9}]
         found.append(llm.generate(texts[:5], [SamplingParams(max_tokens=9, **each) for each in detailed]))
+        found.append(llm.generate(texts[:2], SamplingParams(max_tokens=6, seed=5, frequency_penalty=0.5)))
         found += [llm.generate(texts, params, adapter=name) for name in adapters]
         vectors = llm.embed(texts, pooling="mean")
     completions = [s for each in found for g in each for s in g.completions]
@@ -315,7 +316,7 @@ def test_the_layout_of_graphs_changes_no_token(
     expected = run(registry, Bound, drafter, budget)
     assert run(registry, WithGraphs, drafter, budget) == expected
     assert kinds["mixed"] > 3 and kinds["decode"] > 5, kinds
-    assert min(kinds[f"{kind.name.lower()} draw"] for kind in Draw) > 3, kinds
+    assert min(kinds[str(what)] for what in DRAWS) > 2, kinds
     if drafter != "none":
         assert 3 < kinds["wide decode"] < kinds["decode"] - 3, kinds
         assert kinds["narrow draw after a wide graph"] > 2 and kinds["wide draw of log-probabilities"] > 2, kinds

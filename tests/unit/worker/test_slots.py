@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dovetail.core.interfaces import JoinBlob, Request, SamplingParams
-from dovetail.core.worker.slots import Draw, Slots
+from dovetail.core.worker.slots import DRAWS, GREEDY, Draw, Slots
 
 
 def blob(params: SamplingParams, **request: Any) -> JoinBlob:
@@ -15,26 +15,27 @@ def blob(params: SamplingParams, **request: Any) -> JoinBlob:
 
 
 @pytest.mark.parametrize(
-    ("options", "processors", "kind"),
+    ("options", "processors", "draw"),
     [
-        ({"temperature": 0.0}, (), Draw.GREEDY),
-        ({"temperature": 0.7, "seed": 3}, (), Draw.RANDOM),
-        ({"temperature": 0.0, "top_k": 5, "top_p": 0.5}, (), Draw.GREEDY),
-        ({"temperature": 0.7, "top_k": 5}, (), Draw.FILTERED),
-        ({"temperature": 0.7, "top_p": 0.5}, (), Draw.FILTERED),
-        ({"temperature": 0.7, "min_p": 0.1}, (), Draw.FILTERED),
-        ({"temperature": 0.0, "logprobs": 0}, (), Draw.LOGPROBS),
-        ({"temperature": 0.7, "logprobs": 3}, ("penalties",), Draw.PROCESSED),
+        ({"temperature": 0.0}, (), DRAWS[0]),
+        ({"temperature": 0.7, "seed": 3}, (), DRAWS[1]),
+        ({"temperature": 0.0, "top_k": 5, "top_p": 0.5}, (), DRAWS[0]),
+        ({"temperature": 0.7, "top_k": 5}, (), DRAWS[2]),
+        ({"temperature": 0.7, "top_p": 0.5}, (), DRAWS[2]),
+        ({"temperature": 0.7, "min_p": 0.1}, (), DRAWS[2]),
+        ({"temperature": 0.0, "logprobs": 0}, (), DRAWS[3]),
+        ({"temperature": 0.0}, ("penalties",), DRAWS[4]),
+        ({"temperature": 0.7, "logprobs": 3}, ("penalties",), DRAWS[5]),
         ({"temperature": 0.0}, ("penalties", "slow"), None),
     ],
 )
-def test_the_least_kind_of_draw_that_serves_all_rows(
-    options: dict[str, Any], processors: tuple[str, ...], kind: Draw | None
+def test_the_cheapest_captured_draw_that_serves_all_rows(
+    options: dict[str, Any], processors: tuple[str, ...], draw: Draw | None
 ) -> None:
     slots = Slots(uncaptured=("slow",))
     slots.join(0, blob(SamplingParams(temperature=0.0)))
     slots.join(1, blob(SamplingParams(**options), processors=processors))
-    assert (slots.draw((0,)), slots.draw((0, 1))) == (Draw.GREEDY, kind)
+    assert (slots.draw((0,)), slots.draw((0, 1))) == (GREEDY, draw)
     assert (slots.most_logprobs((0,)), slots.most_logprobs((0, 1))) == (None, options.get("logprobs"))
 
 
