@@ -28,40 +28,42 @@ LIBRARY_TILES = ((64, 128), (128, 128), (128, 256), (256, 128))
 class Fit:
     """Constants of the prediction."""
 
-    launch: float = 2.03e-6
+    launch: float = 1.78e-6
     """Seconds from the end of the preceding kernel to the first load, and from the last product to the end."""
-    latency: float = 7.62e-7
+    latency: float = 7.53e-7
     """Seconds from a load of the weight to its data, under load."""
-    x_latency: float = 3.77e-7
+    x_latency: float = 5.62e-7
     """The same for x, which is in the L2 cache."""
     memory: float = 0.92
     """Attainable share of the memory's bandwidth."""
-    sm: float = 3.5
+    sm: float = 4.73
     """Bandwidth of one SM, as a multiple of its equal share of the memory's."""
-    l2: float = 5
+    l2: float = 3.25
     """Bandwidth of the L2 cache, as a multiple of the memory's."""
-    products: float = 0.353
+    products: float = 0.344
     """Attainable share of the tensor cores' rate."""
-    operand: float = 1.16
+    operand: float = 1.46
     """Columns of the right operand whose products take as long as reading the left operand."""
-    block: float = 111
+    block: float = 70.3
     """Cycles of a program per block, for barriers and addresses."""
-    copy: float = 13.1
+    copy: float = 10.2
     """Cycles of an SM for each KiB that no tensor memory accelerator fetches."""
-    wave: float = 6.49e-9
+    wave: float = 7.17e-8
     """Seconds between a program's end and the first product of the program that takes its place."""
-    split: float = 5.24e-6
+    split: float = 7.97e-6
     """Seconds to join the sums of a split tile, besides their bytes."""
-    overlap: float = 1.96e-8
+    overlap: float = 1.18e-8
     """Seconds during which a prefetching tile reads its weight while the preceding kernel runs."""
-    hardness: float = 3.24
+    hardness: float = 2.95
     """Exponent with which the bounds add up: 1 = one after the other, infinite = the largest alone counts."""
-    library_launch: float = 3.28e-6
+    library_launch: float = 5.23e-6
     """Seconds of the library's matmul besides the streams."""
     library_memory: float = 0.89
     library_products: float = 0.526
-    library_scales: float = 4.08e-6
-    """Seconds of the library's matmul for scales per row."""
+    library_scales: float = 2.75e-6
+    """Seconds of the library's 8-bit matmul for scales per row."""
+    library_outputs: float = 1.52e-12
+    """Seconds of that matmul for each output, to scale and to convert it."""
 
 
 FIT = Fit()
@@ -123,4 +125,4 @@ def library_seconds(rows: int, outputs: int, inputs: int, kind: str, gpu: Gpu, f
     )
     bounds = (stream, products)
     total = fit.library_launch + sum(bound**fit.hardness for bound in bounds) ** (1 / fit.hardness)
-    return total + (fit.library_scales if kind == "fp8" else 0.0)
+    return total + (fit.library_scales + rows * outputs * fit.library_outputs if kind == "fp8" else 0.0)
