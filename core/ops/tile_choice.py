@@ -64,7 +64,7 @@ def _choose(
 
 
 def by_rule(rows: int, outputs: int, processors: int, shared: int) -> MatmulTile | None:
-    """Return the tile for an FP8 matmul of few rows: 64 outputs, split in two if the tiles fill at most half of the SMs.
+    """Return the tile for FP8 and few rows: 64 outputs, and split in two if the tiles fill at most half of the SMs.
     Where each SM runs several programs, and where shared memory is small, fewer blocks are in flight."""
     if rows > MOST_ROWS:
         return None
