@@ -53,7 +53,7 @@ def _choose(
     shared: int,
 ) -> MatmulTile | None:
     key = matmul_key(kind, outputs, inputs)
-    ruled = _by_rule(rows, outputs, processors, shared) if kind == "fp8" else None
+    ruled = by_rule(rows, outputs, processors, shared) if kind == "fp8" else None
     tile = ruled
     if choices.tuned(OP, device, key):
         choice = choices.find(OP, device, key, rows)
@@ -63,9 +63,9 @@ def _choose(
     return tile if tile is not None and tile.fits_32_bits(rows, outputs, inputs) else None
 
 
-def _by_rule(rows: int, outputs: int, processors: int, shared: int) -> MatmulTile | None:
-    """Tiles of 64 outputs, split in two if they fill at most half of the SMs. Where each SM runs several programs, and
-    where shared memory is small, fewer blocks are in flight."""
+def by_rule(rows: int, outputs: int, processors: int, shared: int) -> MatmulTile | None:
+    """Return the tile for FP8 and few rows: 64 outputs, and split in two if the tiles fill at most half of the SMs.
+    Where each SM runs several programs, and where shared memory is small, fewer blocks are in flight."""
     if rows > MOST_ROWS:
         return None
     tokens = 16 if rows <= 16 else 32 if rows <= 32 else 64

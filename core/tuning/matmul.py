@@ -14,7 +14,7 @@ from dovetail.core.interfaces.tuning import Choice, Trials, Tunable
 from dovetail.core.ops import matmul, rms_norm, scaled_matmul, unscaled_matmul
 from dovetail.core.ops.matmul import KINDS, matmul_reference
 from dovetail.core.ops.padding import empty_rows
-from dovetail.core.ops.tile_choice import MOST_ROWS, OP, check_matmul, choice_of, matmul_key, tile_of
+from dovetail.core.ops.tile_choice import MOST_ROWS, OP, by_rule, check_matmul, choice_of, matmul_key, tile_of
 from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
 from dovetail.core.tuning.candidates import candidates
 from dovetail.core.tuning.gpu import Gpu, this_gpu
@@ -60,7 +60,11 @@ class MatmulTunable(Tunable):
         shape = self.outputs, self.inputs, self.rows, self.kind, self.gpu
         # Specialized tiles sum many rows of FP8 in the tensor core's accumulator, as fast_accum allows.
         tiles = [tile for tile in candidates(*shape) if self._fast_accum or not tile.specialized]
-        return map(choice_of, _mixed(sorted(((self._seconds(tile), tile) for tile in tiles), key=lambda pair: pair[0])))
+        ordered = _mixed(sorted(((self._seconds(tile), tile) for tile in tiles), key=lambda pair: pair[0]))
+        # Where it was timed, the rule for few rows of FP8 was within 3 % of the fastest tile, closer than predictions.
+        ruled = by_rule(self.rows, self.outputs, self.gpu.processors, self.gpu.shared) if self.kind == "fp8" else None
+        first = [] if ruled is None or not self.admits(choice_of(ruled)) else [ruled]
+        return map(choice_of, dict.fromkeys([*first, *ordered]))
 
     def admits(self, choice: Choice) -> bool:
         try:

@@ -1,10 +1,10 @@
 """Prediction of a matmul's time from the facts of a GPU, for shapes that no table has.
 
-Programs stream blocks of weight and input through shared memory and multiply them. Four rates bound the time: that of
-the memory and of the L2 cache for all programs, and that of the path to memory and of the tensor cores for the SM that
-has the most work. To these come the time until the first block arrives, further waves of programs, the sums of split
-tiles, and the launch. The constants that do not follow from the GPU's facts (`Fit`) are fitted by
-benchmarks/fit_tiles.py to the timings of searches.
+Programs stream blocks of weight and input through shared memory and multiply them. The time is bound by the memory and
+the L2 cache for all programs, and for the SM that has the most work by its path to them, by the latency of blocks, of
+which only so many are in flight, and by its instructions. To these come the launch and the time until the first block
+arrives, further waves of programs, and the sums of split tiles. The constants that do not follow from the GPU's facts
+(`Fit`) are fitted by benchmarks/fit_tiles.py to the timings of searches.
 """
 
 from __future__ import annotations
@@ -28,36 +28,42 @@ LIBRARY_TILES = ((64, 128), (128, 128), (128, 256), (256, 128))
 class Fit:
     """Constants of the prediction."""
 
-    launch: float = 2.88e-6
+    launch: float = 1.78e-6
     """Seconds from the end of the preceding kernel to the first load, and from the last product to the end."""
-    latency: float = 3.73e-7
-    """Seconds from a load to its data, under load."""
+    latency: float = 7.53e-7
+    """Seconds from a load of the weight to its data, under load."""
+    x_latency: float = 5.62e-7
+    """The same for x, which is in the L2 cache."""
     memory: float = 0.92
     """Attainable share of the memory's bandwidth."""
-    sm: float = 4.45
+    sm: float = 4.73
     """Bandwidth of one SM, as a multiple of its equal share of the memory's."""
-    l2: float = 3.8
+    l2: float = 3.25
     """Bandwidth of the L2 cache, as a multiple of the memory's."""
-    products: float = 0.375
+    products: float = 0.344
     """Attainable share of the tensor cores' rate."""
-    operand: float = 8.27
+    operand: float = 1.46
     """Columns of the right operand whose products take as long as reading the left operand."""
-    block: float = 292
+    block: float = 70.3
     """Cycles of a program per block, for barriers and addresses."""
-    wave: float = 4.63e-8
+    copy: float = 10.2
+    """Cycles of an SM for each KiB that no tensor memory accelerator fetches."""
+    wave: float = 7.17e-8
     """Seconds between a program's end and the first product of the program that takes its place."""
-    split: float = 5.51e-6
+    split: float = 7.97e-6
     """Seconds to join the sums of a split tile, besides their bytes."""
-    overlap: float = 1.4e-7
+    overlap: float = 1.18e-8
     """Seconds during which a prefetching tile reads its weight while the preceding kernel runs."""
-    hardness: float = 3.2
-    """Exponent with which the four bounds add up: 1 = one after the other, infinite = the largest alone counts."""
-    library_launch: float = 3.12e-6
+    hardness: float = 2.95
+    """Exponent with which the bounds add up: 1 = one after the other, infinite = the largest alone counts."""
+    library_launch: float = 5.23e-6
     """Seconds of the library's matmul besides the streams."""
     library_memory: float = 0.89
     library_products: float = 0.526
-    library_scales: float = 4.23e-6
-    """Seconds of the library's matmul for scales per row."""
+    library_scales: float = 2.75e-6
+    """Seconds of the library's 8-bit matmul for scales per row."""
+    library_outputs: float = 1.52e-12
+    """Seconds of that matmul for each output, to scale and to convert it."""
 
 
 FIT = Fit()
@@ -74,13 +80,18 @@ def tile_seconds(tile: MatmulTile, rows: int, outputs: int, inputs: int, kind: s
     work = ceil_div(programs, gpu.processors) * units / programs
     weight_block = tile.outputs * tile.inputs * itemsize
     x_block = tile.tokens * tile.inputs * itemsize
-    in_flight = each * weight_block * (tile.prefetch or tile.stages)
-    stream = min(fit.sm * gpu.bandwidth / gpu.processors, in_flight / fit.latency)
+    stream = fit.sm * gpu.bandwidth / gpu.processors
+    # While a block is multiplied, the others of its ring are in flight.
+    weight_wait = fit.latency / max((tile.prefetch or tile.stages) - 1, 1)
+    x_wait = fit.x_latency / max(tile.stages - 1, 1)
     cycles = _product_cycles(tile, itemsize, fit) / fit.products + fit.block / each
+    if not (tile.tma or tile.needs_hopper):
+        cycles += fit.copy * (weight_block + x_block) / 1024
     bounds = (
         outputs * inputs * itemsize / (fit.memory * gpu.bandwidth),
         units * (weight_block + x_block) / (fit.l2 * gpu.bandwidth),
-        work * weight_block / stream,
+        work * (weight_block + x_block) / stream,
+        work / each * max(weight_wait, x_wait),
         work * cycles / gpu.clock,
     )
     total = fit.launch + fit.latency + sum(bound**fit.hardness for bound in bounds) ** (1 / fit.hardness)
@@ -114,4 +125,4 @@ def library_seconds(rows: int, outputs: int, inputs: int, kind: str, gpu: Gpu, f
     )
     bounds = (stream, products)
     total = fit.library_launch + sum(bound**fit.hardness for bound in bounds) ** (1 / fit.hardness)
-    return total + (fit.library_scales if kind == "fp8" else 0.0)
+    return total + (fit.library_scales + rows * outputs * fit.library_outputs if kind == "fp8" else 0.0)

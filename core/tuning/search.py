@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -136,8 +135,8 @@ def search(
     planned = {id(one): _ordered(one, gpu, most) for one in wanted}
     on_phase("compile kernels")
     jobs = _jobs([(one, planned[id(one)]) for one in wanted])
-    compiled = timer.compile_all(list(jobs.values()), compile_seconds)
-    ready = {kernel for kernel, done in zip(jobs, compiled, strict=True) if done}
+    done = timer.compile_all(list(jobs.values()), compile_seconds)
+    ready = {kernel for kernel, compiled in zip(jobs, done, strict=True) if compiled}
     fastest: dict[tuple[str, Key], list[Choice]] = {}
     for tunable in tunables:
         found = known.get((tunable.op, tunable.key, tunable.rows))
@@ -146,8 +145,7 @@ def search(
             if seconds is not None and time.monotonic() - began > seconds:
                 continue
             tried = _unique([*planned[id(tunable)], *filter(tunable.admits, near)])
-            compiled = [choice for choice in tried if tunable.kernel(choice) in ready]
-            found = measure(tunable, timer, gpu, compiled, finals)
+            found = measure(tunable, timer, gpu, [one for one in tried if tunable.kernel(one) in ready], finals)
         near[:] = _unique([*(choice for choice, _ in found.times[:2] if choice is not None), *near])[:NEAR]
         yield tunable, found
 
@@ -161,13 +159,13 @@ def _ordered(tunable: Tunable, gpu: str, most: int) -> list[Choice]:
 def _jobs(planned: Iterable[tuple[Tunable, Sequence[Choice]]]) -> dict[Hashable, tuple[Tunable, Choice]]:
     """Return one choice for each kernel, in the order of the kernels' ranks among the candidates of all operations."""
     jobs: dict[Hashable, tuple[Tunable, Choice]] = {}
-    votes: Counter[Hashable] = Counter()
+    votes: dict[Hashable, float] = {}
     for tunable, choices in planned:
         for rank, choice in enumerate(choices):
             kernel = tunable.kernel(choice)
             jobs.setdefault(kernel, (tunable, choice))
-            votes[kernel] += 1 / (1 + rank)
-    return {kernel: jobs[kernel] for kernel, _ in votes.most_common()}
+            votes[kernel] = votes.get(kernel, 0.0) + 1 / (1 + rank)
+    return {kernel: jobs[kernel] for kernel in sorted(votes, key=lambda kernel: -votes[kernel])}
 
 
 def measure(tunable: Tunable, timer: Timer, gpu: str, tried: Sequence[Choice], finals: int) -> Found:

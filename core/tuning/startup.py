@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dovetail.core.arithmetic import ceil_div
 from dovetail.core.errors import ConfigError, shown
-from dovetail.core.interfaces.tuning import Tunable
+from dovetail.core.interfaces.tuning import Key, Tunable
 from dovetail.core.ops.choices import Choices, install
 from dovetail.core.ops.compile_ahead import compile_workers
 from dovetail.core.startup_notes import note
@@ -55,8 +55,13 @@ def install_choices(
         if composition.engine.tune == "full":
             _await_search(collective, device)
         table = parse_table(share("", collective, device), "the table of rank 0", PREDICTED)
-    install(Choices(table.entries))
+    install(choices_of(table))
     return table.without(PREDICTED).hash()
+
+
+def choices_of(table: TuningTable) -> Choices:
+    entries: dict[tuple[str, str, Key], Any] = {(s.op, s.gpu, s.key): rows for s, rows in table.entries.items()}
+    return Choices(entries)
 
 
 def measured_table(composition: Composition, device: torch.device) -> TuningTable:

@@ -75,20 +75,28 @@ class GraphTimer:
     BRIEF, LONG = 3, 9
     """Replays of a graph."""
 
+    _tunable: Tunable
+    _trials: Trials
+    _before: torch.cuda.CUDAGraph
+    """The preceding kernels alone. It keeps the memory pool of the other graphs."""
+
     def __init__(self, gpu: str, workers: int) -> None:
-        """`gpu`: name of the GPU. `workers`: threads that compile."""
+        """`gpu`: name of the GPU. `workers`: processes that compile."""
         self.gpu, self._workers = gpu, workers
-        self._trials: Trials | None = None
         self._exact: torch.Tensor | None = None
-        self._before: torch.cuda.CUDAGraph | None = None
-        """The preceding kernels alone. It keeps the memory pool of the other graphs."""
 
     def open(self, tunable: Tunable) -> None:
-        self._trials = self._before = self._exact = None  # frees their memory first
+        self.close()
         self._tunable, self._trials = tunable, tunable.trials(copies(tunable.nbytes))
         before, count = self._trials.before, len(self._trials.runs)
         before()
         self._before = capture(lambda: [before() for _ in range(count)])
+
+    def close(self) -> None:
+        """Free the operands."""
+        self._exact = None
+        for name in ("_trials", "_before"):
+            vars(self).pop(name, None)
 
     def compile_all(self, jobs: Sequence[tuple[Tunable, Choice]], seconds: float | None) -> list[bool]:
         """Compile into Triton's cache on disk, in processes: threads would wait for each other's Python code."""
@@ -106,7 +114,7 @@ class GraphTimer:
             worker.join(None if end is None else max(0.0, end - time.time()))
         for worker in workers:
             worker.kill()
-        return [bool(one) for one in done]
+        return [bool(done[i]) for i in range(len(jobs))]
 
     def microseconds(self, choices: Sequence[Choice | None], final: bool) -> list[float | None]:
         if not final:
@@ -172,8 +180,8 @@ def _compile_share(
         for i in range(share, len(jobs), count):
             if end is not None and time.time() > end:
                 return
+            timer.close()
             timer._tunable, choice = jobs[i]
-            timer._trials = None
             try:
                 timer._trials = timer._tunable.trials(1)
                 with compile_ahead(1, ignore_errors=True), timer._choosing(choice):

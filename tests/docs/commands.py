@@ -129,8 +129,8 @@ class Command:
             limited = app != "app=generate" or any(word.startswith("generate.max_tokens") for word in before)
             before += [] if limited else [FEW_TOKENS]
             before += ["--cfg", "job"] if any(words in " ".join(before) for words in COMPOSED_ONLY) else [FEW_PAGES]
-        if app == "app=serve" and "--cfg" not in before:
-            before += ["--cfg", "job"]  # It would run until it is stopped.
+        if app in ("app=serve", "app=tune") and "--cfg" not in before:
+            before += ["--cfg", "job"]  # A server would run until it is stopped, and tuning needs a GPU.
         return before + after
 
     def _words(self) -> list[str]:

@@ -56,10 +56,10 @@ class TuneApp(App):
         ]
 
     def _tune(self, compositions: Sequence[Composition], device: torch.device) -> int:
-        from dovetail.core.ops.choices import Choices, install
+        from dovetail.core.ops.choices import install
         from dovetail.core.tuning.cache import Cache, this_machine
         from dovetail.core.tuning.search import read_found
-        from dovetail.core.tuning.startup import measured_table, predicted_table
+        from dovetail.core.tuning.startup import choices_of, measured_table, predicted_table
         from dovetail.core.tuning.table import merged
         from dovetail.plugins.app.tune.report import show
 
@@ -68,7 +68,7 @@ class TuneApp(App):
         cache = Cache(machine, lambda line: self.console.print(line, markup=False))
         measured = measured_table(compositions[0], device)
         # What the engine uses today; the search also times it.
-        install(Choices(merged([measured, predicted_table(tunables, measured, machine.gpu)]).entries))
+        install(choices_of(merged([measured, predicted_table(tunables, measured, machine.gpu)])))
         results: list[Found] = []
         try:
             self._search(tunables, cache, read_found(cache.timed()), results)
@@ -113,12 +113,17 @@ class TuneApp(App):
             bar(self.console, "tune", len(tunables), left=True) as update,
             phases_in_lines(self.console, "tuning") as progress,
         ):
+
+            def on_phase(phase: str) -> None:
+                progress(phase, None)
+                update(description=phase)
+
             steps = search(
                 *(tunables, timer, gpu, known),
                 seconds=config.seconds,
                 compile_seconds=config.compile_seconds,
                 most=config.candidates,
-                on_phase=lambda phase: (progress(phase, None), update(description=phase)),
+                on_phase=on_phase,
             )
             for tunable, found in steps:
                 results.append(found)

@@ -38,8 +38,8 @@ class FakeTimer:
             raise KeyboardInterrupt
         self.opened.append(tunable)
 
-    def compile_all(self, planned):
-        assert all(choices for _, choices in planned)
+    def compile_all(self, jobs, seconds):
+        return [True for _ in jobs]
 
     def microseconds(self, choices, final):
         return [9.0 if c is None else 8.0 - (c["outputs"] == 64) - 0.1 * c.get("stages", 4) for c in choices]

@@ -59,9 +59,8 @@ def test_measured_tiles_can_be_launched(key, shipped):
         assert choose(most, outputs, inputs, kind, device, 132) == tile
         if tile is None:
             continue
-        _, tiles, _, _ = tile.launch(most, outputs, inputs)
-        assert not tile.splits_tiles(most, outputs, inputs) or tiles <= MOST_SHARED_TILES
-        assert not (tile.tma or tile.prefetch) or inputs * itemsize % 16 == 0
+        assert tile.counters(most, outputs, inputs) <= MOST_SHARED_TILES
+        assert not (tile.tma or tile.needs_hopper) or inputs * itemsize % 16 == 0
         if tile.prefetch:
             rings = (tile.outputs * tile.prefetch + tile.tokens * tile.stages) * tile.inputs * itemsize
             # The kernel of a boundary must fit on the SM as well.

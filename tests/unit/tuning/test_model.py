@@ -39,8 +39,8 @@ def script(monkeypatch):
 def test_picks_are_near_the_fastest_measured_tiles(script, monkeypatch, capsys):
     points = script.read([TIMINGS])
     ratios = [script.pick(point, Gpu(), script.FIT)[0] for point in points]
-    assert len(points) >= 10 and all(ratio >= 1 for ratio in ratios)
-    assert script.geometric_mean(ratios) < 1.06 and max(ratios) < 1.3
+    assert len(points) >= 40 and all(ratio >= 1 for ratio in ratios)
+    assert script.geometric_mean(ratios) < 1.07 and max(ratios) < 1.8
     monkeypatch.setattr(sys, "argv", ["fit_tiles.py", str(TIMINGS)])
     assert script.main() == int(max(ratios) > script.WRONG)
     assert f"{len(points)} matmuls: mean " in capsys.readouterr().out
@@ -68,6 +68,15 @@ def test_candidates_can_be_launched(rows, dtype, gpu):
             assert gpu.hopper or not (tile.needs_hopper or tile.tma)
             assert one.predicted(choice) > 0
         assert one.predicted(None) > 0
+
+
+def test_the_rule_for_few_rows_of_fp8_comes_first():
+    first = [next(iter(product(18944, 3584, rows).candidates())) for rows in (16, 64, 65)]
+    assert [(choice["tokens"], choice["outputs"], choice["inputs"]) for choice in first[:2]] == [
+        (16, 64, 128),
+        (64, 128, 128),
+    ]
+    assert first[2] != first[1], "beyond 64 rows the prediction decides"
 
 
 def test_precise_sums_are_not_left_to_specialized_tiles():

@@ -33,6 +33,9 @@ class Scan(Tunable):
     def admits(self, choice):
         return choice["lanes"] != 13
 
+    def kernel(self, choice):
+        return choice["lanes"]
+
     def trials(self, count):
         raise AssertionError("the timer of these tests needs no operands")
 
@@ -47,8 +50,9 @@ class FakeTimer:
         self.tunable = tunable
         self.opened.append(tunable.rows)
 
-    def compile_all(self, planned):
-        self.planned = [[choice["lanes"] for choice in choices] for _, choices in planned]
+    def compile_all(self, jobs, seconds):
+        self.jobs = [(tunable.rows, choice["lanes"]) for tunable, choice in jobs]
+        return [seconds is None or i < seconds for i in range(len(jobs))]
 
     def microseconds(self, choices, final):
         self.timed.append((final, len(choices)))
@@ -97,9 +101,16 @@ def test_the_default_stays_unless_a_choice_is_clearly_faster():
 def test_the_first_candidates_are_timed_and_the_best_of_other_rows():
     timer = FakeTimer(distance(12.4))
     run([Scan(4, lanes=-1), Scan(8, lanes=5), Scan(16, width=9, lanes=3)], timer, most=88)
-    assert timer.planned == timer.compiled[:1] + [[0, 1, 2, 3, 4], [0, 1, 2]], "all are compiled before any is timed"
     assert timer.compiled[0] == list(range(99, 11, -1))
     assert timer.compiled[1:] == [[0, 1, 2, 3, 4, 12], [0, 1, 2]], "13 is next best, which 8 rows do not admit"
+
+
+def test_kernels_compile_once_and_the_most_promising_first():
+    timer = FakeTimer(distance(1))
+    run([Scan(4, lanes=4), Scan(8, lanes=3), Scan(16, width=9, lanes=2)], timer)
+    assert timer.jobs == [(4, 0), (4, 1), (4, 2), (4, 3)], "lanes 0 are first for three operations, 3 last for one"
+    run([Scan(4, lanes=4), Scan(8, lanes=3)], timer, compile_seconds=2)
+    assert timer.compiled[-2:] == [[0, 1], [0, 1]], "those that did not compile in time are not timed"
 
 
 def test_the_installed_choice_is_timed_too():

@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="no Triton for this platform")
 
 from dovetail.core.compose import compose
 from dovetail.core.errors import ConfigError
+from dovetail.core.interfaces import AttentionBackend
 from dovetail.core.interfaces.tuning import Tunable, make_key
 from dovetail.core.ops.choices import Choices, install, installed
 from dovetail.core.startup_notes import collect_notes
@@ -19,8 +20,10 @@ from dovetail.core.testing.model_driver import Alone
 from dovetail.core.testing.rank_threads import on_threads
 from dovetail.core.tuning import startup
 from dovetail.core.tuning.cache import Cache, this_machine
+from dovetail.core.tuning.search import distinct
 from dovetail.core.tuning.startup import install_choices, share, table_by_hand
 from dovetail.core.tuning.table import Subject, TuningTable, write_file
+from dovetail.core.worker.build import tunables_without_weights
 
 GPU = torch.device("cuda", 0)
 NAME = "NVIDIA H200"
@@ -184,7 +187,8 @@ class FakeTimer:
     def open(self, tunable):
         FakeTimer.opened += 1
 
-    def compile_all(self, planned): ...
+    def compile_all(self, jobs, seconds):
+        return [True for _ in jobs]
 
     def microseconds(self, choices, final):
         return [9.0 if choice is None else 5.0 + abs(choice["lanes"] - 2) for choice in choices]
@@ -225,3 +229,24 @@ def test_other_ranks_wait_for_the_search_of_rank_0():
 
     on_threads(2, work)
     assert beats.count("done") == 1 and len(beats) == 4
+
+
+def test_every_distinct_layer_of_a_model_is_tunable(monkeypatch):
+    """Layers of rank 0 of two, with an attention backend that has an operation to tune."""
+    layers = []
+    monkeypatch.setattr(AttentionBackend, "tunables", lambda self, layer, rows: layers.append(layer) or [Scan(rows)])
+    composition = compose(["app=generate", "model=tiny", "engine.tp=2", "engine.dtype=bfloat16"])
+    found = distinct(tunables_without_weights(composition, torch.device("cpu"), [1, 8]))
+    spec = composition.part("model").target().spec(composition.part("model").config)
+    shapes = {(dict(one.key)["outputs"], dict(one.key)["inputs"]) for one in found if one.op == "matmul"}
+    heads, kv_heads = spec.heads // 2, max(1, spec.kv_heads // 2)
+    qkv = (heads + 2 * kv_heads) * spec.head_dim
+    assert shapes == {
+        (qkv, spec.hidden),
+        (spec.hidden, heads * spec.head_dim),
+        (spec.intermediate, spec.hidden),
+        (spec.hidden, spec.intermediate // 2),
+        (-(-spec.vocab // 2), spec.hidden),
+    }
+    assert {one.rows for one in found} == {1, 8} and len(layers) == 2 * spec.layers
+    assert [one.rows for one in found if one.op == "acme_scan"] == [1, 8]
