@@ -19,6 +19,14 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
     quicken()
 
+    def pytest_sessionfinish() -> None:
+        """Write the functions that ran to the file that test_in_interpreter.py names."""
+        if path := os.environ.get("DOVETAIL_INTERPRETED"):
+            from triton.runtime.interpreter import InterpretedFunction
+
+            ran = {f"{fn.__module__}:{fn.__name__}" for fn in InterpretedFunction.rewritten_fn}
+            Path(path).write_text("\n".join(sorted(ran)))
+
 
 CLOCKED = (
     "server",

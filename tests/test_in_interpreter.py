@@ -8,6 +8,19 @@ from pathlib import Path
 
 import pytest
 
+RAN: dict[str, set[str]] = {}
+"""Functions that each suite ran, as "module:name"."""
+ELSEWHERE = {
+    "dovetail.core.ops.kernels.e4m3:decode_e4m3_words": "inline assembly: unit/ops/test_kernels.py on a GPU",
+    "dovetail.core.ops.kernels.launch:prefetch": "inline assembly without a result",
+    "dovetail.core.ops.kernels.step:_better": "runs inside a reduction, which the interpreter does not record",
+    "dovetail.plugins.attention.triton.kernels:_unpair": "inline assembly: numerics/test_triton_on_gpu.py",
+    "dovetail.plugins.attention.triton.per_warp:unpair": "inline assembly: numerics/test_triton_on_gpu.py",
+}
+"""Functions that the interpreter cannot run, with the reason."""
+OVER_RANKS = "dovetail.plugins.collective.symm_mem."
+"""Beginning of the names of kernels that tests/tp runs in the interpreter, in several processes."""
+
 ATTENTION = "numerics/test_triton_attention.py"
 SUITES = ("unit/ops/test_kernels.py", "unit/ops/test_step_kernels.py", "unit/adapter/test_kernel.py", ATTENTION)
 
@@ -15,15 +28,32 @@ SUITES = ("unit/ops/test_kernels.py", "unit/ops/test_step_kernels.py", "unit/ada
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton for this platform")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("suite", SUITES)
-def test_kernels_in_interpreter(suite):
+def test_kernels_in_interpreter(suite, tmp_path):
     # The contract takes the interpreter as long as the rest: a nightly job's, as on a GPU.
     all_of_it = suite != ATTENTION or os.environ.get("DOVETAIL_KERNELS") == "all"
     some = [str(Path(__file__).parent / suite), *([] if all_of_it else ["-k", "not TestContract"])]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *some],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "TRITON_INTERPRET": "1",
+            "OMP_NUM_THREADS": "1",
+            "DOVETAIL_INTERPRETED": str(tmp_path / "ran"),
+        },
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout and (" skipped" not in done.stdout or suite == ATTENTION)
+    RAN[suite] = set((tmp_path / "ran").read_text().split())
+
+
+def test_every_kernel_for_all_gpus_ran():
+    """Kernels for one architecture are compared with these on a GPU."""
+    if set(RAN) != set(SUITES):
+        pytest.skip("not all suites ran in this process")
+    from .unit.ops.launches import jit_functions
+
+    general = {name for name in jit_functions(everywhere=True) if not name.startswith(OVER_RANKS)}
+    missing = sorted(general - set().union(*RAN.values()) - set(ELSEWHERE))
+    assert not missing, f"no suite of {', '.join(SUITES)} runs {', '.join(missing)} in the interpreter"

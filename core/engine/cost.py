@@ -17,24 +17,27 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _KV_BYTES = {**_BYTES, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 
-def bind_cost(composition: Composition, spec: ModelSpec, device: str | None = None) -> CostModel | None:
+def bind_cost(
+    composition: Composition, spec: ModelSpec, device: str | None = None, here: Host | None = None
+) -> CostModel | None:
     """Return the chosen cost model, ready to predict; None if the app has none or the choice is `none`. `device`
-    decides what "auto" means for dtypes: "cpu", or else a GPU. Default: engine.device, where auto is a GPU."""
+    decides what "auto" means for dtypes: "cpu", or else a GPU. Default: engine.device, where auto is a GPU. `here`: the
+    machine that runs the engine; None = any."""
     if "cost" not in composition.parts:
         return None
     cost: CostModel = composition.build("cost")
     if not cost.predicts:
         return None
-    cost.bind(spec, composition.engine, formats(composition, spec, device or composition.engine.device))
+    cost.bind(spec, composition.engine, formats(composition, spec, device or composition.engine.device, here))
     return cost
 
 
-def formats(composition: Composition, spec: ModelSpec, device: str) -> Formats:
+def formats(composition: Composition, spec: ModelSpec, device: str, here: Host | None = None) -> Formats:
     """Formats from engine.dtype, engine.kv_dtype, and the quantizer's capabilities `weight_bits` and `product`."""
     engine, quant = composition.engine, composition.part("quant")
     dtype, size = number_format(engine, spec, device)
     kv_bytes = size if engine.kv_dtype == "auto" else _size("kv_dtype", engine.kv_dtype, _KV_BYTES)
-    stated = quant.capabilities(Host(device="cpu" if device == "cpu" else "cuda")).provides
+    stated = quant.capabilities(here or Host(device="cpu" if device == "cpu" else "cuda")).provides
     if quant.name == "none":
         stated = {"weight_bits": 8 * size, "product": dtype, **stated}
     if missing := [key for key in ("weight_bits", "product") if key not in stated]:
@@ -43,7 +46,8 @@ def formats(composition: Composition, spec: ModelSpec, device: str) -> Formats:
             f"quant={quant.name} does not state {' and '.join(missing)} among what it provides, which "
             f"cost={composition.part('cost').name} needs: choose cost=none, or another quant",
         )
-    return Formats(dtype, size, float(stated["weight_bits"]), str(stated["product"]), kv_bytes)  # type: ignore[arg-type]
+    product = dtype if stated["product"] == "model" else str(stated["product"])
+    return Formats(dtype, size, float(stated["weight_bits"]), product, kv_bytes)  # type: ignore[arg-type]
 
 
 def number_format(engine: EngineConfig, spec: ModelSpec, device: str) -> tuple[str, int]:

@@ -25,6 +25,7 @@ from dovetail.core.engine.progress import ProgressWatch
 from dovetail.core.engine.requests import RequestBuilder
 from dovetail.core.engine.results import Results, SequenceEvent, ended_event
 from dovetail.core.engine.tracked import GrammarState, Tracked
+from dovetail.core.host import detect_host
 from dovetail.core.interfaces import (
     Blobs,
     Executor,
@@ -105,7 +106,8 @@ class Engine:
             weighs_drafts=engine.drafts == "paying",
         )
         self.scheduler: Scheduler = composition.build("scheduler", limits=self.limits, kv=self.kv)
-        self.cost = bind_cost(composition, info.spec, info.device)
+        here = None if info.device == "simulated" else detect_host(engine.device)
+        self.cost = bind_cost(composition, info.spec, info.device, here)
         self.clock = time.perf_counter
         """Source of request arrival times and of SchedulerContext.clock, in seconds."""
         self._ledger = PageLedger(info.groups, info.num_pages, engine.max_seqs, info.lookahead)

@@ -3,6 +3,7 @@ the reference, CUDA tensors the kernel. Start-up notes list operations that run 
 
 from dovetail.core.ops.activations import gelu
 from dovetail.core.ops.bitmask import apply_bitmask
+from dovetail.core.ops.decoded_matmul import decoded_matmul
 from dovetail.core.ops.formats import encode
 from dovetail.core.ops.gated import silu_and_mul
 from dovetail.core.ops.kv_write import rope_kv_write
@@ -12,6 +13,7 @@ from dovetail.core.ops.norm import rms_norm
 
 __all__ = [
     "apply_bitmask",
+    "decoded_matmul",
     "encode",
     "gelu",
     "layer_norm",

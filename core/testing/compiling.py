@@ -1,15 +1,19 @@
-"""Compilation of kernels for Hopper on a machine without a GPU, to find in CI what only the compiler detects.
+"""Compilation of kernels for a GPU on a machine without one, to find in CI what only the compiler detects.
 
 Triton's interpreter runs a kernel as Python. It accepts a variable that changes its type, a loop that cannot be
-unrolled, an instruction that the hardware lacks, and blocks larger than shared memory.
+unrolled, an instruction that the hardware lacks, and blocks larger than shared memory or registers.
 """
 
 from __future__ import annotations
 
+import re
+import subprocess
+import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -68,12 +72,13 @@ def compiled_for_hopper(machine_code: bool = True) -> AbstractContextManager[Com
 
 
 @contextmanager
-def compiled_for(gpu: EmulatedGpu, machine_code: bool = True) -> Iterator[Compiled]:
+def compiled_for(gpu: EmulatedGpu, machine_code: bool = True, one_each: bool = False) -> Iterator[Compiled]:
     """Compile kernels for a GPU at their launch instead of running them. device="cuda" gives tensors without data.
 
     Compiler errors are raised at the launch. With machine_code=False nothing is compiled and only the variants are
-    recorded, which takes milliseconds per launch. Call the functions that launch kernels, so that types, alignment,
-    options and block sizes are the real ones. Code that reads a tensor's values fails.
+    recorded, which takes milliseconds per launch. With one_each=True, the same is done for all variants of a kernel
+    but its first. Call the functions that launch kernels, so that types, alignment, options and block sizes are the
+    real ones. Code that reads a tensor's values fails.
     """
     if triton.knobs.runtime.interpret:
         raise ValueError("kernels cannot be compiled in a process with TRITON_INTERPRET=1")
@@ -86,7 +91,7 @@ def compiled_for(gpu: EmulatedGpu, machine_code: bool = True) -> Iterator[Compil
         compiled.functions.add(_name(kernel))
         compiled.launches += 1
         found = run(kernel, *args, grid=grid, warmup=True, **options)
-        if not machine_code:
+        if not isinstance(found, CompiledKernel):
             return found
         compiled.kernels.append((_name(kernel), found))
         if found.metadata.shared > gpu.shared_bytes:
@@ -97,8 +102,9 @@ def compiled_for(gpu: EmulatedGpu, machine_code: bool = True) -> Iterator[Compil
         return found
 
     def note(kernel: JITFunction, key: str, *how: Any) -> Any:
+        known = any(name == _name(kernel) for name, _ in compiled.variants)
         compiled.variants[_name(kernel), key] = None
-        if machine_code:
+        if machine_code and not (one_each and known):
             return compile_variant(kernel, key, *how)
         in_memory = kernel.device_caches[DEVICE][0]
         in_memory[key] = key
@@ -137,6 +143,27 @@ def compiled_for(gpu: EmulatedGpu, machine_code: bool = True) -> Iterator[Compil
         driver._active = before
         for kernel in touched:
             kernel.device_caches.pop(DEVICE, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """Registers and stack of one thread, the latter in bytes. A stack holds registers that were spilled."""
+
+    registers: int
+    stack: int
+
+
+def resources(kernel: CompiledKernel) -> Resources:
+    """Read a kernel's resources from its machine code with the disassembler that Triton brings."""
+    tool = str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        Path(cubin.name).write_bytes(kernel.asm["cubin"])
+        command = [tool, "--dump-resource-usage", cubin.name]
+        used = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", used)
+    if found is None:
+        raise ValueError(f"{tool} printed no resources: {used}")
+    return Resources(int(found[1]), int(found[2]))
 
 
 DEVICE = "emulated H200"

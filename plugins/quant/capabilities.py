@@ -11,6 +11,9 @@ def int8(config: Int8Config, host: Host) -> Capabilities:
 
 
 def fp8(config: FP8Config, host: Host) -> Capabilities:
-    reason = "it multiplies in FP8, as Ada and Hopper do"
+    old = bool(host.device_count) and host.compute_capability < FP8_HARDWARE
+    if config.activations == "plain" or (config.activations == "auto" and old):
+        return Capabilities(provides={"weight_bits": 8, "product": "model"})
+    reason = "quant.activations=fp8 multiplies in FP8, as Ada and Hopper do; quant.activations=plain runs on this GPU"
     demand = Requires(kind="host", key="compute_capability", at_least=FP8_HARDWARE, reason=reason)
-    return Capabilities(provides={"weight_bits": 8, "product": "fp8"}, requires=(demand,) if host.device_count else ())
+    return Capabilities(provides={"weight_bits": 8, "product": "fp8"}, requires=(demand,) if old else ())

@@ -19,8 +19,12 @@ class Int8Config(Config):
 
 
 class FP8Config(Config):
-    """W8A8 in E4M3 with dynamic scales, by default per output channel and per token."""
+    """W8A8 in E4M3 with dynamic scales, by default per output channel and per token. On GPUs without FP8
+    matmuls, inputs keep 16 bits (W8A16)."""
 
+    activations: Literal["auto", "fp8", "plain"] = "auto"
+    """Format of the input of matmuls. fp8: E4M3, which needs compute capability 8.9 (Ada, Hopper and later). plain: the
+    model's dtype; weights keep 8 bits and are decoded as they are read. auto: fp8, and plain on older GPUs."""
     scales: Literal["row", "tensor"] = "row"
     """Granularity of scales. row: per output channel of a weight and per token. tensor: per matrix (a rank's shard) and
     over all tokens of a step, graph padding included, or of each half of a split step. With tensor, a token's result

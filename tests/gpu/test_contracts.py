@@ -49,6 +49,14 @@ class TestFP8(QuantizerContract):
         return FP8(FP8Config())
 
 
+class TestFP8PlainActivations(QuantizerContract):
+    device = "cuda"
+    error = 0.04
+
+    def make(self) -> Quantizer:
+        return FP8(FP8Config(activations="plain"))
+
+
 class TestLlama(ModelContract):
     device = "cuda"
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dovetail.core.compose import Host
-from dovetail.core.interfaces import Activation, LinearShape, Partial
+from dovetail.core.interfaces import PLAIN, Activation, LinearShape, Partial
 from dovetail.core.ops import encode
+from dovetail.core.startup_notes import collect_notes
 from dovetail.plugins.quant.capabilities import fp8
 from dovetail.plugins.quant.config import FP8Config
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN, quantize_rows
@@ -53,12 +55,48 @@ def test_error_of_a_product(tokens, inp, out):
     assert ((got - expected) / size).norm() / (expected / size).norm() < 0.06
 
 
-def test_old_gpus_are_refused():
-    ampere, hopper = (Host(device="cuda", device_count=1, compute_capability=cc) for cc in ((8, 0), (9, 0)))
-    for host, fits in ((ampere, False), (hopper, True)):
-        (demand,) = fp8(FP8Config(), host).requires
-        assert demand.admits(getattr(host, demand.key)) is fits
-    assert not fp8(FP8Config(), Host()).requires
+def host_of(*capability: int) -> Host:
+    return Host(device="cuda", device_count=1, compute_capability=capability)
+
+
+def test_old_gpus_multiply_in_the_dtype_of_the_model():
+    for config, host, product in (
+        (FP8Config(), host_of(8, 0), "model"),
+        (FP8Config(), host_of(9, 0), "fp8"),
+        (FP8Config(), Host(), "fp8"),
+        (FP8Config(activations="plain"), host_of(9, 0), "model"),
+    ):
+        stated = fp8(config, host)
+        assert stated.provides["product"] == product and not stated.requires
+    forced = FP8Config(activations="fp8")
+    (demand,) = fp8(forced, host_of(8, 6)).requires
+    assert not demand.admits((8, 6)) and "quant.activations=plain" in demand.reason
+    assert not fp8(forced, host_of(8, 9)).requires
+
+
+@pytest.mark.parametrize(("capability", "plain"), [((8, 0), True), ((8, 6), True), ((8, 9), False), ((9, 0), False)])
+def test_start_up_notes_that_a_gpu_has_no_fp8_matmuls(capability, plain, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with FakeTensorMode(), collect_notes() as notes:
+        method = FP8(FP8Config()).linear("layers.0.mlp.down", LinearShape(64, 48, (48,), dtype=torch.bfloat16))
+        params = method.create(LinearShape(64, 48, (48,), dtype=torch.bfloat16), torch.device("cuda"))
+    assert (method.input is PLAIN) is plain and params["weight"].dtype is torch.float8_e4m3fn
+    assert [f"compute capability {capability[0]}.{capability[1]} has no FP8" in text for text in notes] == [
+        True
+    ] * plain
+
+
+def test_plain_inputs_lose_only_the_weights_precision():
+    torch.seed()
+    x_TI, weight_OI, bias_O = torch.randn(5, 256), torch.randn(96, 256) * torch.randn(96, 1).exp(), torch.randn(96)
+    shape = LinearShape(256, 96, (96,), dtype=torch.float32)
+    method = FP8(FP8Config(activations="plain")).linear("layers.0.mlp.down", shape)
+    params = method.create(shape, CPU)
+    method.load(params, "weight", slice(0, 96), weight_OI)
+    stored_OI = params["weight"].float() * params["scale"][:, None]
+    got, expected = method.apply(params, Activation(PLAIN, x_TI), bias_O), x_TI @ stored_OI.t() + bias_O
+    assert (got - expected).norm() < 1e-5 * expected.norm()
+    assert method.partial(params, Activation(PLAIN, x_TI)).scale is None
 
 
 @pytest.mark.parametrize("scales", ["row", "tensor"])

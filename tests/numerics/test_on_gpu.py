@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dovetail.core.interfaces import PLAIN, LinearShape
+from dovetail.core.interfaces import PLAIN, Activation, LinearShape
 from dovetail.core.ops import encode, rms_norm
 from dovetail.core.ops.choices import Choices, temporarily
 from dovetail.core.ops.kernels.matmul import matmul_triton
@@ -103,6 +103,21 @@ def test_fp8_product_equals_the_reference(tokens, inp, out, dtype):
     got = method.apply(params, x, bias_O)
     expected = matmul_reference(x.values, params["weight"], x.scale, params["scale"], bias_O, torch.float32)
     assert got.dtype is dtype
+    assert (got.float() - expected).norm() / expected.norm() < 5e-3
+    assert torch.equal(got, method.apply(params, x, bias_O)) and not params["counts"].any()
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 17, 64, 100, 128, 129])
+@pytest.mark.parametrize(("inp", "out"), [(4096, 6144), (688, 1376), (4096, 28672)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_plain_inputs_of_fp8_weights_equal_the_reference(tokens, inp, out, dtype):
+    torch.seed()
+    method, params, _ = fp8_layer(inp, out, dtype, FP8Config(activations="plain"))
+    x_TI, bias_O = torch.randn(tokens, inp, device=GPU).to(dtype), torch.randn(out, device=GPU).to(dtype)
+    x = Activation(PLAIN, x_TI)
+    got = method.apply(params, x, bias_O)
+    expected = matmul_reference(x_TI, params["weight"], None, params["scale"], bias_O, torch.float32)
+    assert method.input is PLAIN and got.dtype is dtype
     assert (got.float() - expected).norm() / expected.norm() < 5e-3
     assert torch.equal(got, method.apply(params, x, bias_O)) and not params["counts"].any()
 

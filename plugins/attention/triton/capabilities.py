@@ -6,14 +6,16 @@ from dovetail.core.compose.capabilities import FP8_HARDWARE, Capabilities, Host,
 from dovetail.plugins.attention.config import TritonConfig
 
 PLAIN_KV_DTYPES = ("auto", "float32", "bfloat16", "float16")
-KV_DTYPES = (*PLAIN_KV_DTYPES, "fp8_e4m3", "fp8_e5m2")
+OLD_KV_DTYPES = (*PLAIN_KV_DTYPES, "fp8_e5m2")
+"""Before Ada; E5M2 is a float16 without its lower half, so that its conversion needs no hardware."""
+KV_DTYPES = (*OLD_KV_DTYPES, "fp8_e4m3")
 MAX_HEAD_DIM = 256
 
 
 def capabilities(config: TritonConfig, host: Host) -> Capabilities:
     old = bool(host.device_count) and host.compute_capability < FP8_HARDWARE
-    dtypes = PLAIN_KV_DTYPES if old else KV_DTYPES
-    reason = "this GPU cannot convert 8-bit floats, as Ada and Hopper do" if old else "its kernels read these"
+    dtypes = OLD_KV_DTYPES if old else KV_DTYPES
+    reason = "this GPU cannot convert E4M3, as Ada and Hopper do" if old else "its kernels read these"
     return Capabilities(
         provides={
             "kinds": ("full", "window"),

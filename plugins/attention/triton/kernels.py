@@ -67,20 +67,29 @@ def _load(
 
 
 @triton.jit
-def _unpair(x, SELECT: tl.constexpr, E4M3: tl.constexpr):
-    """Return one of the two 8-bit values in each 16-bit word as float16, processing two words at a time."""
-    return tl.inline_asm_elementwise(
-        "{.reg .b32 both; .reg .b16 pair; prmt.b32 both, $1, 0, "
-        + SELECT
-        + "; cvt.u16.u32 pair, both; cvt.rn.f16x2."
-        + ("e4m3x2" if E4M3 else "e5m2x2")
-        + " $0, pair;}",
-        "=r,r",
-        [x],
-        dtype=tl.float16,
-        is_pure=True,
-        pack=2,
-    )
+def _unpair(x, UPPER: tl.constexpr, E4M3: tl.constexpr):
+    """Return one of the two 8-bit values in each 16-bit word as float16, processing two words at a time. E5M2 is the
+    upper half of a float16; E4M3 is converted by hardware."""
+    if E4M3:
+        return tl.inline_asm_elementwise(
+            "{.reg .b32 both; .reg .b16 pair; prmt.b32 both, $1, 0, "
+            + ("0x4431" if UPPER else "0x4420")
+            + "; cvt.u16.u32 pair, both; cvt.rn.f16x2.e4m3x2 $0, pair;}",
+            "=r,r",
+            [x],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, 0, " + ("0x3414;" if UPPER else "0x2404;"),
+            "=r,r",
+            [x],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )
 
 
 @triton.jit
@@ -130,8 +139,8 @@ def _step(
     if PAIRS:
         v = _load(v_source, page, n, seen_from, hi, kv_head, K, D // 2, PAGE, BLOCK_N, BLOCK_D // 2, MASKED, TMA)
         odd = odd * alpha[:, None]
-        acc = tl.dot(p, _unpair(v, "0x4420", k.dtype == tl.float8e4nv), acc)
-        odd = tl.dot(p, _unpair(v, "0x4431", k.dtype == tl.float8e4nv), odd)
+        acc = tl.dot(p, _unpair(v, False, k.dtype == tl.float8e4nv), acc)
+        odd = tl.dot(p, _unpair(v, True, k.dtype == tl.float8e4nv), odd)
     else:
         v = _load(v_source, page, n, seen_from, hi, kv_head, K, D, PAGE, BLOCK_N, BLOCK_D, MASKED, TMA)
         acc = tl.dot(p, v.to(q.dtype), acc, input_precision=PRECISION)

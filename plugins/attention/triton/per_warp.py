@@ -122,11 +122,13 @@ def _pages(table, n, hi, PAGE: tl.constexpr, KEY_WARPS: tl.constexpr, BLOCK_N: t
 @triton.jit
 def unpair(x, E4M3: tl.constexpr):
     """Return the lower and the upper 8-bit value of each 16-bit word, as float16. It processes two words at a time: a
-    byte permutation groups the lower and the upper bytes, and both pairs are converted."""
+    byte permutation groups the lower and the upper bytes, and both pairs are converted. E5M2 is the upper half of a
+    float16, so the permutation suffices."""
     return tl.inline_asm_elementwise(
         "{.reg .b32 bytes; .reg .b16 lower, upper; prmt.b32 bytes, $2, 0, 0x3120; mov.b32 {lower, upper}, bytes; "
-        + ("cvt.rn.f16x2.e4m3x2 $0, lower; " if E4M3 else "cvt.rn.f16x2.e5m2x2 $0, lower; ")
-        + ("cvt.rn.f16x2.e4m3x2 $1, upper;}" if E4M3 else "cvt.rn.f16x2.e5m2x2 $1, upper;}"),
+        "cvt.rn.f16x2.e4m3x2 $0, lower; cvt.rn.f16x2.e4m3x2 $1, upper;}"
+        if E4M3
+        else "prmt.b32 $0, $2, 0, 0x2404; prmt.b32 $1, $2, 0, 0x3414;",
         "=r,=r,r",
         [x],
         dtype=(tl.float16, tl.float16),

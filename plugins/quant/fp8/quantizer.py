@@ -1,4 +1,5 @@
-"""quant=fp8: W8A8 in E4M3, from plain weights quantized at load time or from an FP8 checkpoint.
+"""quant=fp8: W8A8 in E4M3, from plain weights quantized at load time or from an FP8 checkpoint. On GPUs without FP8
+matmuls, and with quant.activations=plain, inputs stay plain (W8A16).
 
 Shapes: T tokens, I input, O output.
 """
@@ -11,12 +12,14 @@ from typing import Any
 
 import torch
 
+from dovetail.core.compose.capabilities import FP8_HARDWARE
 from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces import Activation, LinearMethod, LinearShape, Partial, Quantizer
+from dovetail.core.interfaces import PLAIN, Activation, LinearMethod, LinearShape, Partial, Quantizer
 from dovetail.core.interfaces.tuning import Tunable
 from dovetail.core.layers.plain import PlainLinear
-from dovetail.core.ops import scaled_matmul, unscaled_matmul
+from dovetail.core.ops import decoded_matmul, scaled_matmul, unscaled_matmul
 from dovetail.core.ops.tiles import MOST_SHARED_TILES
+from dovetail.core.startup_notes import note
 from dovetail.core.tuning.matmul import matmul_tunables
 from dovetail.plugins.quant.config import FP8Config
 from dovetail.plugins.quant.fp8.checkpoint import KV_TENSORS, Stored, read_stored
@@ -50,13 +53,15 @@ class FP8(Quantizer):
 
 class FP8Linear(LinearMethod):
     def __init__(self, config: FP8Config) -> None:
-        self.fast_accum = config.fast_accum
+        self.fast_accum, self.by_device = config.fast_accum, config.activations == "auto"
         rows = config.scales == "row"
-        self.input = FP8_TOKEN if rows else FP8_TENSOR
+        self.input = PLAIN if config.activations == "plain" else FP8_TOKEN if rows else FP8_TENSOR
         self.quantize = quantize_rows if rows else quantize_tensor
 
     def create(self, shape: LinearShape, device: torch.device) -> dict[str, torch.Tensor]:
         self.dtype = shape.dtype
+        if self.by_device and not _multiplies_fp8(device):
+            self.input = PLAIN
         return {
             "weight": torch.empty(shape.out, shape.inp, dtype=E4M3, device=device),
             "scale": torch.empty(shape.out, dtype=torch.float32, device=device),
@@ -70,13 +75,15 @@ class FP8Linear(LinearMethod):
         params["scale"][part] = scale_O1.squeeze(-1)
 
     def apply(self, params: dict[str, torch.Tensor], x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if self.input is PLAIN:
+            return decoded_matmul(x.values, params["weight"], params["scale"], bias, params["counts"])
         return scaled_matmul(
             x.values, params["weight"], x.scale, params["scale"], bias, self.dtype, params["counts"], self.fast_accum
         )
 
     def partial(self, params: dict[str, torch.Tensor], x: Activation) -> Partial:
         # In float16 a sum without scales would overflow.
-        if self.dtype is torch.bfloat16:
+        if self.dtype is torch.bfloat16 and self.input is not PLAIN:
             values = unscaled_matmul(x.values, params["weight"], params["one"], self.fast_accum)
             if values is not None:
                 return Partial(values, (x.scale, params["scale"]))
@@ -84,6 +91,17 @@ class FP8Linear(LinearMethod):
 
     def tunables(self, params: dict[str, torch.Tensor], rows: int, *, defers: bool = False) -> Sequence[Tunable]:
         return matmul_tunables(params["weight"], rows, self.dtype, defers=defers, fast_accum=self.fast_accum)
+
+
+def _multiplies_fp8(device: torch.device) -> bool:
+    """Whether this device multiplies in FP8. On the CPU the reference does."""
+    if device.type != "cuda" or (capability := torch.cuda.get_device_capability(device)) >= FP8_HARDWARE:
+        return True
+    note(
+        f"quant=fp8 has FP8 weights and multiplies in the model's dtype: a GPU of compute capability "
+        f"{'.'.join(map(str, capability))} has no FP8 matmuls"
+    )
+    return False
 
 
 class StoredFP8Linear(FP8Linear):

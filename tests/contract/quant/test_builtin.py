@@ -32,6 +32,15 @@ class TestFP8(QuantizerContract):
         return FP8(FP8Config())
 
 
+class TestFP8PlainActivations(QuantizerContract):
+    """8-bit weights alone, as on GPUs without FP8 matmuls."""
+
+    error = 0.04
+
+    def make(self) -> Quantizer:
+        return FP8(FP8Config(activations="plain"))
+
+
 class TestFP8OneScale(QuantizerContract):
     """One scale per matrix, and one for all tokens of a step."""
 

@@ -8,7 +8,17 @@ from typing import ClassVar
 
 import pytest
 
-from dovetail.core.compose import AppConfig, Capabilities, Component, Config, EngineConfig, Registry, compose, installed
+from dovetail.core.compose import (
+    AppConfig,
+    Capabilities,
+    Component,
+    Config,
+    EngineConfig,
+    Host,
+    Registry,
+    compose,
+    installed,
+)
 from dovetail.core.compose.registry import Package, Registered
 from dovetail.core.engine.cost import bind_cost
 from dovetail.core.engine.policy import PolicyScheduler
@@ -49,10 +59,10 @@ def cost_of():
     )
     registry = Registry([*builtin.registered.values(), *extra], config_dirs=builtin.config_dirs)
 
-    def build(*overrides, device=None):
+    def build(*overrides, device=None, here=None):
         composition = compose(["app=probe", *overrides], registry=registry)
         model = composition.part("model")
-        return bind_cost(composition, model.target().spec(model.config), device)
+        return bind_cost(composition, model.target().spec(model.config), device, here)
 
     return build
 
@@ -184,6 +194,18 @@ def test_on_a_cpu_auto_is_float32(cost_of):
 def test_a_format_without_a_rate_is_refused(cost_of):
     with pytest.raises(ConfigError, match=r"no rate for matmuls in fp8; it has .*int8"):
         cost_of("model=llama3_8b", "cost=a100", "quant=fp8_here")
+
+
+def test_fp8_weights_are_multiplied_in_the_models_dtype_where_the_gpu_has_no_fp8(cost_of):
+    ampere, hopper = (Host(device="cuda", device_count=1, compute_capability=cc) for cc in ((8, 0), (9, 0)))
+    for overrides, here, product in (
+        (("cost=a100",), ampere, "bfloat16"),
+        (("cost=h200",), hopper, "fp8"),
+        (("cost=h200",), None, "fp8"),
+        (("cost=a100", "quant.activations=plain"), None, "bfloat16"),
+    ):
+        formats = cost_of("model=llama3_8b", "quant=fp8", *overrides, here=here).formats
+        assert (formats.weight_bits, formats.product) == (8, product)
 
 
 def test_a_quantizer_that_states_nothing_is_refused(cost_of):

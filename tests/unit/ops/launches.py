@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import product
+from pathlib import Path
 
 import torch
 import triton
 import triton.language as tl
+from triton.compiler import CompiledKernel
 
+import dovetail
+from dovetail.core.compose.capabilities import FP8_HARDWARE
 from dovetail.core.interfaces import (
     PLAIN,
     ActFormat,
@@ -28,6 +34,7 @@ from dovetail.core.ops import step
 from dovetail.core.ops.activations import gelu
 from dovetail.core.ops.bitmask import apply_bitmask
 from dovetail.core.ops.choices import temporarily
+from dovetail.core.ops.decoded_matmul import decoded_matmul
 from dovetail.core.ops.formats import encode
 from dovetail.core.ops.gated import silu_and_mul
 from dovetail.core.ops.kernels.matmul import matmul_triton
@@ -35,7 +42,8 @@ from dovetail.core.ops.layernorm import layer_norm
 from dovetail.core.ops.logprobs import best_logprobs, logprobs_of
 from dovetail.core.ops.matmul import matmul, scaled_matmul
 from dovetail.core.ops.norm import rms_norm
-from dovetail.core.ops.tiles import MOST_SHARED_TILES, specialized_tiles
+from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
+from dovetail.core.testing.compiling import resources
 from dovetail.core.testing.formats import SCALED_ROWS
 from dovetail.plugins.adapter.lora.kernel import lora_triton
 from dovetail.plugins.attention.config import TritonConfig
@@ -62,21 +70,31 @@ def cuda(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 @triton.jit
 def encode_groups(x_GC, scale_in):
     scale_G = tl.max(tl.abs(x_GC), axis=1) + scale_in
-    return (x_GC / scale_G[:, None]).to(tl.float8e4nv), scale_G
+    return x_GC / scale_G[:, None], scale_G
+
+
+def has_fp8() -> bool:
+    return torch.cuda.get_device_capability() >= FP8_HARDWARE
+
+
+def eight_bits() -> ActFormat:
+    """Format of quantized activations that the GPU at hand converts."""
+    return FP8_TOKEN if has_fp8() else INT8_TOKEN
 
 
 def encoded(columns: int) -> tuple[tuple[ActFormat, ...], ...]:
     """Formats that producers emit."""
-    groups = ActFormat("groups", dtype=E4M3, group=128, scale_layout="column", encode=encode_groups)
+    token = eight_bits()
+    groups = ActFormat("groups", dtype=token.dtype, group=128, scale_layout="column", encode=encode_groups)
     static = ActFormat(
         "static",
-        dtype=E4M3,
+        dtype=token.dtype,
         group="tensor",
         static_scale=cuda(1, dtype=FP32),
         pre_scale=cuda(columns),
         encode=encode_groups,
     )
-    some = ((PLAIN,), (FP8_TOKEN,), (PLAIN, FP8_TOKEN))
+    some = ((PLAIN,), (token,), (PLAIN, token))
     return (*some, (SCALED_ROWS,), (INT8_TOKEN,), (groups,), (static,)) if EVERYTHING else (*some, (groups,))
 
 
@@ -86,7 +104,7 @@ def norms() -> None:
         for emit in encoded(columns):
             for residual in (x, None):
                 rms_norm(x, residual, weight, 1e-5, emit)
-        layer_norm(x, x, weight, weight, 1e-5, (PLAIN, FP8_TOKEN))
+        layer_norm(x, x, weight, weight, 1e-5, (PLAIN, eight_bits()))
         layer_norm(x, None, weight, weight, 1e-5)
         layer_norm(x, x, weight, weight, 1e-5, plus_TC=x)
 
@@ -96,7 +114,7 @@ def activations() -> None:
         for emit in encoded(columns):
             silu_and_mul(cuda(64, 2 * columns, dtype=dtype), emit)
         for tanh in (False, True):
-            gelu(cuda(64, columns, dtype=dtype), tanh, (PLAIN, FP8_TOKEN))
+            gelu(cuda(64, columns, dtype=dtype), tanh, (PLAIN, eight_bits()))
 
 
 def formats() -> None:
@@ -138,10 +156,10 @@ def steps() -> None:
 
 
 def products() -> None:
-    """One tuned tile for each code path, at a shape for which it was tuned, and tiles that the rule picks."""
+    """One tile for each code path of those tuned for this GPU, at a shape for which it was tuned, and the rule's."""
     seen: set[object] = set()
-    for (_, kind, outputs, inputs), by_rows in TILES.items():
-        for rows, tile in by_rows.items():
+    for (gpu, kind, outputs, inputs), by_rows in TILES.items():
+        for rows, tile in by_rows.items() if gpu == torch.cuda.get_device_properties(0).name else ():
             if tile is None:
                 continue
             early = tile.prefetch > 0
@@ -150,15 +168,17 @@ def products() -> None:
                 (kind, tile.tma, tile.swap),
                 (kind, early, tile.outputs, tile.split > 1),
             }
+            if tile.specialized:
+                ways = {("specialized", kind, tile.warp_groups)}
             if EVERYTHING or not ways <= seen:
                 seen |= ways
                 multiply(kind, rows, outputs, inputs)
-    for outputs in (1280, 200064):
+    for outputs in (1280, 200064) if has_fp8() else ():
         for rows in (1, 64):
             multiply("fp8", rows, outputs, 4096 + 128)
-    x, weight = cuda(100, 1024), cuda(1280, 1024)
-    for tile in list(specialized_tiles(100, 2))[:: 1 if EVERYTHING else 6]:
-        matmul_triton(x, weight, tile, None, None, None, cuda(1280), BF16)
+    # A table for any GPU may have tiles for 16 bits.
+    tile = MatmulTile(16, 64, 64, split=2)
+    matmul_triton(cuda(16, 4096), cuda(1280, 4096), tile, cuda(MOST_SHARED_TILES, dtype=INT32))
 
 
 @temporarily(SHIPPED)
@@ -170,6 +190,14 @@ def multiply(kind: str, rows: int, outputs: int, inputs: int) -> None:
     scales = cuda(rows, 1, dtype=FP32), cuda(outputs, dtype=FP32)
     x, weight = cuda(rows, inputs, dtype=E4M3), cuda(outputs, inputs, dtype=E4M3)
     scaled_matmul(x, weight, *scales, None, BF16, cuda(MOST_SHARED_TILES, dtype=INT32))
+
+
+def decoded_products() -> None:
+    """FP8 weights of inputs in the model's dtype: few rows, many rows, and float32."""
+    shapes = (1, 1280, BF16), (64, 28672, FP16), (128, 1280, BF16), (512, 1280, BF16), (8, 64, FP32)
+    for rows, outputs, dtype in shapes:
+        weight, scale = cuda(outputs, 4096, dtype=E4M3), cuda(outputs, dtype=FP32)
+        decoded_matmul(cuda(rows, 4096, dtype=dtype), weight, scale, None, cuda(MOST_SHARED_TILES, dtype=INT32))
 
 
 def adapters() -> None:
@@ -222,6 +250,8 @@ def attention(
     key_warps: int = 0,
     gluon: bool = True,
 ) -> None:
+    if kv_dtype is E4M3 and not has_fp8():
+        return  # The backend's capabilities refuse it.
     query_heads, kv_heads, dim = heads
     rows, tokens = len(host.counts), sum(host.counts)
     planes = tuple(Plane(name, (kv_heads, dim), kv_dtype or dtype) for name in "kv")
@@ -307,12 +337,13 @@ def sums() -> None:
         for algorithm, rows in (("one_shot", 1), ("one_shot", 132), ("two_shot", 256)):
             x = cuda(rows, columns, dtype=dtype)
             reducer.reduce(x, algorithm)
-            for emit in encoded(columns) if EVERYTHING else ((PLAIN, FP8_TOKEN),):
+            for emit in encoded(columns) if EVERYTHING else ((PLAIN, eight_bits()),):
                 reducer.boundary(x, x, x[0], 1e-5, emit, algorithm)
-        for emit in encoded(columns) if EVERYTHING else ((PLAIN, FP8_TOKEN), encoded(columns)[-1]):
-            assert reducer.serves_sharded(x, emit) == all(fmt is not INT8_TOKEN for fmt in emit)
-            reducer.sharded_boundary(x, cuda(-(-rows // size), columns, dtype=dtype), x[0], 1e-5, emit)
-        reducer.sharded_boundary(x, None, x[0], 1e-5, (FP8,))
+        for emit in encoded(columns) if EVERYTHING else ((PLAIN, eight_bits()), encoded(columns)[-1]):
+            assert reducer.serves_sharded(x, emit) == all(fmt.dtype is not torch.int8 for fmt in emit)
+            if reducer.serves_sharded(x, emit):
+                reducer.sharded_boundary(x, cuda(-(-rows // size), columns, dtype=dtype), x[0], 1e-5, emit)
+        reducer.sharded_boundary(x, None, x[0], 1e-5, (FP8 if has_fp8() else PLAIN,))
         reducer.argmax(cuda(64, dtype=FP32), cuda(64, dtype=INT64))
         reducer.boundary(x, None, x[0], 1e-5, (PLAIN,), "one_shot")
 
@@ -322,7 +353,7 @@ def copies() -> None:
         ranks = lone_copies(rank, size)
         x = cuda(4 * size, columns, dtype=dtype)
         own = ranks.reduce_rows(x)
-        for emit in ((PLAIN, FP8_TOKEN), (FP8_TOKEN,), (FP8,)):
+        for emit in ((PLAIN, FP8_TOKEN), (FP8_TOKEN,), (FP8,)) if has_fp8() else ((PLAIN,),):
             assert ranks.serves(emit)
             ranks.boundary(x, own, x[0], 1e-5, emit)
         ranks.boundary(x, None, x[0], 1e-5, (PLAIN,))
@@ -336,6 +367,45 @@ CASES: dict[str, Callable[[], None]] = {
     "sums": sums,
     "copies": copies,
     "products": products,
+    "decoded products": decoded_products,
     "adapters": adapters,
     **dict(attention_cases()),
 }
+
+
+FEW = 16
+"""Bytes of stack that a thread of any kernel may use for spilled registers: a value or two from its start."""
+SPILLS = {
+    # The words of eight ranks are polled in registers.
+    "dovetail.plugins.collective.symm_mem.sharded_kernels:sharded": 128,
+    # Scores and sums of a tile of 64 queries and more, most with 71 query heads for one kv head.
+    "dovetail.plugins.attention.triton.kernels:attend_items": 1024,
+    # The outputs of 64 rows for adapters of high rank.
+    "dovetail.plugins.adapter.lora.kernel:_expand": 512,
+}
+"""Kernels whose threads may use more."""
+
+
+def spilling(kernels: Iterable[tuple[str, CompiledKernel]]) -> dict[str, int]:
+    """Return the kernels that use more stack than they may, with the bytes of a thread."""
+    stacks: dict[str, int] = {}
+    for name, kernel in {kernel.hash: (name, kernel) for name, kernel in kernels}.values():
+        stacks[name] = max(resources(kernel).stack, stacks.get(name, 0))
+    return {name: stack for name, stack in stacks.items() if stack > SPILLS.get(name, FEW)}
+
+
+def jit_functions(everywhere: bool = False) -> set[str]:
+    """Return "module:name" of functions decorated with triton.jit or gluon.jit in the core and built-in plugins. With
+    everywhere=True, leave out those in Gluon, which are for Hopper."""
+    house = Path(dovetail.__file__).parent
+    found = set()
+    for part in ("core", "plugins"):
+        for path in (house / part).rglob("*.py"):
+            if re.search(r"@(triton|gluon)\.jit", path.read_text()) and house / "core/testing" not in path.parents:
+                name = ".".join(path.relative_to(house.parent).with_suffix("").parts)
+                for key, value in vars(importlib.import_module(name)).items():
+                    kernel = isinstance(value, triton.JITFunction) and value.__module__ == name
+                    if kernel and not (everywhere and value.is_gluon()):
+                        found.add(f"{name}:{key}")
+    assert len(found) > 30
+    return found

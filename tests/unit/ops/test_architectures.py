@@ -1,10 +1,14 @@
-"""Compile kernels for other GPUs than Hopper, without a GPU: tiles must fit into the shared memory of each."""
+"""Compile every kernel for other GPUs than Hopper, without a GPU: each must fit into shared memory and registers.
+
+Of each kernel one variant is compiled, and more of those whose tiles fill the shared memory. DOVETAIL_KERNELS=all
+compiles all variants.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -14,28 +18,61 @@ if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRE
 import triton
 
 from dovetail.core.compose.capabilities import FP8_HARDWARE, Host
-from dovetail.core.ops import matmul
+from dovetail.core.ops import decoded_matmul, encode, matmul
+from dovetail.core.ops.decoded_matmul import decoding_tile, shared_of
 from dovetail.core.ops.kernels import launch
 from dovetail.core.ops.tile_choice import choose
-from dovetail.core.ops.tiles import HOPPER_SHARED
+from dovetail.core.ops.tiles import HOPPER_SHARED, MOST_SHARED_TILES
 from dovetail.core.testing.compiling import GPUS, H200, EmulatedGpu, compiled_for
 from dovetail.plugins.attention.config import TritonConfig
 from dovetail.plugins.attention.triton import backend
 from dovetail.plugins.attention.triton.capabilities import capabilities
+from dovetail.plugins.collective.symm_mem.collective import FP8
+from dovetail.plugins.quant.int8.format import INT8_TOKEN
 
-from .launches import CASES, multiply
-
-ATTENTION = (
-    "decode, scarce",
-    "single tokens",
-    "single tokens, narrow heads",
-    "prompts, long",
-    "drafts",
-    "tree",
-    "float32",
+from ..nowhere import lone_copies
+from .launches import (
+    CASES,
+    E4M3,
+    E5M2,
+    EVERYTHING,
+    FP32,
+    INT32,
+    LONG,
+    SCARCE,
+    attention,
+    cuda,
+    jit_functions,
+    multiply,
+    spilling,
 )
-WITH_FP8 = ("decode, e4m3", "keys per warp, e4m3, window, head scales")
+
 OTHERS = [gpu for gpu in GPUS if gpu is not H200]
+WITH_FP8 = {
+    "dovetail.plugins.quant.fp8.kernel:encode_fp8",
+    "dovetail.plugins.collective.symm_mem.kernels:encode_fp8",
+}
+"""Functions that convert to E4M3 in hardware."""
+FROM_HOPPER = {"dovetail.core.ops.kernels.launch:prefetch"}
+"""Functions used only where kernels start before the preceding one ends."""
+
+
+def chosen(fp8: bool) -> Iterator[Callable[[], object]]:
+    """Yield launches whose tiles fill the shared memory, or whose functions are in no kernel's first variant."""
+    for name in ("single tokens", "prompts, long"):
+        yield CASES[f"attention: {name}"]
+    yield lambda: attention(LONG, page=16)
+    yield lambda: attention(SCARCE, kv_dtype=E5M2, window=4096, head_scales=True, key_warps=8)
+    yield lambda: encode(cuda(64, 4096), (INT8_TOKEN,))
+    yield lambda: decoded_matmul(
+        cuda(8, 64, dtype=FP32), cuda(64, 64, dtype=E4M3), cuda(64, dtype=FP32), None, cuda(1, dtype=INT32)
+    )
+    if fp8:
+        yield CASES["attention: single tokens, e4m3"]
+        for rows, outputs in ((1, 1280), (64, 14336), (64, 200064)):
+            yield lambda rows=rows, outputs=outputs: multiply("fp8", rows, outputs, 4096)
+        x = cuda(16, 8192)
+        yield lambda: lone_copies(0, 2).boundary(x, cuda(8, 8192), x[0], 1e-5, (FP8,))
 
 
 @pytest.fixture
@@ -43,7 +80,11 @@ def fresh(tmp_path, monkeypatch) -> Iterator[None]:
     """Facts of the emulated GPU are cached by device."""
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     module = importlib.import_module(matmul.__module__)
-    cached = module.device_facts, launch._capable, backend._processors, backend._shared_bytes, backend._has_hopper
+    decoding = importlib.import_module(decoded_matmul.__module__)
+    cached = (
+        *(module.device_facts, decoding._device, launch._capable),
+        *(backend._processors, backend._shared_bytes, backend._has_hopper),
+    )
     for one in cached:
         one.cache_clear()
     yield
@@ -51,17 +92,22 @@ def fresh(tmp_path, monkeypatch) -> Iterator[None]:
         one.cache_clear()
 
 
+@pytest.mark.timeout(3600 if EVERYTHING else 600)
 @pytest.mark.parametrize("gpu", OTHERS, ids=lambda gpu: gpu.name)
-def test_kernels_compile_and_fit(gpu: EmulatedGpu, fresh) -> None:
+def test_every_kernel_compiles_and_fits(gpu: EmulatedGpu, fresh) -> None:
     fp8 = gpu.capability >= FP8_HARDWARE
-    with compiled_for(gpu) as compiled:
-        for name in ATTENTION + (WITH_FP8 if fp8 else ()):
-            CASES[f"attention: {name}"]()
-        for rows in (1, 64) if fp8 else ():
-            for outputs in (1280, 14336, 200064):
-                multiply("fp8", rows, outputs, 4096)
-    assert compiled.kernels
-    assert all("matmul_prefetching" not in name and "hopper" not in name for name, _ in compiled.kernels)
+    with compiled_for(gpu, one_each=not EVERYTHING) as every:
+        for case in CASES.values():
+            case()
+    with compiled_for(gpu) as more:
+        for case in chosen(fp8):
+            case()
+    not_here = (set() if fp8 else WITH_FP8) | (set() if gpu.capability >= launch.HOPPER else FROM_HOPPER)
+    compiled = every.functions | more.functions
+    missing = jit_functions(everywhere=True) - compiled - not_here
+    assert not missing, f"no launch compiles {', '.join(sorted(missing))} for {gpu.name}: add one to CASES or chosen()"
+    assert not compiled & (jit_functions() - jit_functions(everywhere=True)), "kernels for Hopper"
+    assert not spilling((*every.kernels, *more.kernels)), "threads spill registers to so many bytes"
 
 
 def test_a_tile_that_does_not_fit_is_an_error(fresh) -> None:
@@ -80,11 +126,23 @@ def test_ruled_tiles_fit(rows: int, outputs: int) -> None:
         assert tile.stages <= large.stages and (gpu.shared_bytes < HOPPER_SHARED or tile == large)
 
 
+@pytest.mark.parametrize("outputs", [64, 1280, 28672, 106496])
+@pytest.mark.parametrize("rows", [1, 17, 64, 128])
+def test_decoding_tiles_fit_every_gpu(rows, outputs):
+    for gpu in GPUS:
+        tile = decoding_tile(rows, outputs, 4096, gpu.processors, gpu.shared_bytes)
+        assert shared_of(tile) <= gpu.shared_bytes
+        _, tiles, blocks, programs = tile.launch(rows, outputs, 4096)
+        assert programs <= tiles * blocks
+        assert tiles <= MOST_SHARED_TILES or not tile.splits_tiles(rows, outputs, 4096), "split tiles need counters"
+
+
 def test_eight_bit_keys_need_a_gpu_that_converts_them() -> None:
     def allowed(**facts: object) -> object:
         demands = capabilities(TritonConfig(), Host(device="cuda", **facts)).requires
         return next(one.allowed for one in demands if one.key == "kv_dtype")
 
-    assert "fp8_e4m3" not in allowed(device_count=1, compute_capability=(8, 6))
+    old = allowed(device_count=1, compute_capability=(8, 6))
+    assert "fp8_e4m3" not in old and "fp8_e5m2" in old
     assert "fp8_e4m3" in allowed(device_count=1, compute_capability=(8, 9))
     assert "fp8_e4m3" in allowed(), "a plan for another machine"

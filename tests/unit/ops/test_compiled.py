@@ -9,10 +9,7 @@ import importlib.util
 import itertools
 import os
 import re
-import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,7 +21,6 @@ import triton
 import triton.language as tl
 from triton.runtime.errors import PTXASError
 
-import dovetail
 from dovetail.core.interfaces import PLAIN, Activation, HostBounds, LinearShape
 from dovetail.core.layers import PlainLinear
 from dovetail.core.ops import encode, gelu, layer_norm, rms_norm, silu_and_mul
@@ -36,7 +32,7 @@ from dovetail.core.ops.kernels.matmul import matmul_triton
 from dovetail.core.ops.matmul import _has_prefetch_kernel, device_facts, matmul, unscaled_matmul
 from dovetail.core.ops.padding import readable_rows
 from dovetail.core.ops.tiles import HOPPER_SHARED, MOST_SHARED_TILES, MatmulTile, specialized_tiles
-from dovetail.core.testing.compiling import SHARED_BYTES, compiled_for_hopper
+from dovetail.core.testing.compiling import SHARED_BYTES, compiled_for_hopper, resources
 from dovetail.plugins.attention.triton.backend import _has_hopper
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 
@@ -56,6 +52,8 @@ from .launches import (
     SCARCE,
     attention,
     cuda,
+    jit_functions,
+    spilling,
 )
 from .shipped import SHIPPED, TILES
 
@@ -74,6 +72,7 @@ def test_every_kernel_compiles(tmp_path, monkeypatch):
     assert not failed, "\n\n".join(failed)
     missing = sorted(jit_functions() - compiled.functions)
     assert not missing, f"no launch in this file compiles {', '.join(missing)}: add one to CASES"
+    assert not spilling(compiled.kernels), "threads spill registers to so many bytes"
     for name, kernel in compiled.kernels:
         too_early = touched_before_waiting(kernel)
         assert too_early <= CONSTANTS.get(name, set()), f"{name} accesses {too_early} before the preceding kernel ends"
@@ -122,7 +121,7 @@ def test_a_kernel_that_writes_before_it_waits_is_detected():
     assert touched_before_waiting(late) == {"x_ptr, written"}
 
 
-def test_a_prefetching_matmul_fetches_only_the_weight_before_it_waits(tmp_path):
+def test_a_prefetching_matmul_fetches_only_the_weight_before_it_waits():
     """It fetches as many weight blocks as its ring holds; the preceding kernel writes its input."""
     tiles = (
         MatmulTile(16, 64, 512, stages=2, split=6, prefetch=5, prefetch_l2=2),
@@ -146,10 +145,10 @@ def test_a_prefetching_matmul_fetches_only_the_weight_before_it_waits(tmp_path):
         assert after.count(weight_map) == boxes and len(after) == boxes * (tile.stages + 2)
         # The matmuls of all boxes of a block are issued before the first one's sums are added.
         assert re.search(rf"wgmma\.wait_group\.sync\.aligned\s+{boxes - 1};", kernel.asm["ptx"])
-        assert spilled(kernel, tmp_path) == 0
+        assert resources(kernel).stack == 0
 
 
-def test_a_specialized_matmul_fetches_only_the_weight_before_it_waits(tmp_path):
+def test_a_specialized_matmul_fetches_only_the_weight_before_it_waits():
     """It fetches as many weight blocks as its ring holds. While a block is multiplied, the next one is issued."""
     tiles = (
         MatmulTile(64, 128, 128, stages=6, specialized=True),
@@ -172,7 +171,7 @@ def test_a_specialized_matmul_fetches_only_the_weight_before_it_waits(tmp_path):
         assert len(after) == boxes * (tile.warp_groups * (tile.stages + 1) + 1)
         assert re.search(rf"wgmma\.wait_group\.sync\.aligned\s+{boxes};", kernel.asm["ptx"])
         assert kernel.metadata.shared <= tile.shared_bytes(itemsize=1) <= HOPPER_SHARED
-        assert spilled(kernel, tmp_path) == 0
+        assert resources(kernel).stack == 0
 
 
 def test_inputs_of_matmuls_have_memory_for_whole_tiles():
@@ -193,7 +192,7 @@ def test_inputs_of_matmuls_have_memory_for_whole_tiles():
         assert readable_rows(encoded, 128) == 128
 
 
-def test_sums_of_eight_ranks_fit_into_registers(tmp_path):
+def test_sums_of_eight_ranks_fit_into_registers():
     """Words of all ranks are polled in registers. If they spilled, each polling iteration would access memory."""
     with compiled_for_hopper() as compiled:
         for rows, columns in ((64, 8192), (1, 16384)):
@@ -204,7 +203,7 @@ def test_sums_of_eight_ranks_fit_into_registers(tmp_path):
             if lone_reducer(3, 8).serves_sharded(x, (PLAIN, FP8_TOKEN)):
                 lone_reducer(3, 8).sharded_boundary(x, x, x[0], 1e-5, (PLAIN, FP8_TOKEN))
     for name, kernel in compiled.kernels:
-        assert spilled(kernel, tmp_path) == 0, name
+        assert resources(kernel).stack == 0, name
 
 
 def test_parts_of_a_row_are_loaded_together():
@@ -222,7 +221,7 @@ def test_parts_of_a_row_are_loaded_together():
     assert re.fullmatch(r"wwm{8}wwm+", "".join(looks))
 
 
-def test_prompts_keep_scores_and_sums_in_registers(tmp_path):
+def test_prompts_keep_scores_and_sums_in_registers():
     """One or two values from the start of a program may be spilled, but no loop-carried values."""
     with compiled_for_hopper() as compiled:
         for host in (CHUNKS, LONG):
@@ -231,16 +230,16 @@ def test_prompts_keep_scores_and_sums_in_registers(tmp_path):
     prompts = [kernel for name, kernel in compiled.kernels if name.endswith(":attend_prompts")]
     assert len(prompts) == 4
     for kernel in prompts:
-        assert spilled(kernel, tmp_path) <= 16
+        assert resources(kernel).stack <= 16
         assert "wgmma" in kernel.asm["ptx"] and "cp.async.bulk.tensor" in kernel.asm["ptx"]
 
 
 @pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
-def test_single_tokens_keep_their_sums_in_registers_and_fetch_keys_before_they_rotate_queries(kv_dtype, tmp_path):
+def test_single_tokens_keep_their_sums_in_registers_and_fetch_keys_before_they_rotate_queries(kv_dtype):
     with compiled_for_hopper() as compiled:
         attention(SCARCE, kv_dtype=kv_dtype, page=32)
     (kernel,) = (kernel for name, kernel in compiled.kernels if name.endswith(":attend_decode"))
-    assert spilled(kernel, tmp_path) <= 16
+    assert resources(kernel).stack <= 16
     # Keys are fetched before the preceding kernel, which writes queries, has ended.
     assert {"k_ptr", "v_ptr"} < touched_before_waiting(kernel)
     after = kernel.asm["ptx"].split("griddepcontrol.wait")[1]
@@ -374,36 +373,6 @@ def test_scales_are_not_deferred_if_the_kernel_has_a_tile():
 
 def test_programs_have_more_threads_with_few_rows():
     assert [warps(4096, rows) for rows in (1, 16, 17, 256, 257, None)] == [16, 16, 32, 32, 8, 8]
-
-
-def spilled(kernel: Any, folder: Path) -> int:
-    """Stack size of a thread in bytes."""
-    cubin = folder / "cubin"
-    cubin.write_bytes(kernel.asm["cubin"])
-    command = [Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump", "--dump-resource-usage", cubin]
-    used = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    stack = re.search(r"STACK:(\d+)", used)
-    assert stack is not None, used
-    return int(stack[1])
-
-
-def jit_functions() -> set[str]:
-    """Return "module:name" of functions decorated with triton.jit or gluon.jit in the core and built-in plugins."""
-    house = Path(dovetail.__file__).parent
-    found = set()
-    for part in ("core", "plugins"):
-        for path in (house / part).rglob("*.py"):
-            if re.search(r"@(triton|gluon)\.jit", path.read_text()) and house / "core/testing" not in path.parents:
-                name = ".".join(path.relative_to(house.parent).with_suffix("").parts)
-                module = importlib.import_module(name)
-                found |= {f"{name}:{key}" for key in vars(module) if is_kernel_of(module, key)}
-    assert len(found) > 30
-    return found
-
-
-def is_kernel_of(module, key: str) -> bool:
-    value = getattr(module, key)
-    return isinstance(value, triton.JITFunction) and value.__module__ == module.__name__
 
 
 @triton.jit

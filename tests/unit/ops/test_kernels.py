@@ -36,6 +36,8 @@ from dovetail.core.ops.formats import encode_reference  # noqa: E402
 from dovetail.core.ops.gated import silu_and_mul_reference  # noqa: E402
 from dovetail.core.ops.kernels.activations import gelu_triton  # noqa: E402
 from dovetail.core.ops.kernels.bitmask import apply_bitmask_triton  # noqa: E402
+from dovetail.core.ops.kernels.decoded_matmul import decoded_matmul_triton, dequantize_triton  # noqa: E402
+from dovetail.core.ops.kernels.e4m3 import decode_e4m3, decode_e4m3_words  # noqa: E402
 from dovetail.core.ops.kernels.formats import encode_triton  # noqa: E402
 from dovetail.core.ops.kernels.gated import silu_and_mul_triton  # noqa: E402
 from dovetail.core.ops.kernels.kv_write import rope_kv_write_triton  # noqa: E402
@@ -48,8 +50,12 @@ from dovetail.core.ops.matmul import matmul_reference  # noqa: E402
 from dovetail.core.ops.norm import rms_norm_reference  # noqa: E402
 from dovetail.core.ops.padding import readable_rows  # noqa: E402
 from dovetail.core.ops.tiles import MatmulTile  # noqa: E402
+from dovetail.core.testing.interpreter import mend_interpreter  # noqa: E402
+from dovetail.plugins.quant.fp8.format import FP8_TOKEN  # noqa: E402
 from dovetail.plugins.quant.int8.format import INT8_TOKEN  # noqa: E402
 
+if INTERPRETED:
+    mend_interpreter()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 # The interpreter truncates float32 to bfloat16 instead of rounding, so float16 replaces it there.
 DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.float16, torch.bfloat16)
@@ -181,9 +187,10 @@ def test_gelu(dtype, columns, tanh):
 @pytest.mark.parametrize("columns", [24, 1056])
 def test_encode_alone(columns):
     x = random(3, columns, dtype=torch.float32)
-    for fmt in (INT8_TOKEN, *formats(columns)):
+    for fmt in (INT8_TOKEN, FP8_TOKEN, *formats(columns)):
         got, expected = encode_triton(x, fmt), encode_reference(x, fmt)
-        assert_near(got.values, expected.values, 5e-3)
+        # A value halfway between two 8-bit floats may be rounded either way.
+        assert_near(got.values, expected.values, 2e-2 if fmt is FP8_TOKEN else 5e-3)
         assert_near(got.scale, expected.scale, 1e-6)
 
 
@@ -256,6 +263,40 @@ def test_matmul(dtype, tile):
             )
             expected = matmul_reference(x_TI, weight_OI, *ends, dtype=torch.float32)
             assert_near(got, expected, 1e-6 if INTERPRETED else 1e-3)
+            assert not counts.any()
+
+
+# The interpreter does not support inline assembly.
+DECODERS = [(decode_e4m3, dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)]
+DECODERS += [] if INTERPRETED else [(decode_e4m3_words, dtype) for dtype in (torch.float16, torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("decode", "dtype"), DECODERS, ids=str)
+def test_all_e4m3_codes(decode, dtype):
+    """Subnormal codes, both NaN and both zeros included, next to every other code."""
+    codes = torch.stack((torch.arange(256), torch.randint(256, (256,))), dim=1).to(torch.uint8).view(2, 256).to(DEVICE)
+    expected = codes.view(torch.float8_e4m3fn).to(dtype)
+    got = dequantize_triton(codes, torch.ones(2, device=DEVICE), decode, dtype)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_dequantized_rows_are_scaled():
+    weight_OI, scale_O = random(5, 96, dtype=torch.float8_e4m3fn), torch.rand(5, device=DEVICE) + 0.5
+    got = dequantize_triton(weight_OI.view(torch.uint8), scale_O, decode_e4m3, torch.float32)
+    torch.testing.assert_close(got, weight_OI.float() * scale_O[:, None], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("tile", CUTS[1:], ids=lambda tile: f"{tile.split}-{tile.programs}")
+def test_decoded_matmul(tile):
+    counts = torch.zeros(64, dtype=torch.int32, device=DEVICE)
+    for i, (tokens, inputs, outputs) in enumerate(((1, 96, 64), (5, 160, 130), (40, 40, 96))):
+        dtype = DTYPES[(i + CUTS.index(tile)) % len(DTYPES)]
+        x_TI, weight_OI = random(tokens, inputs, dtype=dtype), random(outputs, inputs, dtype=torch.float8_e4m3fn)
+        scale_O, bias_O = torch.rand(outputs, device=DEVICE) + 0.5, random(outputs, dtype=dtype)
+        decode = decode_e4m3 if INTERPRETED or dtype == torch.float32 else decode_e4m3_words
+        for bias in (bias_O, None):
+            got = decoded_matmul_triton(x_TI, weight_OI.view(torch.uint8), tile, decode, counts, scale_O, bias)
+            assert_near(got, matmul_reference(x_TI, weight_OI, None, scale_O, bias), TOLERANCE[dtype])
             assert not counts.any()
 
 

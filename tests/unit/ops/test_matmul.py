@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dovetail.core.ops.choices import temporarily
+from dovetail.core.ops.decoded_matmul import decoded_matmul, decoding_tile
 from dovetail.core.ops.matmul import matmul, scaled_matmul
 from dovetail.core.ops.tile_choice import MOST_ROWS, choose
 from dovetail.core.ops.tiles import MOST_SHARED_TILES
@@ -80,3 +81,17 @@ def test_reference_on_the_cpu():
     torch.testing.assert_close(got, scaled.float())
     plain = matmul(x_TI.float(), weight_OI.float(), bias_O)
     torch.testing.assert_close(plain, (x_TI.double() @ weight_OI.double().t() + bias_O).float())
+
+
+def test_a_weight_is_decoded_to_memory_for_many_rows():
+    assert decoding_tile(128, 4096, 4096, 108, 163 << 10) is not None
+    assert decoding_tile(129, 4096, 4096, 108, 163 << 10) is None
+    assert decoding_tile(0, 4096, 4096, 108, 163 << 10) is None
+
+
+def test_an_fp8_weight_and_a_plain_input_on_the_cpu():
+    x_TI, weight_OI = torch.randn(3, 40), torch.randn(17, 40).to(torch.float8_e4m3fn)
+    scale_O, bias_O = torch.rand(17) + 0.5, torch.randn(17)
+    got = decoded_matmul(x_TI, weight_OI, scale_O, bias_O, torch.zeros(MOST_SHARED_TILES, dtype=torch.int32))
+    expected = x_TI.double() @ (weight_OI.double() * scale_O[:, None]).t() + bias_O
+    torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4)
