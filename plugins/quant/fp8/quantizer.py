@@ -90,6 +90,8 @@ class FP8Linear(LinearMethod):
         return Partial(self.apply(params, x))
 
     def tunables(self, params: dict[str, torch.Tensor], rows: int, *, defers: bool = False) -> Sequence[Tunable]:
+        if self.input is PLAIN:
+            return ()
         return matmul_tunables(params["weight"], rows, self.dtype, defers=defers, fast_accum=self.fast_accum)
 
 

@@ -135,8 +135,8 @@ def steps() -> None:
         step.gather_params(slots, reals_S, keys_S, reals_S, reals_S, keys_S)
         for dtype in (BF16, FP32):
             logits = cuda(rows, VOCAB, dtype=dtype)
-            least = step.least_kept(logits, floats[0], keys, *floats[1:])
             step.draw_filtered(logits, keys, keys, floats[0], keys, *floats[1:])
+            least = step.least_kept(logits, floats[0], keys, *floats[1:])
             for bound in (least, None):
                 step.draw(logits, keys, floats[0], keys, True, bound)
             step.draw(logits, keys, floats[0], keys, False)
