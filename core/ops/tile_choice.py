@@ -15,6 +15,8 @@ from dovetail.core.ops.tiles import GROUP_ROWS, HOPPER_SHARED, MOST_SHARED_TILES
 
 OP = "matmul"
 """Name of the operation in tuning tables. Its key has `weight` ("fp8" or "bf16"), `outputs` and `inputs`."""
+BOX_BYTES = 128
+"""Bytes of a row that kernels for Hopper copy to shared memory at a time."""
 MOST_ROWS = 64
 """Maximum number of rows for which the rule picks a tile; untuned shapes with more rows go to the library."""
 
@@ -118,6 +120,13 @@ def check_matmul(key: Key, rows: int, choice: Choice) -> None:
     tile = tile_of(choice)
     if tile.specialized and tile.tokens not in (GROUP_ROWS, 2 * GROUP_ROWS, 3 * GROUP_ROWS):
         raise ValueError(f"tokens is {tile.tokens}; a specialized tile has one to three times {GROUP_ROWS}")
+    if tile.specialized and tile.outputs not in (64, 128, 256):
+        raise ValueError(f"outputs is {tile.outputs}; a specialized tile has 64, 128 or 256")
+    itemsize = 1 if facts["weight"] == "fp8" else 2
+    if tile.needs_hopper and tile.inputs * itemsize % BOX_BYTES:
+        raise ValueError(f"inputs is {tile.inputs}; kernels for Hopper read {BOX_BYTES // itemsize} columns at a time")
+    if (tile.needs_hopper or tile.tma) and facts["inputs"] * itemsize % 16:
+        raise ValueError(f"a tensor map cannot read rows of {facts['inputs'] * itemsize} bytes, not a multiple of 16")
     if tile.warps not in (1, 2, 4, 8, 16) or not 1 <= tile.stages <= 16 or not 1 <= tile.split:
         raise ValueError(f"warps={tile.warps}, stages={tile.stages}, split={tile.split} cannot be launched")
     shape = rows, facts["outputs"], facts["inputs"]

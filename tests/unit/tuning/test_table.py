@@ -83,6 +83,18 @@ WRONG = {
     "a size that no kernel has": (changed(rows={"16": {**TILE, "tokens": 48}}), "tokens is 48, not a power of two"),
     "a negative value": (changed(rows={"16": {**TILE, "split": -1}}), "split is -1"),
     "no split": (changed(rows={"16": {**TILE, "split": 0}}), "cannot be launched"),
+    "outputs that no warp group has": (
+        changed(rows={"16": {"tokens": 64, "outputs": 32, "inputs": 128, "specialized": True}}),
+        "a specialized tile has 64, 128 or 256",
+    ),
+    "blocks narrower than a copy": (
+        changed(rows={"16": {"tokens": 64, "outputs": 64, "inputs": 32, "specialized": True}}),
+        "kernels for Hopper read",
+    ),
+    "rows that a tensor map cannot read": (
+        changed(key={"weight": "fp8", "outputs": 64, "inputs": 1000}, rows={"16": {**TILE, "tma": True}}),
+        "rows of 1000 bytes",
+    ),
     "another matmul's key": (changed(key={"outputs": 4}), "has weight, outputs and inputs; this one has outputs"),
 }
 
