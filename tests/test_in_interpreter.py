@@ -13,7 +13,7 @@ RAN: dict[str, set[str]] = {}
 ELSEWHERE = {
     "dovetail.core.ops.kernels.e4m3:decode_e4m3_words": "inline assembly: unit/ops/test_kernels.py on a GPU",
     "dovetail.core.ops.kernels.launch:prefetch": "inline assembly without a result",
-    "dovetail.core.ops.kernels.step:_better": "runs inside a reduction, which the interpreter does not record",
+    "dovetail.core.ops.kernels.draw:better": "runs inside a reduction, which the interpreter does not record",
     "dovetail.plugins.attention.triton.kernels:_unpair": "inline assembly: numerics/test_triton_on_gpu.py",
     "dovetail.plugins.attention.triton.per_warp:unpair": "inline assembly: numerics/test_triton_on_gpu.py",
 }

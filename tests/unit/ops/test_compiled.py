@@ -58,7 +58,7 @@ from .launches import (
 from .shipped import SHIPPED, TILES
 
 
-@pytest.mark.timeout(3600 if EVERYTHING else 300)
+@pytest.mark.timeout(3600 if EVERYTHING else 900)
 def test_every_kernel_compiles(tmp_path, monkeypatch):
     # Use an empty cache: functions inlined into cached kernels would not be recorded.
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
@@ -287,6 +287,7 @@ def test_matmuls_use_the_kernel_for_all_gpus_if_gluon_is_unsupported(monkeypatch
     assert _has_prefetch_kernel(9, 0) and not _has_prefetch_kernel(8, 9) and not _has_prefetch_kernel(10, 0)
 
 
+@temporarily(SHIPPED)
 @pytest.mark.parametrize(("early", "counted"), [(True, True), (True, False), (False, True)])
 def test_split_16_bit_matmuls_use_the_kernel_if_it_runs_and_has_counters(monkeypatch, early, counted):
     """Otherwise the library runs."""
@@ -300,6 +301,7 @@ def test_split_16_bit_matmuls_use_the_kernel_if_it_runs_and_has_counters(monkeyp
     assert compiled.launches == (early and counted)
 
 
+@temporarily(SHIPPED)
 def test_plain_layers_have_the_counters_that_split_matmuls_need():
     with compiled_for_hopper(machine_code=False) as compiled:
         layer, shape = PlainLinear(), LinearShape(8192, 1280, (1280,), dtype=BF16)
