@@ -2,7 +2,27 @@
 
 from __future__ import annotations
 
+import torch
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 """Barrier of all threads of a program. Triton 3.7 renamed it."""
+LINE = gl.constexpr(128)
+"""Row size of a matmul's tensor map's box in bytes. Also the number of FP8 products that the tensor core sums in its
+own accumulator; longer sums would lose bits."""
+
+
+@gluon.jit
+def advance(place, phase, PLACES: gl.constexpr):
+    """Return the next place of a ring and the phase parity of its barrier."""
+    around = place == PLACES - 1
+    return gl.where(around, 0, place + 1), gl.where(around, phase ^ 1, phase)
+
+
+def tensor_map(x: torch.Tensor, box: int, rows: int) -> TensorDescriptor:
+    """Tensor map of the first `rows` rows of x's memory, with boxes of `box` rows and LINE bytes."""
+    size = x.element_size()
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=LINE.value, element_bitwidth=8 * size, rank=2)
+    return TensorDescriptor(x, [rows, x.shape[1]], list(x.stride()), [box, LINE.value // size], layout)

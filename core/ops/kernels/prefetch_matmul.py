@@ -22,17 +22,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dovetail.core.ops.kernels.gluon import barrier
+from dovetail.core.ops.kernels.gluon import LINE, advance, barrier, tensor_map
 from dovetail.core.ops.kernels.launch import dependent
 from dovetail.core.ops.padding import readable_rows
 from dovetail.core.ops.tiles import MatmulTile
-
-LINE = gl.constexpr(128)
-"""Row size of a tensor map's box in bytes. Also the number of FP8 products that the tensor core sums in its own
-accumulator; longer sums would lose bits."""
 
 
 @gluon.jit
@@ -99,12 +94,6 @@ def _multiply(weight, x, place, x_place, acc, BOXES: gl.constexpr):
         for box in gl.static_range(BOXES):
             acc += warpgroup_mma_wait(BOXES - 1 - box, deps=[sums[box]])
     return acc
-
-
-@gluon.jit
-def _advance(place, phase, PLACES: gl.constexpr):
-    around = place == PLACES - 1
-    return gl.where(around, 0, place + 1), gl.where(around, phase ^ 1, phase)
 
 
 @gluon.jit
@@ -219,8 +208,8 @@ def matmul_prefetching(
         _expect(x_full, x_place, x_source, BOXES, block + X_PLACES < hi)
         _fetch(weight_source, weight, weight_full, place, row_o, block + PLACES, BOXES, block + PLACES < hi)
         _fetch(x_source, x, x_full, x_place, row_t, block + X_PLACES, BOXES, block + X_PLACES < hi)
-        place, phase = _advance(place, phase, PLACES)
-        x_place, x_phase = _advance(x_place, x_phase, X_PLACES)
+        place, phase = advance(place, phase, PLACES)
+        x_place, x_phase = advance(x_place, x_phase, X_PLACES)
     # The weight has been read, so the next kernel may launch while the sums are reduced and written.
     if PDL:
         gdc_launch_dependents()
@@ -264,8 +253,8 @@ def launch_matmul(
     t_tiles, tiles, blocks, programs = tile.launch(tokens, outputs, inputs)
     x_scale, x_scale_st, weight_scale, weight_scale_so = scales
     matmul_prefetching[(programs,)](
-        _tensor_map(x_TI, tile.tokens, readable_rows(x_TI, tile.tokens)),
-        _tensor_map(weight_OI, tile.outputs, outputs),
+        tensor_map(x_TI, tile.tokens, readable_rows(x_TI, tile.tokens)),
+        tensor_map(weight_OI, tile.outputs, outputs),
         weight_OI,
         x_scale,
         weight_scale,
@@ -291,10 +280,3 @@ def launch_matmul(
         num_warps=tile.warps,
         **dependent(x_TI),
     )
-
-
-def _tensor_map(x: torch.Tensor, box: int, rows: int) -> TensorDescriptor:
-    """Tensor map of the first `rows` rows of x's memory, with boxes of `box` rows."""
-    size = x.element_size()
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=LINE.value, element_bitwidth=8 * size, rank=2)
-    return TensorDescriptor(x, [rows, x.shape[1]], list(x.stride()), [box, LINE.value // size], layout)

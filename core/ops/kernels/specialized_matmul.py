@@ -23,17 +23,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dovetail.core.ops.kernels.gluon import barrier
+from dovetail.core.ops.kernels.gluon import LINE, advance, barrier, tensor_map
 from dovetail.core.ops.kernels.launch import dependent
 from dovetail.core.ops.padding import readable_rows
 from dovetail.core.ops.tiles import MatmulTile
 
-LINE = gl.constexpr(128)
-"""Row size of a tensor map's box in bytes. Also the number of FP8 products that the tensor core sums in its own
-accumulator, where sums are exact."""
 ROWS = gl.constexpr(64)
 """Rows of a warp group, as many as one matrix instruction takes."""
 PRODUCER_REGISTERS = gl.constexpr(24)
@@ -44,12 +40,6 @@ def _consumer_registers(groups):
     """Registers per thread of a consumer: an equal share of what the launch gives to all warp groups, in steps of 8."""
     launched = 65536 // (128 * (groups + 1)) // 8 * 8
     return min(240, (launched * (groups + 1) - 24) // groups // 8 * 8)
-
-
-@gluon.jit
-def _advance(place, phase, PLACES: gl.constexpr):
-    around = place == PLACES - 1
-    return gl.where(around, 0, place + 1), gl.where(around, phase ^ 1, phase)
 
 
 @gluon.jit
@@ -109,7 +99,7 @@ def _produce(x_source, weight_source, rings, work, BOXES: gl.constexpr, GROUPS: 
             mbarrier.expect(full.index(place), BYTES)
             _fetch_weight(weight_source, weight, full, place, tile // t_tiles, block, BOXES, True)
             _fetch_x(x_source, x, full, place, tile % t_tiles, block, BOXES, GROUPS, True)
-            place, phase = _advance(place, phase, PLACES)
+            place, phase = advance(place, phase, PLACES)
         begin = lo
     # The weight has been requested, so the next kernel may launch while the sums are reduced and written.
     if PDL:
@@ -188,7 +178,7 @@ def _consume(rings, work, split, part_ptr, count_ptr, epilogue, tokens, outputs,
                 # The preceding block has been multiplied; this one's instructions stay in flight.
                 acc = warpgroup_mma_wait(BOXES, deps=[acc])
                 mbarrier.arrive(empty.index(_before(place, PLACES)), pred=block > lo)
-            place, phase = _advance(place, phase, PLACES)
+            place, phase = advance(place, phase, PLACES)
         if not EXACT:
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(empty.index(_before(place, PLACES)))
@@ -304,8 +294,8 @@ def launch_matmul(
     t_tiles, tiles, blocks, programs = tile.launch(tokens, outputs, inputs)
     x_scale, x_scale_st, weight_scale, weight_scale_so = scales
     matmul_specialized[(programs,)](
-        _tensor_map(x_TI, ROWS.value, readable_rows(x_TI, tile.tokens)),
-        _tensor_map(weight_OI, tile.outputs, outputs),
+        tensor_map(x_TI, ROWS.value, readable_rows(x_TI, tile.tokens)),
+        tensor_map(weight_OI, tile.outputs, outputs),
         x_scale,
         weight_scale,
         bias_O,
@@ -328,10 +318,3 @@ def launch_matmul(
         num_warps=4,
         **dependent(x_TI),
     )
-
-
-def _tensor_map(x: torch.Tensor, box: int, rows: int) -> TensorDescriptor:
-    """Tensor map of the first `rows` rows of x's memory, with boxes of `box` rows."""
-    size = x.element_size()
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=LINE.value, element_bitwidth=8 * size, rank=2)
-    return TensorDescriptor(x, [rows, x.shape[1]], list(x.stride()), [box, LINE.value // size], layout)
