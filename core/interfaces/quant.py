@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dovetail.core.errors import CapabilityError, ConfigError, shown
 from dovetail.core.interfaces.activation import PLAIN, ActFormat, Activation, Partial
+from dovetail.core.interfaces.tensor_record import PLAIN_WEIGHT, TensorRecord
 from dovetail.core.interfaces.tuning import Tunable
 
 if TYPE_CHECKING:
@@ -32,6 +34,31 @@ class LinearShape:
     """Checkpoint prefix of each part, for instance "model.layers.3.mlp.down_proj"."""
     shares: Mapping[int, int] = field(default_factory=dict, hash=False)
     """ModelSpec.shares() of the model."""
+    whole_inp: int = 0
+    """Input width of the whole matrices; 0 = `inp`."""
+    first_inp: int = 0
+    """This rank's first input column in the whole matrices."""
+
+    def __post_init__(self) -> None:
+        if not self.whole_inp:
+            object.__setattr__(self, "whole_inp", self.inp)
+
+    def group_step(self, group: int) -> int:
+        """Return the largest number of consecutive columns of this rank, counted from its first one, that share a scale
+        if `group` columns of the whole matrix do; 0 = all columns, as in `group`. The last step may be shorter."""
+        return math.gcd(group, self.first_inp) if group else 0
+
+    def spread_groups(self, values: torch.Tensor, group: int, axis: int = -1) -> torch.Tensor:
+        """Return one entry for each step of `group_step`, from one entry for each group that this rank has columns of.
+        Values repeat if this rank's first column is inside a group."""
+        import torch
+
+        step = self.group_step(group)
+        if step == group:
+            return values
+        first = self.first_inp // group
+        steps = [at // group - first for at in range(self.first_inp, self.first_inp + self.inp, step)]
+        return values.index_select(axis, values.new_tensor(steps, dtype=torch.int64))
 
     def check_multiple(
         self,
@@ -63,21 +90,27 @@ class LinearShape:
 
 class LinearMethod(ABC):
     """Weight format and matmul of one layer.
-    Lifecycle: create -> load (in any order, once per part and tensor name) -> finish -> apply."""
+    Lifecycle: create -> load (once per part, in any order) -> finish -> apply."""
 
     input: ActFormat = PLAIN
     """Input format of apply. Producers emit it."""
-    tensors: tuple[str, ...] = ("weight",)
-    """Checkpoint tensor names read for each part."""
+    tensors: tuple[TensorRecord, ...] = (PLAIN_WEIGHT,)
+    """Checkpoint tensors of each part."""
+
+    def tensors_of(self, name: str) -> tuple[TensorRecord, ...]:
+        """Return the checkpoint tensors of the part with this checkpoint prefix, for layers whose parts differ."""
+        return self.tensors
 
     @abstractmethod
     def create(self, shape: LinearShape, device: torch.device) -> dict[str, torch.Tensor]:
         """Allocate this rank's uninitialized tensors by name. The layer owns them and passes them back as `params`."""
 
     @abstractmethod
-    def load(self, params: dict[str, torch.Tensor], name: str, part: slice, tensor: torch.Tensor) -> None:
-        """Copy or convert this rank's shard of one part into the output rows `part`. Besides the result, at most one
-        part may be in memory."""
+    def load(self, params: dict[str, torch.Tensor], part: slice, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Store this rank's share of one part in the output rows `part`. `tensors` has every tensor of `tensors_of`,
+        without optional ones that the checkpoint lacks. Along an axis that counts outputs, a tensor has one entry per
+        row of `part`; along inputs, one per column of this rank, or the groups that have columns of this rank (see
+        LinearShape.spread_groups). Besides the result, at most one part may be in memory."""
 
     def finish(self, params: dict[str, torch.Tensor]) -> None:
         """Pack, transpose or check the weights. Called once, after the last load."""
@@ -89,6 +122,10 @@ class LinearMethod(ABC):
     def partial(self, params: dict[str, torch.Tensor], x: Activation) -> Partial:
         """Like apply without a bias, for a consumer that can apply scales left to it (Partial.scale)."""
         return Partial(self.apply(params, x))
+
+    def rows(self, params: dict[str, torch.Tensor], ids_T: torch.Tensor) -> torch.Tensor:
+        """Return rows weight_OI[ids_T] in the model's dtype, for embedding tables. Capturable; no host sync."""
+        raise NotImplementedError(f"{type(self).__name__} does not look up rows: override `rows`")
 
     def tunables(self, params: dict[str, torch.Tensor], rows: int, *, defers: bool = False) -> Sequence[Tunable]:
         """Return the operations of `apply` for `rows` rows that can be tuned; of `partial` if `defers`. Only shapes
@@ -121,6 +158,11 @@ class Quantizer(ABC):
     def linear(self, path: str, shape: LinearShape) -> LinearMethod:
         """Return the method for the layer at this module path, for instance "layers.3.mlp.down". Raises CapabilityError
         for a shape that the format cannot store, naming alternatives."""
+
+    def table(self, path: str, shape: LinearShape, *, lookup: bool) -> LinearMethod | None:
+        """Return the method for the matrix of logits ("lm_head") or for a token embedding that no logits are tied to
+        ("embed"); None = the model's dtype. `lookup`: LinearMethod.rows is called, also for tied logits."""
+        return None
 
     def kv_scales(self, layer: int) -> tuple[float, float]:
         """Return the static scales of K and V for a quantized KV cache."""

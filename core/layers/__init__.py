@@ -7,7 +7,7 @@ from dovetail.core.layers.norm import LayerNorm, RMSNorm
 from dovetail.core.layers.plain import PlainLinear
 from dovetail.core.layers.rotary import build_rope
 from dovetail.core.layers.run import run_layers
-from dovetail.core.layers.weights import Weight, dummy_weights, load_weights
+from dovetail.core.layers.weights import Stored, Taker, Weight, WeightSet, dummy_weights, load_weights
 
 __all__ = [
     "ColumnParallel",
@@ -19,9 +19,12 @@ __all__ = [
     "QKVParallel",
     "RMSNorm",
     "RowParallel",
+    "Stored",
+    "Taker",
     "VocabParallelEmbedding",
     "VocabTable",
     "Weight",
+    "WeightSet",
     "build_rope",
     "dummy_weights",
     "load_weights",

@@ -1,38 +1,72 @@
-"""Token embedding and logits, split over ranks by vocabulary. Shapes: T tokens, B sampled rows, C channels, V
-vocabulary."""
+"""Token embedding and logits, split over ranks by vocabulary; the quantizer stores and multiplies their tables. Shapes:
+T tokens, B sampled rows, C channels, V vocabulary."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-import torch.nn.functional as F
 
 from dovetail.core.arithmetic import ceil_div
 from dovetail.core.checkpoint import LazyTensor
-from dovetail.core.interfaces import BuildContext
+from dovetail.core.interfaces import BuildContext, LinearShape
+from dovetail.core.interfaces.tensor_record import PLAIN_WEIGHT
 from dovetail.core.interfaces.tuning import Tunable
-from dovetail.core.layers.weights import Weight
-from dovetail.core.ops import matmul
-from dovetail.core.ops.tiles import MOST_SHARED_TILES
-from dovetail.core.tuning.matmul import matmul_tunables
+from dovetail.core.layers.plain import PlainLinear
+from dovetail.core.layers.share import Wanted, read_share
+from dovetail.core.layers.weights import Stored, Taker, Weight, WeightSet
+from dovetail.core.ops import encode
 
 
 class VocabTable:
-    """This rank's rows of a [vocab, channels] table, zero-padded to the same size on every rank."""
+    """A rank's rows of a [vocab, channels] table, as many on every rank. Rows past the vocabulary have any values."""
 
-    def __init__(self, name: str, build: BuildContext, vocab: int, channels: int) -> None:
-        self.name, self.vocab, self.collective = name, vocab, build.collective
-        rows = ceil_div(vocab, build.collective.size)
-        self.start = min(build.collective.rank * rows, vocab)
-        self.stop = min(self.start + rows, vocab)
-        self.weight_VC = torch.zeros(rows, channels, dtype=build.dtype, device=build.device)
+    def __init__(
+        self,
+        name: str,
+        build: BuildContext,
+        vocab: int,
+        channels: int,
+        *,
+        lookup: bool = True,
+        logits: bool = False,
+    ) -> None:
+        """`lookup`: the table is an embedding; `logits`: a LMHead multiplies it."""
+        self.name, self.vocab, self.channels, self.collective = name, vocab, channels, build.collective
+        self.rows = ceil_div(vocab, build.collective.size)
+        self.start = min(build.collective.rank * self.rows, vocab)
+        self.stop = min(self.start + self.rows, vocab)
+        shape = LinearShape(
+            channels, self.rows, (self.rows,), "column", build.dtype, (name,), build.spec.shares(), channels
+        )
+        path = "lm_head" if logits else "embed"
+        self.method = build.quantizer.table(path, shape, lookup=lookup) or PlainLinear()
+        self.params = self.method.create(shape, build.device)
 
-    def weights(self) -> Iterator[Weight]:
-        yield Weight(f"{self.name}.weight", self._take, (self.vocab, self.weight_VC.shape[1]))
+    def weights(self) -> Iterator[Taker]:
+        yield WeightSet(
+            tuple(
+                Stored(
+                    f"{self.name}.{record.name}",
+                    (self.vocab, self.channels) if record == PLAIN_WEIGHT else None,
+                    optional=record.optional,
+                )
+                for record in self.method.tensors_of(self.name)
+            ),
+            self._take,
+        )
 
-    def _take(self, lazy: LazyTensor) -> None:
-        self.weight_VC[: self.stop - self.start].copy_(lazy[self.start : self.stop])
+    def _take(self, tensors: Mapping[str, LazyTensor]) -> None:
+        if self.start == self.stop:
+            return
+        outputs, inputs = Wanted(self.vocab, self.start, self.stop), Wanted(self.channels, 0, self.channels)
+        share = {
+            record.name: read_share(name, tensors[name], record, outputs, inputs)
+            for record in self.method.tensors_of(self.name)
+            if (name := f"{self.name}.{record.name}") in tensors
+        }
+        self.method.load(self.params, slice(0, self.stop - self.start), share)
+        self.method.finish(self.params)
 
 
 class VocabParallelEmbedding:
@@ -44,24 +78,25 @@ class VocabParallelEmbedding:
     def __call__(self, tokens_T: torch.Tensor) -> torch.Tensor:
         table = self.table
         if table.collective.size == 1:
-            return F.embedding(tokens_T, table.weight_VC)
+            return table.method.rows(table.params, tokens_T)
         here_T = (tokens_T >= table.start) & (tokens_T < table.stop)
-        embeds_TC = F.embedding(torch.where(here_T, tokens_T - table.start, 0), table.weight_VC)
-        return table.collective.all_reduce(embeds_TC * here_T.unsqueeze(-1))
+        embeds_TC = table.method.rows(table.params, torch.where(here_T, tokens_T - table.start, 0))
+        # Not a product: the first row of a rank without tokens may be NaN.
+        return table.collective.all_reduce(torch.where(here_T.unsqueeze(-1), embeds_TC, 0))
 
 
 class LMHead:
     """Logits over the vocabulary on every rank, in the model's dtype. Tied models pass their embedding table."""
 
-    def __init__(self, table: VocabTable, bias: str | None = None) -> None:
+    def __init__(self, table: VocabTable, build: BuildContext, bias: str | None = None) -> None:
         """`bias`: checkpoint name of the bias, for models whose head has one."""
         self.table, self.bias_name = table, bias
-        self.bias_V = None if bias is None else torch.zeros_like(table.weight_VC[:, 0])
-        self.counts = torch.zeros(MOST_SHARED_TILES, dtype=torch.int32, device=table.weight_VC.device)
+        self.bias_V = None if bias is None else torch.zeros(table.rows, dtype=build.dtype, device=build.device)
+        build.tuned.append(self.tunables)
 
     def tunables(self, rows: int) -> Sequence[Tunable]:
-        """Return the product with `rows` sampled rows. Its owner appends this method to BuildContext.tuned."""
-        return matmul_tunables(self.table.weight_VC, rows)
+        """Return the product with `rows` sampled rows."""
+        return self.table.method.tunables(self.table.params, rows)
 
     def __call__(self, states_BC: torch.Tensor) -> torch.Tensor:
         logits_BV = self._product(states_BC)
@@ -72,12 +107,13 @@ class LMHead:
     def local(self, states_BC: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Model.local_logits."""
         table = self.table
-        if len(table.weight_VC) * (table.collective.size - 1) >= table.vocab:  # one rank, or an empty last rank
+        if table.rows * (table.collective.size - 1) >= table.vocab:  # one rank, or an empty last rank
             return self(states_BC), 0
         return self._product(states_BC)[:, : table.stop - table.start], table.start
 
     def _product(self, states_BC: torch.Tensor) -> torch.Tensor:
-        return matmul(states_BC, self.table.weight_VC, self.bias_V, self.counts)
+        method = self.table.method
+        return method.apply(self.table.params, encode(states_BC, (method.input,))[method.input], self.bias_V)
 
     def weights(self) -> Iterator[Weight]:
         """Only the bias; the table lists its own weight."""

@@ -4,7 +4,7 @@ multiplies the weight."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -15,8 +15,10 @@ from dovetail.core.checkpoint import LazyTensor
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import PLAIN, ActFormat, BuildContext, Bundle, LinearShape, Partial
 from dovetail.core.interfaces.model import can_share_heads
+from dovetail.core.interfaces.tensor_record import PLAIN_WEIGHT
 from dovetail.core.interfaces.tuning import Tunable
-from dovetail.core.layers.weights import Weight
+from dovetail.core.layers.share import Wanted, read_share
+from dovetail.core.layers.weights import Stored, Taker, Weight, WeightSet
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,8 @@ class Linear:
             dtype=build.dtype,
             names=tuple(part.name for part in parts),
             shares=build.spec.shares(),
+            whole_inp=inp,
+            first_inp=self.columns.start,
         )
         self.method = build.quantizer.linear(path, self.shape)
         self.params = self.method.create(self.shape, build.device)
@@ -103,11 +107,19 @@ class Linear:
             self._adapter.apply(x[PLAIN].values, y_TO, self.adapters.slots_T)
         return y_TO
 
-    def weights(self) -> Iterator[Weight]:
+    def weights(self) -> Iterator[Taker]:
         for source, rows in {part.name: part.rows for part in self.parts}.items():
-            for name in self.method.tensors:
-                shape = (rows, self.inp) if name == "weight" else None
-                yield Weight(f"{source}.{name}", partial(self._take, source, name), shape)
+            yield WeightSet(
+                tuple(
+                    Stored(
+                        f"{source}.{record.name}",
+                        (rows, self.inp) if record == PLAIN_WEIGHT else None,
+                        optional=record.optional,
+                    )
+                    for record in self.method.tensors_of(source)
+                ),
+                partial(self._take, source),
+            )
             if self.has_bias:
                 yield Weight(f"{source}.bias", partial(self._take_bias, source), (rows,), "zeros")
 
@@ -124,7 +136,7 @@ class Linear:
     def output_share(self, part: int, tensor: LazyTensor) -> torch.Tensor:
         """This rank's rows, in the layer's order, of a tensor with one row per output of the part's whole matrix."""
         rows = self.parts[part]
-        return _ordered(tensor[rows.start : rows.stop], tensor.get_shape(), rows)
+        return _ordered(tensor[rows.start : rows.stop], rows)
 
     def input_share(self, tensor: LazyTensor) -> torch.Tensor:
         """This rank's columns of a tensor with one column per input."""
@@ -138,21 +150,21 @@ class Linear:
                 yield part, slice(at, at + part.size)
             at += part.size
 
-    def _take(self, source: str, name: str, lazy: LazyTensor) -> None:
-        """Load this rank's part of a matrix, of scales per row or per block, or of a single scale."""
-        shape = lazy.get_shape()
+    def _take(self, source: str, tensors: Mapping[str, LazyTensor]) -> None:
+        """Load this rank's share of one checkpoint matrix."""
+        inputs = Wanted(self.inp, self.columns.start, self.columns.stop)
         for part, to in self._of(source):
-            wanted = ((part.start, part.stop, part.rows), (self.columns.start, self.columns.stop, self.inp))
-            whose = f"{source}.{name}"
-            index = tuple(
-                _rank_slice(whose, self.shape.shares, entries, *want)
-                for entries, want in zip(shape, wanted, strict=False)
-            )
-            self.method.load(self.params, name, to, _ordered(lazy[index or ...], shape, part))
+            outputs = Wanted(part.rows, part.start, part.stop, part.order)
+            share = {
+                record.name: read_share(name, tensors[name], record, outputs, inputs)
+                for record in self.method.tensors_of(source)
+                if (name := f"{source}.{record.name}") in tensors
+            }
+            self.method.load(self.params, to, share)
 
     def _take_bias(self, source: str, lazy: LazyTensor) -> None:
         for part, to in self._of(source):
-            self.bias[to].copy_(_ordered(lazy[part.start : part.stop], lazy.get_shape(), part))
+            self.bias[to].copy_(_ordered(lazy[part.start : part.stop], part))
 
 
 class ColumnParallel(Linear):
@@ -264,26 +276,6 @@ def _split(name: str, total: int, build: BuildContext) -> tuple[int, int]:
     return rank * each, (rank + 1) * each
 
 
-def _ordered(tensor: torch.Tensor, shape: list[int], part: Part) -> torch.Tensor:
-    """Return rows in the layer's order. A tensor with one entry for all rows is returned unchanged."""
-    if part.order is None or not shape or shape[0] == 1:
-        return tensor
-    if shape[0] != part.rows:
-        raise ConfigError(
-            f"{part.name} has one entry per block of {part.rows // shape[0]} rows, but the layer reorders rows"
-        )
-    return tensor[part.order]
-
-
-def _rank_slice(name: str, ranks: Iterable[int], entries: int, start: int, stop: int, total: int) -> slice:
-    """Slice for channels [start, stop) of `total` in a tensor with one entry per channel, per block, or for all. Raise
-    ConfigError if the range cuts through a block; the message lists those of `ranks` that do not."""
-    if entries == 1:
-        return slice(0, 1)
-    if start * entries % total or stop * entries % total:
-        options = [n for n in ranks if total // n * entries % total == 0]
-        raise ConfigError(
-            f"{name} has one entry per block of {total // entries} channels, but this rank's channels, {start} to "
-            f"{stop} of {total}, cut through a block. {_set_to(options)}"
-        )
-    return slice(start * entries // total, stop * entries // total)
+def _ordered(tensor: torch.Tensor, part: Part) -> torch.Tensor:
+    """Return rows in the layer's order."""
+    return tensor if part.order is None else tensor[part.order]

@@ -3,9 +3,10 @@ Shapes: T tokens, I input, O output."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 
 from dovetail.core.interfaces import Activation, LinearMethod, LinearShape
 from dovetail.core.interfaces.tuning import Tunable
@@ -23,11 +24,14 @@ class PlainLinear(LinearMethod):
             "counts": torch.zeros(MOST_SHARED_TILES, dtype=torch.int32, device=device),
         }
 
-    def load(self, params: dict[str, torch.Tensor], name: str, part: slice, tensor: torch.Tensor) -> None:
-        params[name][part].copy_(tensor)
+    def load(self, params: dict[str, torch.Tensor], part: slice, tensors: Mapping[str, torch.Tensor]) -> None:
+        params["weight"][part].copy_(tensors["weight"])
 
     def apply(self, params: dict[str, torch.Tensor], x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
         return matmul(x.values, params["weight"], bias, params.get("counts"))
+
+    def rows(self, params: dict[str, torch.Tensor], ids_T: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids_T, params["weight"])
 
     def tunables(self, params: dict[str, torch.Tensor], rows: int, *, defers: bool = False) -> Sequence[Tunable]:
         return matmul_tunables(params["weight"], rows)

@@ -16,6 +16,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ import torch
 
 from dovetail.core.errors import RequestError
 from dovetail.core.interfaces import PLAIN, Activation, Adapters, Bundle, Collective, ModelSpec, Partial
-from dovetail.core.layers import ColumnParallel, Linear, QKVParallel, RowParallel
+from dovetail.core.layers import ColumnParallel, Linear, QKVParallel, RowParallel, load_weights
 from dovetail.core.testing.host_sync import NoHostSync
 from dovetail.core.testing.model_driver import Alone, Lazy, build_context
 from dovetail.core.testing.numeric import TOLERANCE, assert_near, fresh, same_bits
@@ -248,8 +249,8 @@ class _Block:
         random = torch.Generator().manual_seed(0)
         weights = {name: torch.randn(shape, generator=random) / shape[1] ** 0.5 for name, shape in MATRICES.items()}
         for layer in self.layers.values():
-            for weight in layer.weights():
-                weight.take(Lazy(weights[weight.name.removesuffix(".weight")]))
+            names = [part.name for part in layer.parts]
+            load_weights(layer.weights(), ((f"{name}.weight", partial(Lazy, weights[name])) for name in names))
             layer.finish()
         self.adapters.allocate()
 

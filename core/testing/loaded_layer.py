@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from dovetail.core.interfaces import Activation, LinearMethod
+from dovetail.core.layers.share import Wanted, read_share
 from dovetail.core.ops import encode
+from dovetail.core.testing.model_driver import Lazy
 from dovetail.core.testing.numeric import poisoned_memory
 
 
@@ -35,6 +38,20 @@ class Loaded:
 
     def exact(self, x_TI: torch.Tensor) -> torch.Tensor:
         return exact_product(x_TI, self.weight)
+
+
+def load_part(
+    method: LinearMethod, params: dict[str, torch.Tensor], part: slice, inp: int, tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Load checkpoint tensors into the output rows `part` of a layer of one rank, as the core's layers do. Afterwards
+    the memory that they were in has other values."""
+    outputs, inputs = Wanted(part.stop - part.start, 0, part.stop - part.start), Wanted(inp, 0, inp)
+    records = {record.name: record for record in method.tensors}
+    assert tensors.keys() <= records.keys(), f"{sorted(tensors)} were given; the method reads {sorted(records)}"
+    share = {name: read_share(name, Lazy(tensor), records[name], outputs, inputs) for name, tensor in tensors.items()}
+    method.load(params, part, share)
+    for tensor in share.values():
+        tensor.contiguous().view(-1).view(torch.uint8).fill_(255)
 
 
 def exact_product(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -117,8 +118,8 @@ class _Tagging(LinearMethod):
     def create(self, shape: LinearShape, device: torch.device) -> dict[str, torch.Tensor]:
         return self.inner.create(shape, device)
 
-    def load(self, params: dict[str, torch.Tensor], name: str, part: slice, tensor: torch.Tensor) -> None:
-        self.inner.load(params, name, part, tensor)
+    def load(self, params: dict[str, torch.Tensor], part: slice, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.inner.load(params, part, tensors)
 
     def finish(self, params: dict[str, torch.Tensor]) -> None:
         self.inner.finish(params)

@@ -131,7 +131,7 @@ def _to_gpu(given: Any) -> Any:
 
 
 def _without_values(self: DummyTensor, index: Any) -> torch.Tensor:
-    return torch.empty(self.weight.shape, dtype=self.dtype, device=self.device)[index]
+    return torch.empty(self.stored.shape, dtype=self.dtype, device=self.device)[index]
 
 
 @contextmanager

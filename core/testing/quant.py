@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
@@ -33,13 +34,14 @@ from dovetail.core.interfaces import (
     ModelSpec,
     Quantizer,
 )
+from dovetail.core.interfaces.tensor_record import PLAIN_WEIGHT, TensorRecord
 from dovetail.core.interfaces.tuning import Key, make_key
-from dovetail.core.layers import ColumnParallel, Linear, RowParallel
+from dovetail.core.layers import ColumnParallel, Linear, RowParallel, load_weights
 from dovetail.core.ops import encode
 from dovetail.core.ops.formats import encode_reference, why_unfused
 from dovetail.core.testing.host_sync import NoHostSync
 from dovetail.core.testing.interpreter import mend_interpreter
-from dovetail.core.testing.loaded_layer import Loaded, exact_product
+from dovetail.core.testing.loaded_layer import Loaded, exact_product, load_part
 from dovetail.core.testing.model_driver import Alone, Lazy, build_context
 from dovetail.core.testing.numeric import TOLERANCE, assert_near, fresh, poisoned_memory, same_bits, seed_note
 
@@ -71,8 +73,8 @@ class QuantizerContract:
         raise NotImplementedError("return your quantizer: MyQuantizer(MyConfig())")
 
     def checkpoint(self, method: LinearMethod, weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the checkpoint tensors of one part by the names in method.tensors. Override for other formats."""
-        assert method.tensors == ("weight",), f"override checkpoint(): the method reads {method.tensors} of each part"
+        """Return the checkpoint tensors of one part by the names of method.tensors. Override for other formats."""
+        assert method.tensors == (PLAIN_WEIGHT,), f"override checkpoint(): the method reads {method.tensors}"
         return {"weight": weight_OI}
 
     # Life cycle of a layer
@@ -137,7 +139,7 @@ class QuantizerContract:
     def test_load_keeps_no_part(self) -> None:
         """A checkpoint tensor is a view of a file or a buffer that is reused for the next part."""
         weight_OI, x_TI = self._weight(64, 96), self._x(5, 64)
-        layer = self._layer(64, (64, 32), weight=weight_OI.clone(), poison_after_load=True)
+        layer = self._layer(64, (64, 32), weight=weight_OI.clone())
         self._check(layer.apply(x_TI), exact_product(x_TI, weight_OI))
 
     def test_checkpoint_may_have_another_dtype(self) -> None:
@@ -276,8 +278,11 @@ class QuantizerContract:
         for inp, parts in self.shapes:
             method, _ = self._method(inp, parts)
             assert isinstance(method.input, ActFormat), f"`input` must be an ActFormat, not {method.input!r}"
-            names = method.tensors and all(isinstance(name, str) for name in method.tensors)
-            assert names, f"`tensors` must name the checkpoint tensors of a part, got {method.tensors!r}"
+            records = method.tensors and all(isinstance(record, TensorRecord) for record in method.tensors)
+            assert records, f"`tensors` must be TensorRecords of a part, got {method.tensors!r}"
+            for record in method.tensors:
+                packed = any(axis.packed > 1 for axis in record.axes)
+                assert not packed or record.unpack, f"{record.name} has a packed axis and no `unpack`"
 
     def test_triton_encode_agrees_with_the_reference(self) -> None:
         """Run compiled on a GPU, elsewhere in Triton's interpreter, which must be chosen before Triton is imported."""
@@ -411,7 +416,6 @@ class QuantizerContract:
         order: Iterable[int] | None = None,
         quantizer: Quantizer | None = None,
         path: str = PATH,
-        poison_after_load: bool = False,
     ) -> Loaded:
         """Create, load each part and finish, as the core's layers do."""
         shape = LinearShape(inp, sum(parts), tuple(parts), dtype=dtype)
@@ -421,10 +425,7 @@ class QuantizerContract:
             params = method.create(shape, torch.device(self.device))
             for part in range(len(parts)) if order is None else order:
                 rows = slice(sum(parts[:part]), sum(parts[: part + 1]))
-                for name, tensor in self.checkpoint(method, weight_OI[rows]).items():
-                    method.load(params, name, rows, tensor)
-                if poison_after_load:
-                    weight_OI[rows] = float("nan")
+                load_part(method, params, rows, inp, self.checkpoint(method, weight_OI[rows]))
             method.finish(params)
         return Loaded(method, params, weight_OI)
 
@@ -436,8 +437,7 @@ class QuantizerContract:
             tensors = {**self.checkpoint(layer.method, weight_OI[rows]), "bias": bias_O[rows]}
             stored |= {f"part{part}.{name}": tensor for name, tensor in tensors.items()}
         with poisoned_memory():
-            for weight in layer.weights():
-                weight.take(Lazy(stored[weight.name]))
+            load_weights(layer.weights(), ((name, partial(Lazy, tensor)) for name, tensor in stored.items()))
             layer.finish()
 
     def _build(self, rank: int, size: int) -> BuildContext:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -197,12 +199,13 @@ def _fill(model: Model, source: ModelSource, seed: int, progress: Progress) -> N
     weights = list(open_weights(str(source.folder)))
     check = WeightCheck(model.build.device, model.build.dtype)
 
-    def counted() -> Iterator[tuple[str, Callable[[], Any]]]:
-        for i, (name, opener) in enumerate(weights):
-            yield name, check.watch(name, opener)
-            progress("load weights", (i + 1) / len(weights))
+    opened = itertools.count(1)
 
-    model.load(counted())
+    def counted(opener: Callable[[], Any]) -> Any:
+        progress("load weights", min(next(opened) / len(weights), 1.0))
+        return opener()
+
+    model.load((name, check.watch(name, partial(counted, opener))) for name, opener in weights)
     check.finish(source.folder)
 
 

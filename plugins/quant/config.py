@@ -32,6 +32,9 @@ class FP8Config(Config):
     scales."""
 
     skip: tuple[str, ...] = ()
-    """Patterns of layer paths that stay plain, for instance "layers.*.mlp.down". Embedding and logits always do."""
+    """Patterns of layer paths that stay plain, for instance "layers.*.mlp.down"."""
+    head: Literal["auto", "plain", "fp8"] = "auto"
+    """Format of the matrix of logits. fp8: quantized like the other layers, also if an embedding is tied to it. plain:
+    the model's dtype. auto: as in the checkpoint."""
     fast_accum: bool = True
     """Sum large matmuls in the tensor cores' accumulators, which have fewer bits than float32."""

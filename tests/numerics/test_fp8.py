@@ -43,7 +43,7 @@ def test_error_of_a_product(tokens, inp, out):
     method = FP8(FP8Config()).linear("layers.0.mlp.gate_up", shape)
     params = method.create(shape, CPU)
     for part in (slice(32, out), slice(0, 32)):
-        method.load(params, "weight", part, weight_OI[part])
+        method.load(params, part, {"weight": weight_OI[part]})
     method.finish(params)
     assert params["weight"].dtype == torch.float8_e4m3fn and params["weight"].is_contiguous()
 
@@ -92,7 +92,7 @@ def test_plain_inputs_lose_only_the_weights_precision():
     shape = LinearShape(256, 96, (96,), dtype=torch.float32)
     method = FP8(FP8Config(activations="plain")).linear("layers.0.mlp.down", shape)
     params = method.create(shape, CPU)
-    method.load(params, "weight", slice(0, 96), weight_OI)
+    method.load(params, slice(0, 96), {"weight": weight_OI})
     stored_OI = params["weight"].float() * params["scale"][:, None]
     got, expected = method.apply(params, Activation(PLAIN, x_TI), bias_O), x_TI @ stored_OI.t() + bias_O
     assert (got - expected).norm() < 1e-5 * expected.norm()
@@ -105,7 +105,7 @@ def test_scales_are_of_rows_or_of_all(scales):
     method = FP8(FP8Config(scales=scales)).linear("layers.0.mlp.gate_up", LinearShape(64, 48, (32, 16)))
     params = method.create(LinearShape(64, 48, (32, 16), dtype=torch.float32), CPU)
     for part in (slice(0, 32), slice(32, 48)):
-        method.load(params, "weight", part, weight_OI[part])
+        method.load(params, part, {"weight": weight_OI[part]})
     x = encode(x_TI, (method.input,))[method.input]
     one = scales == "tensor"
     assert len(params["scale"].unique()) == (2 if one else 48), "one for each part"

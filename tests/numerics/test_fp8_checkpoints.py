@@ -124,8 +124,10 @@ def test_wrong_scales_are_refused(wrong, tmp_path):
     quantize(tmp_path, {**CHANNEL, "kv_cache_scheme": KV}, extra={name: torch.tensor(1.0) for name in names})
     whole = load_file(tmp_path / "model.safetensors")
     for name in ("model.layers.1.self_attn.v_scale", "model.layers.1.self_attn.q_proj.weight_scale"):
-        save_file({**whole, name: wrong}, tmp_path / "model.safetensors")
-        with pytest.raises(ConfigError, match=r"layers\.1\.(self_attn\.v_scale|attn\.qkv).* one positive number"):
+        stored = wrong if "v_scale" in name or wrong.numel() > 1 else wrong.expand(len(whole[name]), 1).contiguous()
+        save_file({**whole, name: stored}, tmp_path / "model.safetensors")
+        says = r"layers\.1\.(self_attn\.v_scale|attn\.qkv).* one positive number|weight_scale has shape \(3,\)"
+        with pytest.raises(ConfigError, match=says):
             load(tmp_path)
 
 

@@ -26,7 +26,7 @@ def test_error_within_its_bound(tokens, inp, out):
     method = Int8(Int8Config()).linear("layers.0.mlp.gate_up", shape)
     params = method.create(shape, CPU)
     for part in (slice(half, out), slice(0, half)):
-        method.load(params, "weight", part, weight_OI[part])
+        method.load(params, part, {"weight": weight_OI[part]})
     method.finish(params)
 
     x = encode(x_TI, (INT8_TOKEN,))[INT8_TOKEN]

@@ -70,7 +70,7 @@ def test_int8_product_equals_the_cpu(tokens):
     for device in (CPU, GPU):
         method = Int8(Int8Config()).linear("layers.0.mlp.down", shape)
         params = method.create(shape, device)
-        method.load(params, "weight", slice(0, 96), weight_OI)
+        method.load(params, slice(0, 96), {"weight": weight_OI})
         x = encode(x_TI.to(device), (INT8_TOKEN,))[INT8_TOKEN]
         outcomes.append(method.apply(params, x).cpu())
     assert (outcomes[0] - outcomes[1]).norm() / outcomes[0].norm() < 1e-3
@@ -87,7 +87,7 @@ def fp8_layer(inp: int, out: int, dtype: torch.dtype, config: FP8Config | None =
     method = FP8(config or FP8Config()).linear("layers.0.mlp.down", shape)
     params = method.create(shape, GPU)
     weight_OI = torch.randn(out, inp, device=GPU)
-    method.load(params, "weight", slice(0, out), weight_OI)
+    method.load(params, slice(0, out), {"weight": weight_OI})
     return method, params, weight_OI
 
 

@@ -43,9 +43,9 @@ from dovetail.core.layers import (
     QKVParallel,
     RMSNorm,
     RowParallel,
+    Taker,
     VocabParallelEmbedding,
     VocabTable,
-    Weight,
     build_rope,
     dummy_weights,
     load_weights,
@@ -190,15 +190,17 @@ class Llama(Model):
         self._kv_groups = _kv_groups(build)
         group_of = {layer: group for group in self._kv_groups for layer in group.layers}
         rope = build_rope(layout.rope, build.max_len, build.device)
-        embeddings = VocabTable(layout.names.embedding, build, spec.vocab, spec.hidden)
+        embeddings = VocabTable(layout.names.embedding, build, spec.vocab, spec.hidden, logits=spec.tied and spec.head)
         self.tables = [embeddings]
         self.embedding = VocabParallelEmbedding(embeddings)
         self.head: LMHead | None = None
         if spec.head:
             if not spec.tied:
-                self.tables.append(VocabTable(layout.names.head, build, spec.vocab, spec.hidden))
-            self.head = LMHead(self.tables[-1], bias=f"{layout.names.head}.bias" if layout.head_bias else None)
-            build.tuned.append(self.head.tunables)
+                self.tables.append(
+                    VocabTable(layout.names.head, build, spec.vocab, spec.hidden, lookup=False, logits=True)
+                )
+            bias = f"{layout.names.head}.bias" if layout.head_bias else None
+            self.head = LMHead(self.tables[-1], build, bias)
         self.blocks = [Block(index, build, layout, group_of[index], rope) for index in range(spec.layers)]
         self.norm = NORMS[layout.norm](layout.names.norm, build, spec.hidden, layout.eps)
 
@@ -261,7 +263,7 @@ class Llama(Model):
         for block in self.blocks:
             yield from (block.attention.qkv, block.attention.o, block.mlp.up, block.mlp.down)
 
-    def _weights(self) -> Iterator[Weight]:
+    def _weights(self) -> Iterator[Taker]:
         norms = (norm for block in self.blocks for norm in (*block.norms, *block.attention.norms))
         scales = (block.attention.kv_scales for block in self.blocks)
         head = () if self.head is None else (self.head,)

@@ -26,6 +26,8 @@ class Stored:
 
     input_scales: bool = False
     """Whether layers also have an `input_scale`."""
+    row_scales: bool = False
+    """One `weight_scale` per output channel; False = one per matrix."""
     kv_scales: bool = False
     """Whether attention layers have a k_scale and a v_scale."""
     ignored: tuple[str, ...] = ()
@@ -67,12 +69,17 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Stored:
     (group,) = groups.values()
     if not isinstance(group, Mapping) or group.get("targets") != ["Linear"]:
         raise _wrong("config_groups", groups, 'its targets must be ["Linear"]')
-    _eight_bits(group, "weights", ("tensor", "channel"))
+    weights = _eight_bits(group, "weights", ("tensor", "channel"))
     inputs = _eight_bits(group, "input_activations", ("tensor", "token"))
     scheme = config.get("kv_cache_scheme")
     if scheme is not None:
         _eight_bits(config, "kv_cache_scheme", ("tensor", "attn_head"))
-    return Stored(inputs.get("dynamic") is not True, scheme is not None, _names(config, "ignore"))
+    return Stored(
+        input_scales=inputs.get("dynamic") is not True,
+        row_scales=weights["strategy"] == "channel",
+        kv_scales=scheme is not None,
+        ignored=_names(config, "ignore"),
+    )
 
 
 def _fp8(config: Mapping[str, Any]) -> Stored:
@@ -84,7 +91,7 @@ def _fp8(config: Mapping[str, Any]) -> Stored:
     kv = config.get("kv_cache_scheme")
     if kv not in (None, "static"):
         raise _wrong("kv_cache_scheme", kv, "there are null, static")
-    return Stored(scheme == "static", kv == "static", _names(config, "ignored_layers"))
+    return Stored(input_scales=scheme == "static", kv_scales=kv == "static", ignored=_names(config, "ignored_layers"))
 
 
 def _eight_bits(config: Mapping[str, Any], key: str, strategies: tuple[str, ...]) -> Mapping[str, Any]:

@@ -15,6 +15,7 @@ import torch
 from dovetail.core.compose.capabilities import FP8_HARDWARE
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import PLAIN, Activation, LinearMethod, LinearShape, Partial, Quantizer
+from dovetail.core.interfaces.tensor_record import Axis, TensorRecord
 from dovetail.core.interfaces.tuning import Tunable
 from dovetail.core.layers.plain import PlainLinear
 from dovetail.core.ops import decoded_matmul, scaled_matmul, unscaled_matmul
@@ -40,6 +41,12 @@ class FP8(Quantizer):
         if self.stored is not None and self.stored.kv_scales:
             self.kv_scale_tensors = KV_TENSORS
 
+    def table(self, path: str, shape: LinearShape, *, lookup: bool) -> LinearMethod | None:
+        if self.config.head != "fp8" or path != "lm_head":
+            return None
+        shape.check_multiple(MULTIPLE, "quant.head=fp8", path, None)
+        return FP8Linear(self.config)
+
     def linear(self, path: str, shape: LinearShape) -> LinearMethod:
         if any(fnmatch(path, pattern) for pattern in self.config.skip):
             return PlainLinear()
@@ -47,7 +54,7 @@ class FP8(Quantizer):
             return PlainLinear()
         shape.check_multiple(MULTIPLE, "quant=fp8", path, self.config.skip if self.stored is None else None)
         if self.stored is not None:
-            return StoredFP8Linear(path, self.stored.input_scales, self.config)
+            return StoredFP8Linear(path, self.stored, self.config)
         return FP8Linear(self.config)
 
 
@@ -69,8 +76,8 @@ class FP8Linear(LinearMethod):
             "one": torch.ones(1, dtype=torch.float32, device=device),
         }
 
-    def load(self, params: dict[str, torch.Tensor], name: str, part: slice, tensor: torch.Tensor) -> None:
-        values_OI, scale_O1 = self.quantize(tensor.to(params["weight"].device).float())
+    def load(self, params: dict[str, torch.Tensor], part: slice, tensors: Mapping[str, torch.Tensor]) -> None:
+        values_OI, scale_O1 = self.quantize(tensors["weight"].to(params["weight"].device).float())
         params["weight"][part] = values_OI
         params["scale"][part] = scale_O1.squeeze(-1)
 
@@ -88,6 +95,10 @@ class FP8Linear(LinearMethod):
             if values is not None:
                 return Partial(values, (x.scale, params["scale"]))
         return Partial(self.apply(params, x))
+
+    def rows(self, params: dict[str, torch.Tensor], ids_T: torch.Tensor) -> torch.Tensor:
+        values_TI = params["weight"].view(torch.uint8)[ids_T].view(E4M3)
+        return (values_TI.float() * params["scale"][ids_T, None]).to(self.dtype)
 
     def tunables(self, params: dict[str, torch.Tensor], rows: int, *, defers: bool = False) -> Sequence[Tunable]:
         if self.input is PLAIN:
@@ -113,23 +124,21 @@ class StoredFP8Linear(FP8Linear):
     the input is written, are more precise and cost no pass.
     """
 
-    def __init__(self, path: str, input_scales: bool, config: FP8Config) -> None:
+    def __init__(self, path: str, stored: Stored, config: FP8Config) -> None:
         super().__init__(config)
         self.path = path
-        self.tensors = ("weight", "weight_scale", "input_scale") if input_scales else ("weight", "weight_scale")
+        per_output = Axis("outputs", group=1 if stored.row_scales else 0)
+        scales = TensorRecord("weight_scale", (per_output,))
+        self.tensors = (TensorRecord("weight", dtypes=(E4M3,)), scales)
+        if stored.input_scales:
+            self.tensors += (TensorRecord("input_scale", (Axis("nothing"),)),)
 
-    def load(self, params: dict[str, torch.Tensor], name: str, part: slice, tensor: torch.Tensor) -> None:
-        if name == "weight":
-            if tensor.dtype is not E4M3:
-                raise ConfigError(
-                    f"{self.path}: its weight is {tensor.dtype} in the checkpoint; config.json makes it {E4M3}"
-                )
-            params["weight"][part] = tensor
-        elif name == "weight_scale":
-            scale = tensor.float().flatten()
-            if len(scale) not in (1, part.stop - part.start) or not (scale.isfinite() & (scale > 0)).all():
-                raise ConfigError(
-                    f"{self.path}: weight_scale must be one positive number, or one for each of its "
-                    f"{part.stop - part.start} rows; it is {tuple(tensor.shape)}, from {scale.min():g}"
-                )
-            params["scale"][part] = scale
+    def load(self, params: dict[str, torch.Tensor], part: slice, tensors: Mapping[str, torch.Tensor]) -> None:
+        scale_O = tensors["weight_scale"].float()
+        if not (scale_O.isfinite() & (scale_O > 0)).all():
+            raise ConfigError(
+                f"{self.path}: weight_scale must be one positive number, or one for each row; the least is "
+                f"{scale_O.min():g}"
+            )
+        params["weight"][part] = tensors["weight"]
+        params["scale"][part] = scale_O

@@ -5,6 +5,7 @@ Shapes: T tokens, I input, O output.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fnmatch import fnmatch
 
 import torch
@@ -41,8 +42,8 @@ class Int8Linear(LinearMethod):
             "scale": torch.empty(shape.out, dtype=torch.float32, device=device),
         }
 
-    def load(self, params: dict[str, torch.Tensor], name: str, part: slice, tensor: torch.Tensor) -> None:
-        values_OI, scale_O1 = quantize_rows(tensor.to(params["weight"].device).float())
+    def load(self, params: dict[str, torch.Tensor], part: slice, tensors: Mapping[str, torch.Tensor]) -> None:
+        values_OI, scale_O1 = quantize_rows(tensors["weight"].to(params["weight"].device).float())
         params["weight"][part] = values_OI
         params["scale"][part] = scale_O1.squeeze(-1)
 

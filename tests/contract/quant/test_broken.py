@@ -6,7 +6,7 @@ Shapes: T tokens, I input, O output.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -47,8 +47,8 @@ class Sound(LinearMethod):
             "scale": torch.empty(shape.out, 1, device=device),
         }
 
-    def load(self, params: Params, name: str, part: slice, tensor: torch.Tensor) -> None:
-        params["weight"][part], params["scale"][part] = to_int8(tensor.float())
+    def load(self, params: Params, part: slice, tensors: Mapping[str, torch.Tensor]) -> None:
+        params["weight"][part], params["scale"][part] = to_int8(tensors["weight"].float())
 
     def apply(self, params: Params, x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
         y_TO = (x.values.float() * x.scale) @ (params["weight"].float() * params["scale"]).t()
@@ -95,16 +95,18 @@ class AppendsParts(Sound):
         self.at = 0
         return super().create(shape, device)
 
-    def load(self, params: Params, name: str, part: slice, tensor: torch.Tensor) -> None:
-        super().load(params, name, slice(self.at, self.at + len(tensor)), tensor)
-        self.at += len(tensor)
+    def load(self, params: Params, part: slice, tensors: Mapping[str, torch.Tensor]) -> None:
+        size = part.stop - part.start
+        super().load(params, slice(self.at, self.at + size), tensors)
+        self.at += size
 
 
 class ScalesWithTheLastPart(Sound):
     """Uses one scale per layer, set by the last part that is loaded."""
 
-    def load(self, params: Params, name: str, part: slice, tensor: torch.Tensor) -> None:
-        params["weight"][part], scale = to_int8(tensor.float(), tensor.float().abs().max())
+    def load(self, params: Params, part: slice, tensors: Mapping[str, torch.Tensor]) -> None:
+        weight_OI = tensors["weight"].float()
+        params["weight"][part], scale = to_int8(weight_OI, weight_OI.abs().max())
         params["scale"][:] = scale
 
 
@@ -112,26 +114,26 @@ class KeepsTheParts(Sound):
     """Converts parts in finish, when their memory may have been reused."""
 
     def create(self, shape: LinearShape, device: torch.device) -> Params:
-        self.parts: list[tuple[slice, torch.Tensor]] = []
+        self.parts: list[tuple[slice, Mapping[str, torch.Tensor]]] = []
         return super().create(shape, device)
 
-    def load(self, params: Params, name: str, part: slice, tensor: torch.Tensor) -> None:
-        self.parts.append((part, tensor))
+    def load(self, params: Params, part: slice, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.parts.append((part, tensors))
 
     def finish(self, params: Params) -> None:
-        for part, tensor in self.parts:
-            super().load(params, "weight", part, tensor)
+        for part, tensors in self.parts:
+            super().load(params, part, tensors)
 
 
 class SplitsPartsEvenly(Sound):
     """Assumes that all parts have equal size."""
 
-    def load(self, params: Params, name: str, part: slice, tensor: torch.Tensor) -> None:
+    def load(self, params: Params, part: slice, tensors: Mapping[str, torch.Tensor]) -> None:
         size = self.shape.out // len(self.shape.parts)
         starts = [sum(self.shape.parts[:i]) for i in range(len(self.shape.parts))]
         at = starts.index(part.start) * size
-        tensor = tensor[:size]
-        super().load(params, name, slice(at, at + len(tensor)), tensor)
+        weight_OI = tensors["weight"][:size]
+        super().load(params, slice(at, at + len(weight_OI)), {"weight": weight_OI})
 
 
 class HidesItsWeight(Sound):
@@ -156,8 +158,8 @@ class SharesBuffers(Sound):
 
 
 class ReadsFourBits(Sound):
-    def load(self, params: Params, name: str, part: slice, tensor: torch.Tensor) -> None:
-        super().load(params, name, part, tensor)
+    def load(self, params: Params, part: slice, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().load(params, part, tensors)
         params["weight"][part] = params["weight"][part] // 16 * 16
 
 
@@ -250,14 +252,19 @@ BROKEN: dict[str, list[type]] = {
     "test_parts_go_where_they_belong": [
         fault(
             "LoadsEveryPartFirst",
-            load=lambda self, params, name, part, tensor: Sound.load(self, params, name, slice(len(tensor)), tensor),
+            load=lambda self, params, part, tensors: Sound.load(self, params, slice(part.stop - part.start), tensors),
         ),
         SplitsPartsEvenly,
     ],
     "test_parts_load_in_any_order": [AppendsParts, ScalesWithTheLastPart],
     "test_load_keeps_no_part": [KeepsTheParts],
     "test_checkpoint_may_have_another_dtype": [
-        fault("TakesOneDtype", load=lambda self, *args: Sound.load(self, *args[:3], args[3].view(torch.float32)))
+        fault(
+            "TakesOneDtype",
+            load=lambda self, params, part, tensors: Sound.load(
+                self, params, part, {"weight": tensors["weight"].view(torch.float32)}
+            ),
+        )
     ],
     "test_the_layer_owns_the_tensors": [HidesItsWeight],
     "test_layers_do_not_share_state": [SharesBuffers, KeepsEachShapesWeight],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -41,8 +42,8 @@ class Grouped(LinearMethod):
             "scale": torch.empty(shape.out, -(-shape.inp // GROUP), device=device),
         }
 
-    def load(self, params: Params, name: str, part: slice, tensor: torch.Tensor) -> None:
-        params["weight"][part], params["scale"][part] = grouped(tensor.float())
+    def load(self, params: Params, part: slice, tensors: Mapping[str, torch.Tensor]) -> None:
+        params["weight"][part], params["scale"][part] = grouped(tensors["weight"].float())
 
     def apply(self, params: Params, x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
         inp = self.shape.inp
@@ -54,9 +55,9 @@ class Grouped(LinearMethod):
 class DividesByZeroGroups(Grouped):
     """Skips rows of zeros but divides by the scale of a group of zeros."""
 
-    def load(self, params: Params, name: str, part: slice, tensor: torch.Tensor) -> None:
-        super().load(params, name, part, tensor)
-        zero_OG = (params["scale"][part] <= 1e-12) & (tensor != 0).any(-1, keepdim=True)
+    def load(self, params: Params, part: slice, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().load(params, part, tensors)
+        zero_OG = (params["scale"][part] <= 1e-12) & (tensors["weight"] != 0).any(-1, keepdim=True)
         params["scale"][part] = params["scale"][part].masked_fill(zero_OG, float("nan"))
 
 

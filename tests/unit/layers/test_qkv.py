@@ -1,11 +1,14 @@
 """The merged q|k|v layer: which rows of which checkpoint matrix each rank takes, and in which order."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 
-from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import LinearMethod, ModelSpec
-from dovetail.core.layers import PlainLinear, QKVParallel
+from dovetail.core.interfaces.tensor_record import Axis, TensorRecord
+from dovetail.core.layers import PlainLinear, QKVParallel, load_weights
 from dovetail.core.testing.model_driver import Alone, build_context
 
 from .lazy import Lazy
@@ -21,7 +24,7 @@ class Rank(Alone):
 
 
 class Quantizer:
-    def __init__(self, method: type[LinearMethod]) -> None:
+    def __init__(self, method: Callable[[], LinearMethod]) -> None:
         self.method = method
 
     def linear(self, path, shape):
@@ -34,10 +37,8 @@ def layer(names, rank=0, size=1, method=PlainLinear, **options):
 
 
 def load(layer, **tensors):
-    for weight in layer.weights():
-        source, _, name = weight.name.partition(".")
-        assert weight.shape is None or weight.shape == tuple(tensors[f"{source}_{name}"].shape)
-        weight.take(Lazy(tensors[f"{source}_{name}"]))
+    """Load tensors that are named part_name."""
+    load_weights(layer.weights(), ((name.replace("_", ".", 1), partial(Lazy, t)) for name, t in tensors.items()))
     return layer
 
 
@@ -77,25 +78,36 @@ def test_neighbouring_pairs_become_halves():
         [10.0 + dim for dim in turned],
         [10.0 + dim for dim in range(DIM)],
     ]
-    partial = load(layer(("q", "k", "v"), interleaved=2), q_weight=q, k_weight=kv, v_weight=kv)
-    assert heads(partial, partial.params["weight"]) == rows(0, 1, 2, 3, 0, 1, 0, 1)
+    some = load(layer(("q", "k", "v"), interleaved=2), q_weight=q, k_weight=kv, v_weight=kv)
+    assert heads(some, some.params["weight"]) == rows(0, 1, 2, 3, 0, 1, 0, 1)
 
 
 class Scaled(PlainLinear):
-    tensors = ("scale",)
+    """Reads scales of groups of `group` outputs; 0 = of all."""
 
-    def load(self, params, name, part, tensor):
-        params.setdefault("parts", []).append((part.start, tensor.shape[0]))
+    def __init__(self, group: int) -> None:
+        self.tensors = (TensorRecord("scale", (Axis("outputs", group), Axis("nothing"))),)
+
+    def load(self, params, part, tensors):
+        params.setdefault("scales", {})[part.start] = tensors["scale"].flatten().tolist()
 
 
 def test_scales_follow_their_rows():
     matrix = torch.arange(32.0)[:, None]
-    by_row = load(layer(("qkv",), method=Scaled), qkv_scale=matrix)
-    assert by_row.params["parts"] == [(0, 16), (16, 8), (24, 8)]
-    one = load(layer(("qkv",), method=Scaled), qkv_scale=matrix[:1])
-    assert one.params["parts"] == [(0, 1), (16, 1), (24, 1)]
+    by_row = load(layer(("qkv",), method=partial(Scaled, 1)), qkv_scale=matrix).params["scales"]
+    assert by_row[16] == [8, 9, 10, 11, 24, 25, 26, 27] and len(by_row[0]) == 16
+    one = load(layer(("qkv",), method=partial(Scaled, 0)), qkv_scale=matrix[:1]).params["scales"]
+    assert {start: (len(scale), set(scale)) for start, scale in one.items()} == {
+        0: (16, {0.0}),
+        16: (8, {0.0}),
+        24: (8, {0.0}),
+    }
 
 
-def test_scales_of_blocks_cannot_be_reordered():
-    with pytest.raises(ConfigError, match="q has one entry per block of 4 rows, but the layer reorders rows"):
-        load(layer(("q", "k", "v"), method=Scaled, interleaved=4), q_scale=torch.ones(4, 1))
+def test_rows_of_a_block_keep_its_scale():
+    """Rank 1 of 2 has rows 8 to 15 of q, whose pairs become halves: 0, 2, 1, 3 of each head. Blocks have 3 rows."""
+    blocks = {name: torch.arange(-(-rows // 3) * 1.0)[:, None] for name, rows in (("q", 16), ("k", 8), ("v", 8))}
+    made = layer(("q", "k", "v"), rank=1, size=2, interleaved=4, method=partial(Scaled, 3))
+    scales = load(made, **{f"{name}_scale": scale for name, scale in blocks.items()}).params["scales"]
+    assert scales[0] == [row // 3 for head in (2, 3) for row in (4 * head + at for at in (0, 2, 1, 3))]
+    assert scales[12] == [row // 3 for row in (4, 5, 6, 7)]

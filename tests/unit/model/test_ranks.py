@@ -12,7 +12,7 @@ from dovetail.core.errors import CapabilityError, ConfigError
 from dovetail.core.host import model_facts
 from dovetail.core.interfaces import ModelSpec
 from dovetail.core.layers import ColumnParallel
-from dovetail.core.testing.model_driver import Alone, Lazy, build_context
+from dovetail.core.testing.model_driver import Alone, build_context
 from dovetail.plugins.model.llama.decoder import Llama
 from dovetail.plugins.model.llama.families import spec_of
 from dovetail.plugins.quant.config import FP8Config, Int8Config
@@ -133,18 +133,3 @@ def test_channels_that_do_not_divide_are_told_with_the_ranks_that_would():
     context = build_context(SPEC, collective=Rank(8))
     with pytest.raises(ConfigError, match=r"engine\.tp=8 .* the 20 channels of up\. Set engine\.tp to one of 1, 2, 4$"):
         ColumnParallel("layers.0.mlp.up", ("up",), context, 6, (20,))
-
-
-def test_a_block_of_scales_that_is_cut_is_told_with_the_ranks_that_would_not_cut():
-    """48 rows in 4 blocks of 12: 8 ranks have 6 each."""
-    whole = torch.zeros(4, 6)
-    for tp, cut in ((1, False), (2, False), (4, False), (8, True)):
-        layer = ColumnParallel("layers.0.mlp.up", ("up",), build_context(SPEC, collective=Rank(tp)), 6, (48,))
-        layer.method.load = lambda params, name, part, tensor: None
-        (weight,) = layer.weights()
-        if cut:
-            told = r"up\.weight has one entry per block of 12 channels.*0 to 6 of 48.*one of 1, 2, 4$"
-            with pytest.raises(ConfigError, match=told):
-                weight.take(Lazy(whole))
-        else:
-            weight.take(Lazy(whole))
