@@ -38,6 +38,8 @@ def builtin(
     *,
     capabilities: str | None = None,
     facts: str | None = None,
+    reads: str | None = None,
+    chooses: str | None = None,
     api: str = "0.1",
 ) -> Component:
     """Describe a component of this package. References are relative to the package of its kind."""
@@ -50,6 +52,8 @@ def builtin(
         api=f"{kind}/{api}",
         capabilities=capabilities and package + capabilities,
         facts=facts and package + facts,
+        reads=reads and package + reads,
+        chooses=chooses and package + chooses,
     )
 
 

@@ -16,12 +16,13 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from dovetail.core.compose.choice import chosen
 from dovetail.core.compose.composition import Composition
 from dovetail.core.compose.discovery import installed
 from dovetail.core.compose.kinds import KINDS, PRESET
 from dovetail.core.compose.overrides import CheckedOverrides, check_overrides
 from dovetail.core.compose.registry import Registry
-from dovetail.core.compose.selected import Placement
+from dovetail.core.compose.selected import Placement, Selected
 from dovetail.core.compose.sources import Repository, hydra_1_3, open_sources
 from dovetail.core.compose.validation import ComposedConfig, Path, validate
 from dovetail.core.compose.wording import words
@@ -60,7 +61,7 @@ def compose(
             composed = _compose(repository, checked, full)
         except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
             raise ConfigError(_without_hints(error)) from error
-    nodes = validate(composed, full)
+    nodes = _with_choices(validate(composed, full), full)
     return Composition(
         registry=full,
         overrides=tuple(texts),
@@ -70,6 +71,21 @@ def compose(
         config_dirs=tuple(map(os.path.abspath, config_dirs)),
         choices=composed.choices,
     )
+
+
+def _with_choices(nodes: dict[str, Any], registry: Registry) -> dict[str, Any]:
+    """Replace components that choose another one. If the model's checkpoint cannot be read, they stay: an app that
+    needs it reports the error."""
+    model = nodes.get("model")
+    for kind, part in nodes.items():
+        if not isinstance(part, Selected) or part.component.chooses is None:
+            continue
+        try:
+            facts = model.facts() if isinstance(model, Selected) else None
+        except ConfigError:
+            return nodes
+        nodes = nodes | {kind: chosen(part, facts, registry)}
+    return nodes
 
 
 def _without_hints(error: Exception) -> str:

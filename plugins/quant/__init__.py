@@ -1,10 +1,19 @@
 """Built-in quantizers."""
 
 from dovetail.plugins import builtin
-from dovetail.plugins.quant.config import FP8Config, Int8Config, NoneConfig
+from dovetail.plugins.quant.config import AutoConfig, FP8Config, Int8Config, NoneConfig
 
 COMPONENTS = (
+    builtin("quant", "auto", AutoConfig, "none:Unquantized", chooses="auto:choose", api="0.2"),
     builtin("quant", "none", NoneConfig, "none:Unquantized", api="0.2"),
     builtin("quant", "int8", Int8Config, "int8.quantizer:Int8", capabilities="capabilities:int8", api="0.2"),
-    builtin("quant", "fp8", FP8Config, "fp8.quantizer:FP8", capabilities="capabilities:fp8", api="0.2"),
+    builtin(
+        "quant",
+        "fp8",
+        FP8Config,
+        "fp8.quantizer:FP8",
+        capabilities="capabilities:fp8",
+        reads="fp8.checkpoint:reads",
+        api="0.2",
+    ),
 )

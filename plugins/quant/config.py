@@ -7,6 +7,16 @@ from typing import Literal
 from dovetail.core.compose import Config
 
 
+class AutoConfig(Config):
+    """The quantizer that reads the checkpoint, according to its config.json; none for plain weights. It gets the
+    options that are set here."""
+
+    head: Literal["auto", "plain", "fp8"] = "auto"
+    """Option `head` of the chosen quantizer."""
+    activations: str = "auto"
+    """Option `activations` of the chosen quantizer."""
+
+
 class NoneConfig(Config):
     """No quantization: weights and activations in the model's dtype."""
 

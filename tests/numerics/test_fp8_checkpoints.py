@@ -178,4 +178,4 @@ def test_other_quantizers_refuse_it_before_weights_load(tmp_path):
     save_random(tmp_path, "gqa", hidden_size=128)
     quantize(tmp_path, CHANNEL)
     with pytest.raises(ConfigError, match=r"quantized already.*compressed-tensors.*Unquantized takes plain weights"):
-        LLM(str(tmp_path), overrides=["engine.device=cpu"])
+        LLM(str(tmp_path), overrides=["engine.device=cpu", "quant=none"])

@@ -45,6 +45,15 @@ class Stored:
         return any(plain)
 
 
+def reads(hf: Mapping[str, Any]) -> bool:
+    """Whether the method, and for compressed-tensors the format, are those of FP8 weights."""
+    config = hf.get("quantization_config")
+    if not isinstance(config, Mapping):
+        return False
+    method, form = config.get("quant_method"), config.get("format")
+    return method == "fp8" or (method == "compressed-tensors" and form == "float-quantized")
+
+
 def read_stored(hf: Mapping[str, Any]) -> Stored | None:
     """Return None if the weights are plain. Raises ConfigError naming a value that is not supported."""
     config = hf.get("quantization_config")

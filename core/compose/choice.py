@@ -1,0 +1,42 @@
+"""Components that choose another one of their kind, such as quant=auto, which reads the checkpoint's config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dovetail.core.compose.config import Config
+from dovetail.core.compose.registry import Registry
+from dovetail.core.compose.selected import Selected
+from dovetail.core.compose.wording import listing, show
+from dovetail.core.errors import ConfigError
+
+Reader = Callable[[Mapping[str, Any]], bool]
+"""Whether a component reads a checkpoint with this config.json."""
+
+
+def chosen(part: Selected, facts: object, registry: Registry) -> Selected:
+    """Return the component that `part` chooses, with the options that were set for `part`."""
+    kind, reference = part.component.kind, part.component.chooses
+    assert reference is not None
+    name = part.registered.load(reference)(part.config, facts, readers(kind, registry))
+    registered = registry.get(kind, name)
+    return Selected(registered, _options(kind, part, registered.component.config, name))
+
+
+def readers(kind: str, registry: Registry) -> dict[str, Reader]:
+    """Return the function of each component of the kind that states what it reads, by name."""
+    found = {name: registry.registered[kind, name] for name in registry.options(kind)}
+    return {name: one.load(one.component.reads) for name, one in found.items() if one.component.reads is not None}
+
+
+def _options(kind: str, part: Selected, config: type[Config], name: str) -> Config:
+    """Return the options of the chosen component. Each option that was set must be one of its own."""
+    given = {key: value for key, value in part.config if value != type(part.config).model_fields[key].default}
+    if unknown := sorted(given.keys() - config.model_fields.keys()):
+        texts = ", ".join(f"{kind}.{key}={show(given[key])}" for key in unknown)
+        raise ConfigError(
+            f"{texts}: {kind}={part.name} chose {kind}={name}, which has no such option. Options of {name}: "
+            f"{listing(config.model_fields)}"
+        )
+    return config(**given)
