@@ -36,7 +36,8 @@ class ActFormat:
     pre_scale: torch.Tensor | None = None
     """[C]: factor applied before encoding (SmoothQuant, AWQ)."""
     perm: torch.Tensor | None = None
-    """[C]: column order that the consumer needs (GPTQ act-order)."""
+    """[C']: column of the input at each place (GPTQ act-order). If there are more places than columns, C stands for a
+    column of zeros."""
     encode: Any = None
     reference: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]] | None = None
 

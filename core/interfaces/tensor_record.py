@@ -55,7 +55,8 @@ class TensorRecord:
     """One checkpoint tensor of a part of a linear layer. A tensor that does not fit its record is refused."""
 
     name: str
-    """Name below the part's prefix, for instance "weight_scale"."""
+    """Name below the part's prefix, for instance "weight_scale". "bias" is read only for layers without a bias, whose
+    checkpoints may have zeros there."""
     axes: tuple[Axis, ...] = (OUTPUTS, INPUTS)
     """Axes of size 1 may be absent from the tensor."""
     dtypes: tuple[torch.dtype, ...] = ()

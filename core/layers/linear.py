@@ -117,6 +117,7 @@ class Linear:
                         optional=record.optional,
                     )
                     for record in self.method.tensors_of(source)
+                    if not (self.has_bias and record.name == "bias")
                 ),
                 partial(self._take, source),
             )

@@ -8,6 +8,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from dovetail.core.arithmetic import ceil_div
 from dovetail.core.interfaces.activation import PLAIN, ActFormat, Activation, Bundle
@@ -74,7 +75,8 @@ def encode_reference(x_TC: torch.Tensor, fmt: ActFormat) -> Activation:
     if fmt.pre_scale is not None:
         x = x * fmt.pre_scale
     if fmt.perm is not None:
-        x = x[:, fmt.perm]
+        # Entries equal to the number of columns select a column of zeros.
+        x = (x if len(fmt.perm) == x.shape[1] else F.pad(x, (0, 1)))[:, fmt.perm]
     if fmt.reference is None:
         raise ValueError(f"activation format {fmt.name!r} has neither a Triton `encode` that fits nor a `reference`")
     values, scale = fmt.reference(x)

@@ -1,12 +1,21 @@
 """Built-in quantizers."""
 
 from dovetail.plugins import builtin
-from dovetail.plugins.quant.config import AutoConfig, FP8Config, Int8Config, NoneConfig
+from dovetail.plugins.quant.config import AutoConfig, FP8Config, Int4Config, Int8Config, NoneConfig
 
 COMPONENTS = (
     builtin("quant", "auto", AutoConfig, "none:Unquantized", chooses="auto:choose", api="0.2"),
     builtin("quant", "none", NoneConfig, "none:Unquantized", api="0.2"),
     builtin("quant", "int8", Int8Config, "int8.quantizer:Int8", capabilities="capabilities:int8", api="0.2"),
+    builtin(
+        "quant",
+        "int4",
+        Int4Config,
+        "int4.quantizer:Int4",
+        capabilities="capabilities:int4",
+        reads="int4.checkpoint:reads",
+        api="0.2",
+    ),
     builtin(
         "quant",
         "fp8",

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dovetail.core.compose.capabilities import FP8_HARDWARE, Capabilities, Host, Requires
-from dovetail.plugins.quant.config import FP8Config, Int8Config
+from dovetail.plugins.quant.config import FP8Config, Int4Config, Int8Config
 
 
 def int8(config: Int8Config, host: Host) -> Capabilities:
     return Capabilities(provides={"weight_bits": 8, "product": "int8"})
+
+
+def int4(config: Int4Config, host: Host) -> Capabilities:
+    bits = config.bits + ((16 if config.symmetric else 24) / config.group if config.group else 0)
+    return Capabilities(provides={"weight_bits": bits, "product": "fp8" if config.activations == "fp8" else "model"})
 
 
 def fp8(config: FP8Config, host: Host) -> Capabilities:

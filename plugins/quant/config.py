@@ -28,6 +28,24 @@ class Int8Config(Config):
     """Patterns of layer paths that stay plain, for instance "layers.*.mlp.down". Embedding and logits always do."""
 
 
+class Int4Config(Config):
+    """Integer weights of 4 or 8 bits with a scale for each group of inputs: those of published checkpoints
+    (compressed-tensors, AWQ, GPTQ), or plain weights rounded to nearest as they load."""
+
+    bits: Literal[4, 8] = 4
+    """Bits of a weight. Quantized checkpoints have their own."""
+    group: Literal[0, 32, 64, 128] = 128
+    """Inputs that share a scale; 0 = whole rows. Quantized checkpoints have their own."""
+    symmetric: bool = False
+    """Without zero points: the codes of a group are centred on 0. Quantized checkpoints have their own."""
+    activations: Literal["model", "fp8"] = "model"
+    """Format of the input of matmuls. model: the model's dtype (W4A16). fp8: E4M3 with a scale per token (W4A8)."""
+    head: Literal["auto", "plain", "fp8"] = "auto"
+    """Format of the matrix of logits. auto: as in the checkpoint."""
+    skip: tuple[str, ...] = ()
+    """Patterns of layer paths that stay plain, for instance "layers.*.mlp.down"."""
+
+
 class FP8Config(Config):
     """W8A8 in E4M3 with dynamic scales, by default per output channel and per token. On GPUs without FP8
     matmuls, inputs keep 16 bits (W8A16)."""

@@ -5,19 +5,14 @@ Supported: "compressed-tensors" with format "float-quantized" (scales per tensor
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dovetail.core.errors import ConfigError, shown
+from dovetail.plugins.quant.ignored import read_ignored, skips, wrong
 
 READS = 'quant=fp8 reads compressed-tensors with format "float-quantized", and fp8 without blocks'
 KV_TENSORS = ("k_scale", "v_scale")
-_PATTERN = re.compile(r"[\w.\\*^$|()-]{1,200}")
-"""Characters allowed in "re:" entries: enough to match layer names."""
-_REPEATED_GROUP = re.compile(r"\)[*+?{]")
-"""Refused, since matching may take exponential time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +29,7 @@ class Stored:
     """Layers left in the model's dtype: checkpoint names, or "re:" and a pattern that matches from the start."""
 
     def skips(self, names: tuple[str, ...], path: str) -> bool:
-        """Whether the layer merged from these matrices is plain. Raises ConfigError if only some of them are."""
-        plain = [any(_matches(name, entry) for entry in self.ignored) for name in names]
-        if any(plain) and not all(plain):
-            some = ", ".join(name for name, skipped in zip(names, plain, strict=True) if skipped)
-            raise ConfigError(
-                f"config.json: quantization_config leaves {some} unquantized, but not the other matrices of {path}, "
-                "with which it is merged into one matmul"
-            )
-        return any(plain)
+        return skips(self.ignored, names, path)
 
 
 def reads(hf: Mapping[str, Any]) -> bool:
@@ -60,24 +47,24 @@ def read_stored(hf: Mapping[str, Any]) -> Stored | None:
     if config is None:
         return None
     if not isinstance(config, Mapping):
-        raise _wrong("", config, "it must be an object")
+        raise wrong("", config, "it must be an object")
     method = config.get("quant_method")
     if method == "compressed-tensors":
         return _compressed_tensors(config)
     if method == "fp8":
         return _fp8(config)
-    raise _wrong("quant_method", method, READS)
+    raise wrong("quant_method", method, READS)
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> Stored:
     if (form := config.get("format")) != "float-quantized":
-        raise _wrong("format", form, READS)
+        raise wrong("format", form, READS)
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or len(groups) != 1:
-        raise _wrong("config_groups", groups, "it must have one group for all linear layers")
+        raise wrong("config_groups", groups, "it must have one group for all linear layers")
     (group,) = groups.values()
     if not isinstance(group, Mapping) or group.get("targets") != ["Linear"]:
-        raise _wrong("config_groups", groups, 'its targets must be ["Linear"]')
+        raise wrong("config_groups", groups, 'its targets must be ["Linear"]')
     weights = _eight_bits(group, "weights", ("tensor", "channel"))
     inputs = _eight_bits(group, "input_activations", ("tensor", "token"))
     scheme = config.get("kv_cache_scheme")
@@ -87,56 +74,31 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Stored:
         input_scales=inputs.get("dynamic") is not True,
         row_scales=weights["strategy"] == "channel",
         kv_scales=scheme is not None,
-        ignored=_names(config, "ignore"),
+        ignored=read_ignored(config, "ignore"),
     )
 
 
 def _fp8(config: Mapping[str, Any]) -> Stored:
     if (block := config.get("weight_block_size")) is not None:
-        raise _wrong("weight_block_size", block, "block scales are not supported, only one scale per matrix")
+        raise wrong("weight_block_size", block, "block scales are not supported, only one scale per matrix")
     scheme = config.get("activation_scheme")
     if scheme not in ("static", "dynamic"):
-        raise _wrong("activation_scheme", scheme, "there are static, dynamic")
+        raise wrong("activation_scheme", scheme, "there are static, dynamic")
     kv = config.get("kv_cache_scheme")
     if kv not in (None, "static"):
-        raise _wrong("kv_cache_scheme", kv, "there are null, static")
-    return Stored(input_scales=scheme == "static", kv_scales=kv == "static", ignored=_names(config, "ignored_layers"))
+        raise wrong("kv_cache_scheme", kv, "there are null, static")
+    return Stored(
+        input_scales=scheme == "static", kv_scales=kv == "static", ignored=read_ignored(config, "ignored_layers")
+    )
 
 
 def _eight_bits(config: Mapping[str, Any], key: str, strategies: tuple[str, ...]) -> Mapping[str, Any]:
     scheme = config.get(key)
     if not isinstance(scheme, Mapping):
-        raise _wrong(key, scheme, "weights and activations must have 8 bits")
+        raise wrong(key, scheme, "weights and activations must have 8 bits")
     wanted = {"num_bits": (8,), "type": ("float",), "strategy": strategies, "symmetric": (True,)}
     for name, options in wanted.items():
         value = scheme.get(name, True if name == "symmetric" else None)
         if value not in options:
-            raise _wrong(f"{key}.{name}", value, f"there are {', '.join(map(str, options))}")
+            raise wrong(f"{key}.{name}", value, f"there are {', '.join(map(str, options))}")
     return scheme
-
-
-def _names(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    names = config.get(key)
-    if names is None:
-        return ()
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise _wrong(key, names, "it must be a list of names")
-    for name in names:
-        pattern = name.removeprefix("re:")
-        if pattern != name and (not _PATTERN.fullmatch(pattern) or _REPEATED_GROUP.search(pattern)):
-            raise _wrong(key, name, "patterns may have letters, digits, dots, stars and groups that are not repeated")
-    return tuple(names)
-
-
-def _matches(name: str, entry: str) -> bool:
-    if not entry.startswith("re:"):
-        return name == entry
-    try:
-        return re.match(entry.removeprefix("re:"), name) is not None
-    except re.error as error:
-        raise _wrong("ignore", entry, f"it is not a pattern: {error}") from None
-
-
-def _wrong(key: str, value: object, reason: str) -> ConfigError:
-    where = "quantization_config" + (f".{key}" if key else "")
-    return ConfigError(f"config.json: {where} is {shown(value)}: {reason}")

@@ -133,7 +133,8 @@ def steps() -> None:
         floats = [cuda(rows, dtype=FP32) for _ in range(3)]
         keys, keys_S, reals_S = cuda(rows, dtype=INT64), cuda(257, dtype=INT64), cuda(257, dtype=FP32)
         step.gather_params(slots, reals_S, keys_S, reals_S, reals_S, keys_S)
-        for dtype in (BF16, FP32):
+        # Rows in turn with dtypes: each kernel compiles for both of each.
+        for dtype in (BF16, FP32) if EVERYTHING else (BF16,) if rows > 1 else (FP32,):
             logits = cuda(rows, VOCAB, dtype=dtype)
             step.draw_filtered(logits, keys, keys, floats[0], keys, *floats[1:])
             least = step.least_kept(logits, floats[0], keys, *floats[1:])
@@ -313,7 +314,10 @@ def attention_cases() -> Iterator[tuple[str, Callable[[], None]]]:
         "partly rotated, wide heads": dict(host=MIXED, heads=(16, 16, 256), rotary=64),
         "one kv head, odd dim, no rotary": dict(host=MIXED, dtype=FP16, heads=(71, 1, 80), rotary=0),
     }
-    more = {"decode", "mixed, window, head scales", "keys per warp", "partly rotated, wide heads"}
+    more = {
+        *("decode", "decode, scarce", "mixed, window, head scales", "keys per warp", "partly rotated, wide heads"),
+        *("single tokens, narrow heads", "chunks, tensor maps", "prompts, narrow heads"),
+    }
     for name, case in some.items():
         if name in more and not EVERYTHING:
             continue
@@ -334,7 +338,8 @@ def sums() -> None:
     """Reductions as launched by a rank of eight and of two."""
     for size, columns, dtype in ((8, 7168, BF16), (2, 96, FP32), (8, 8192, FP16))[: 3 if EVERYTHING else 2]:
         reducer = lone_reducer(3, size)
-        for algorithm, rows in (("one_shot", 1), ("one_shot", 132), ("two_shot", 256)):
+        sizes = (("one_shot", 1), ("one_shot", 132), ("two_shot", 256))
+        for algorithm, rows in sizes if EVERYTHING or size == 8 else sizes[1:]:
             x = cuda(rows, columns, dtype=dtype)
             reducer.reduce(x, algorithm)
             for emit in encoded(columns) if EVERYTHING else ((PLAIN, eight_bits()),):

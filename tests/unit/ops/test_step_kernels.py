@@ -39,6 +39,8 @@ from dovetail.plugins.logits.penalties import Penalties  # noqa: E402
 from dovetail.plugins.logits.ragged import SparseRows  # noqa: E402
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+FEWER = 4 if INTERPRETED else 1
+"""Divisor of numbers of rows: the interpreter takes a second for each of them."""
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 
 
@@ -224,7 +226,7 @@ def expected_draws(logits, position, key, temperature, top_k, top_p, min_p):
 def test_filtered_draws_equal_the_reference(dtype):
     """Rows whose first try is kept, rows that try several, rows that try in vain or not at all."""
     torch.seed()
-    rows, vocab = 24, 2500
+    rows, vocab = 32 // FEWER, 2500
     logits = (torch.randn(rows, vocab, device=DEVICE) * torch.linspace(0.3, 6, rows, device=DEVICE)[:, None]).to(dtype)
     pick = torch.arange(rows, device=DEVICE) % 8
     temperature = torch.tensor([0.8, 1.0, 0.7, 1.5, 0.0, 1.0, 1.0, 0.9], device=DEVICE)[pick]
@@ -245,7 +247,7 @@ def test_filtered_draws_equal_the_reference(dtype):
 def test_tries_are_those_of_the_best_noisy_logits(top_p):
     """The mass of many rows is in few tokens of one part, so that some of the best are not listed."""
     torch.seed()
-    rows, vocab = 40, 2048
+    rows, vocab = 40 // FEWER, 2048
     logits = torch.full((rows, vocab), -30.0, device=DEVICE)
     logits[:, torch.arange(12, device=DEVICE) * 1024 % vocab + torch.arange(12, device=DEVICE) // 2] = torch.linspace(
         1.0, 2.0, 12, device=DEVICE
@@ -256,17 +258,17 @@ def test_tries_are_those_of_the_best_noisy_logits(top_p):
     got = draw_filtered_triton(logits, position, key, *given)
     want, open_to_rounding = expected_draws(logits, position, key, *given)
     assert torch.all((got == want) | open_to_rounding) and (got == want).sum() > rows // 2
-    assert len(want.unique()) > 3
+    assert len(want.unique()) > 1
 
 
 def test_filtered_draws_of_rows_with_nan_or_infinity():
     nan, inf = float("nan"), float("inf")
-    logits = torch.randn(5, 3000, device=DEVICE)
-    logits[0], logits[1, 1234], logits[2, 5], logits[3, 1:] = nan, nan, inf, -inf
+    logits = torch.randn(5, 3000 // FEWER, device=DEVICE)
+    logits[0], logits[1, 700], logits[2, 5], logits[3, 1:] = nan, nan, inf, -inf
     full, none = torch.full((5,), 0.9, device=DEVICE), torch.zeros(5, device=DEVICE)
     key, position = torch.randint(1 << 62, (2, 5), device=DEVICE)
     got = draw_filtered_triton(logits, position, key, full, none.long(), full, none)
-    assert got[:4].tolist() == [-1, -1, -1, 0] and 0 <= got[4] < 3000
+    assert got[:4].tolist() == [-1, -1, -1, 0] and 0 <= got[4] < 3000 // FEWER
 
 
 def test_a_filtered_draw_is_one_of_those_kept():

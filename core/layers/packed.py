@@ -1,0 +1,89 @@
+"""Linear layer with a packed weight, for quantizers with any WeightFormat. Shapes: T tokens, I input, O output, G
+groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from dovetail.core.arithmetic import ceil_div
+from dovetail.core.interfaces import PLAIN, ActFormat, Activation, LinearMethod, LinearShape
+from dovetail.core.interfaces.weight import PackedWeight, WeightFormat
+from dovetail.core.ops.packed_matmul import packed_matmul, packed_rows
+from dovetail.core.ops.packing import pack, words_of_row
+from dovetail.core.ops.tiles import MOST_SHARED_TILES
+
+
+class PackedLinear(LinearMethod):
+    """Base of methods that convert checkpoint tensors to a WeightFormat: `load` calls `store`."""
+
+    def __init__(
+        self,
+        fmt: WeightFormat,
+        group: int,
+        *,
+        activations: ActFormat = PLAIN,
+        scale_dtype: torch.dtype | None = None,
+        zero_dtype: torch.dtype = torch.uint8,
+        row_scale: bool = False,
+    ) -> None:
+        """`group`: inputs of the whole matrix that share a scale; 0 = all. `scale_dtype`: None = the model's dtype."""
+        self.format, self.group, self.input = fmt, group, activations
+        self.scale_dtype, self.zero_dtype, self.row_scale = scale_dtype, zero_dtype, row_scale
+
+    def create(self, shape: LinearShape, device: torch.device) -> dict[str, torch.Tensor]:
+        self.shape, self.dtype = shape, shape.dtype
+        self.width, self.step = self.columns(shape)
+        groups = ceil_div(self.width, self.step) if self.step else 1
+        params = {
+            "codes": torch.empty(
+                shape.out, words_of_row(self.width, self.format.stored_bits), dtype=torch.int32, device=device
+            ),
+            "scale": torch.empty(shape.out, groups, dtype=self.scale_dtype or shape.dtype, device=device),
+            "counts": torch.zeros(MOST_SHARED_TILES, dtype=torch.int32, device=device),
+        }
+        if self.format.zero:
+            params["zero"] = torch.empty(shape.out, groups, dtype=self.zero_dtype, device=device)
+        if self.row_scale:
+            params["row_scale"] = torch.empty(shape.out, dtype=torch.float32, device=device)
+        return params
+
+    def columns(self, shape: LinearShape) -> tuple[int, int]:
+        """Return this rank's stored columns, and how many of them share a scale."""
+        return shape.inp, shape.group_step(self.group)
+
+    def store(
+        self,
+        params: dict[str, torch.Tensor],
+        part: slice,
+        codes_OI: torch.Tensor,
+        scale_OG: torch.Tensor,
+        zero_OG: torch.Tensor | None = None,
+        row_scale_O: torch.Tensor | None = None,
+    ) -> None:
+        """Pack this rank's share of a part. `scale_OG` and `zero_OG` have one entry for each step of columns."""
+        device = params["codes"].device
+        params["codes"][part] = pack(codes_OI.to(device), self.format.stored_bits)
+        for name, values in (("scale", scale_OG), ("zero", zero_OG)):
+            if values is not None:
+                params[name][part] = values.to(device, params[name].dtype)
+        if row_scale_O is not None:
+            params["row_scale"][part] = row_scale_O.to(device)
+
+    def packed(self, params: Mapping[str, torch.Tensor]) -> PackedWeight:
+        return PackedWeight(
+            self.format,
+            self.width,
+            self.step,
+            params["codes"],
+            params["scale"],
+            params.get("zero"),
+            params.get("row_scale"),
+        )
+
+    def apply(self, params: dict[str, torch.Tensor], x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return packed_matmul(x.values, self.packed(params), bias, self.dtype, x.scale)
+
+    def rows(self, params: dict[str, torch.Tensor], ids_T: torch.Tensor) -> torch.Tensor:
+        return packed_rows(self.packed(params), ids_T, self.dtype)

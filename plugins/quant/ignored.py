@@ -1,0 +1,57 @@
+"""Layers that a quantized checkpoint leaves in the model's dtype. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from dovetail.core.errors import ConfigError, shown
+
+_PATTERN = re.compile(r"[\w.\\*^$|()-]{1,200}")
+"""Characters allowed in "re:" entries: enough to match layer names."""
+_REPEATED_GROUP = re.compile(r"\)[*+?{]")
+"""Refused, since matching may take exponential time."""
+
+
+def read_ignored(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """Return the names of layers at `key` of a quantization_config: checkpoint names, or "re:" and a pattern that
+    matches from the start."""
+    names = config.get(key)
+    if names is None:
+        return ()
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise wrong(key, names, "it must be a list of names")
+    for name in names:
+        pattern = name.removeprefix("re:")
+        if pattern != name and (not _PATTERN.fullmatch(pattern) or _REPEATED_GROUP.search(pattern)):
+            raise wrong(key, name, "patterns may have letters, digits, dots, stars and groups that are not repeated")
+    return tuple(names)
+
+
+def skips(ignored: tuple[str, ...], names: tuple[str, ...], path: str, *, substrings: bool = False) -> bool:
+    """Whether the layer merged from these matrices is plain. Raise ConfigError if only some of them are. `substrings`:
+    an entry that is part of a name matches it."""
+    plain = [any(entry in name if substrings else _matches(name, entry) for entry in ignored) for name in names]
+    if any(plain) and not all(plain):
+        some = ", ".join(name for name, skipped in zip(names, plain, strict=True) if skipped)
+        raise ConfigError(
+            f"config.json: quantization_config leaves {some} unquantized, but not the other matrices of {path}, "
+            "with which it is merged into one matmul"
+        )
+    return any(plain)
+
+
+def _matches(name: str, entry: str) -> bool:
+    if not entry.startswith("re:"):
+        return name == entry
+    try:
+        return re.match(entry.removeprefix("re:"), name) is not None
+    except re.error as error:
+        raise wrong("ignore", entry, f"it is not a pattern: {error}") from None
+
+
+def wrong(key: str, value: object, reason: str) -> ConfigError:
+    """Return the error for a value of quantization_config."""
+    where = "quantization_config" + (f".{key}" if key else "")
+    return ConfigError(f"config.json: {where} is {shown(value)}: {reason}")

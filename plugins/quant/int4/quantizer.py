@@ -1,0 +1,135 @@
+"""quant=int4: integer weights of 4 or 8 bits with a scale for each group of inputs, from published checkpoints or from
+plain weights, rounded to nearest as they load.
+
+Shapes: T tokens, I input, O output, G groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatch
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from dovetail.core.errors import ConfigError
+from dovetail.core.interfaces import PLAIN, ActFormat, LinearMethod, LinearShape, Quantizer
+from dovetail.core.interfaces.weight import WeightFormat
+from dovetail.core.layers.packed import PackedLinear
+from dovetail.core.layers.plain import PlainLinear
+from dovetail.plugins.quant.config import FP8Config, Int4Config
+from dovetail.plugins.quant.fp8.format import FP8_TOKEN
+from dovetail.plugins.quant.fp8.quantizer import FP8Linear
+from dovetail.plugins.quant.int4.checkpoint import Stored, read_stored
+from dovetail.plugins.quant.int4.order import GroupOrder, with_order
+from dovetail.plugins.quant.int4.rounding import round_to_nearest
+from dovetail.plugins.quant.int4.tensors import RECORDS, codes_of
+
+
+def _unsigned(codes: torch.Tensor) -> torch.Tensor:
+    return codes.float()
+
+
+def _signed(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    return codes.float() - 2 ** (bits - 1)
+
+
+FORMATS = {
+    (bits, zero): WeightFormat(
+        f"{'u' if zero else ''}int{bits}", bits, bits, _unsigned if zero else partial(_signed, bits=bits), zero=zero
+    )
+    for bits in (4, 8)
+    for zero in (True, False)
+}
+"""(bits, whether groups have zeros) -> format. Without zeros, codes are offset by half their range."""
+
+
+class Int4(Quantizer):
+    config: Int4Config
+    stored: Stored | None = None
+
+    def read_checkpoint(self, hf: Mapping[str, Any]) -> None:
+        self.stored = read_stored(hf)
+        if self.stored is not None and self.config.skip:
+            raise ConfigError("quant.skip keeps layers plain, but this checkpoint is quantized: set quant.skip=[]")
+
+    def linear(self, path: str, shape: LinearShape) -> LinearMethod:
+        if any(fnmatch(path, pattern) for pattern in self.config.skip):
+            return PlainLinear()
+        activations = FP8_TOKEN if self.config.activations == "fp8" else PLAIN
+        if self.stored is None:
+            return RoundedLinear(self.config, activations)
+        if self.stored.skips(shape.names, path):
+            return PlainLinear()
+        return StoredLinear(path, self.stored, shape, activations)
+
+    def table(self, path: str, shape: LinearShape, *, lookup: bool) -> LinearMethod | None:
+        if path != "lm_head":
+            return None
+        stored = self.stored is not None and self.stored.head and not self.stored.skips(shape.names, path)
+        if stored and self.config.head != "auto":
+            raise ConfigError(
+                f"quant.head={self.config.head}: the checkpoint has quantized logits; set quant.head=auto"
+            )
+        if stored:
+            return StoredLinear(path, self.stored, shape, PLAIN)
+        if self.config.head == "fp8":
+            shape.check_multiple(16, "quant.head=fp8", path, None)
+            return FP8Linear(FP8Config())
+        return None
+
+
+class RoundedLinear(PackedLinear):
+    """Weights of a plain checkpoint, rounded to nearest. Groups are smaller on ranks whose columns begin inside one."""
+
+    def __init__(self, config: Int4Config, activations: ActFormat) -> None:
+        super().__init__(FORMATS[config.bits, not config.symmetric], config.group, activations=activations)
+
+    def load(self, params: dict[str, torch.Tensor], part: slice, tensors: Mapping[str, torch.Tensor]) -> None:
+        weight_OI = tensors["weight"].to(params["codes"].device).float()
+        self.store(params, part, *round_to_nearest(weight_OI, self.step, self.format, params["scale"].dtype))
+
+
+class StoredLinear(PackedLinear):
+    """Codes of the checkpoint."""
+
+    def __init__(self, path: str, stored: Stored, shape: LinearShape, activations: ActFormat) -> None:
+        super().__init__(FORMATS[stored.bits, stored.zeros], stored.group, activations=activations)
+        self.path, self.stored = path, stored
+        self._loaded_order: torch.Tensor | None = None
+        self.order = GroupOrder(stored.group, shape) if stored.act_order and stored.group else None
+        self.tensors = RECORDS[stored.layout](stored, shape)
+
+    def create(self, shape: LinearShape, device: torch.device) -> dict[str, torch.Tensor]:
+        params = super().create(shape, device)
+        if self.order is not None:
+            self.input = with_order(self.input, torch.zeros(self.width, dtype=torch.int64, device=device))
+        return params
+
+    def columns(self, shape: LinearShape) -> tuple[int, int]:
+        return super().columns(shape) if self.order is None else (self.order.width, self.order.step)
+
+    def load(self, params: dict[str, torch.Tensor], part: slice, tensors: Mapping[str, torch.Tensor]) -> None:
+        codes_OI, scale_OG, zero_OG, group_I = codes_of(self.path, self.stored, tensors)
+        if not scale_OG.isfinite().all():
+            raise ConfigError(f"{self.path}: its scales are not finite")
+        if self.order is None:
+            spread = self.shape.spread_groups
+            scale_OG, zero_OG = (None if x is None else spread(x, self.group) for x in (scale_OG, zero_OG))
+        else:
+            order, groups = self.order.of(self.path, group_I)
+            self._set_order(order)
+            codes_OI = F.pad(codes_OI, (0, 1))[:, order.to(codes_OI.device)]
+            scale_OG, zero_OG = (None if x is None else x[:, groups.to(x.device)] for x in (scale_OG, zero_OG))
+        self.store(params, part, codes_OI, scale_OG, zero_OG)
+
+    def _set_order(self, order: torch.Tensor) -> None:
+        if self._loaded_order is None:
+            self._loaded_order = order
+            self.input.perm.copy_(order)
+        elif not torch.equal(self._loaded_order, order):
+            raise ConfigError(
+                f"{self.path}: its matrices have unlike orders of inputs (g_idx), but are merged into one matmul"
+            )

@@ -1,0 +1,180 @@
+"""Checkpoints with integer weights, in the layouts of compressed-tensors, AutoAWQ and GPTQ, on one and on two ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dovetail import LLM, SamplingParams
+from dovetail.core.checkpoint import open_weights
+from dovetail.core.errors import ConfigError
+from dovetail.core.testing.model_driver import build_context
+from dovetail.core.testing.rank_threads import on_threads
+from dovetail.plugins.model.config import LlamaConfig
+from dovetail.plugins.model.llama.decoder import Llama
+from dovetail.plugins.quant.config import Int4Config
+from dovetail.plugins.quant.int4.checkpoint import read_stored
+from dovetail.plugins.quant.int4.quantizer import Int4
+
+from ..layouts import Rounded, awq, compressed_tensors, gptq, pack_quantized, rounded
+from .checkpoints import random_tokens, save_random
+from .driver import Driver, load_model
+
+TOKENS = random_tokens(40, seed=8)
+Layout = tuple[dict[str, Any], dict[str, Any], Callable[[Rounded], dict[str, torch.Tensor]]]
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+LAYOUTS: dict[str, Layout] = {
+    "compressed-tensors": (
+        pack_quantized(num_bits=4, strategy="group", group_size=32, symmetric=True),
+        dict(bits=4, group=32, zeros=False),
+        lambda m: compressed_tensors(m, 4, False),
+    ),
+    "compressed-tensors, zeros, order": (
+        pack_quantized(num_bits=4, strategy="group", group_size=64, symmetric=False, actorder="group"),
+        dict(bits=4, group=64, zeros=True, act_order=True),
+        lambda m: compressed_tensors(m, 4, True, act_order=True),
+    ),
+    "8 bits, rows": (
+        pack_quantized(num_bits=8, strategy="channel", symmetric=False),
+        dict(bits=8, group=0, zeros=True),
+        lambda m: compressed_tensors(m, 8, True),
+    ),
+    "awq": (
+        {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"},
+        dict(bits=4, group=64, zeros=True),
+        awq,
+    ),
+    "gptq": (GPTQ, dict(bits=4, group=32, zeros=True), gptq),
+    "gptq, 8 bits, order, v2": (
+        {**GPTQ, "bits": 8, "desc_act": True, "checkpoint_format": "gptq_v2"},
+        dict(bits=8, group=32, zeros=True, act_order=True),
+        lambda m: gptq(m, 8, offset=0),
+    ),
+}
+
+
+def quantize(folder: Path, layout: Layout) -> None:
+    """Round the linear layers of a plain checkpoint; write it to `folder`/stored, and its values to `folder`/plain."""
+    config, how, store = layout
+    tensors = {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+    stored, plain = dict(tensors), dict(tensors)
+    for name in tensors:
+        if name.endswith(("_proj.weight", "fc_in.weight", "fc_out.weight")):
+            matrix = rounded(stored.pop(name), **how)
+            plain[name] = matrix.weight()
+            prefix = name.removesuffix("weight")
+            found = {f"{prefix}{key}": value.contiguous() for key, value in store(matrix).items()}
+            stored |= {key: value for key, value in found.items() if key not in tensors}
+    hf = json.loads((folder / "config.json").read_text())
+    for kind, content, more in (("stored", stored, {"quantization_config": config}), ("plain", plain, {})):
+        (folder / kind).mkdir()
+        save_file(content, folder / kind / "model.safetensors")
+        (folder / kind / "config.json").write_text(json.dumps({**hf, **more}))
+
+
+def load(folder: Path, **options: Any) -> Llama:
+    quantizer, config = Int4(Int4Config()), LlamaConfig(path=str(folder))
+    spec = Llama.spec(config)
+    quantizer.read_checkpoint(spec.hf)
+    model = Llama(config, build_context(spec, quantizer=quantizer, **options))
+    model.load(open_weights(str(folder)))
+    return model
+
+
+def logits(model: Llama) -> torch.Tensor:
+    return Driver(model).step([("a", TOKENS)])[0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "variant"),
+    [*((layout, "gqa") for layout in LAYOUTS), ("gptq", "biases"), ("compressed-tensors, zeros, order", "gptj")],
+)
+def test_values_of_the_checkpoint(layout, variant, tmp_path):
+    """On one rank and on two: q and k of GPT-J have their rows reordered, kv heads and groups are divided."""
+    save_random(tmp_path, variant, hidden_size=128)
+    quantize(tmp_path, LAYOUTS[layout])
+    expected = logits(load_model(tmp_path / "plain"))
+    found = [logits(load(tmp_path / "stored"))]
+    found += on_threads(2, lambda collective: logits(load(tmp_path / "stored", collective=collective)))
+    for got in found:
+        torch.testing.assert_close(got, expected, atol=2e-4, rtol=0)
+
+
+def test_it_is_chosen_and_generates(tmp_path):
+    save_random(tmp_path, "gqa", hidden_size=128)
+    quantize(tmp_path, LAYOUTS["awq"])
+    texts = []
+    for kind in ("stored", "plain"):
+        llm = LLM(str(tmp_path / kind), overrides=["engine.device=cpu", "engine.kv_pages=64"])
+        with llm:
+            assert llm.composition.part("quant").name == {"stored": "int4", "plain": "none"}[kind]
+            texts.append(llm.generate([(1, 2, 3, 4)], SamplingParams(max_tokens=12, temperature=0))[0].token_ids)
+    assert texts[0] == texts[1]
+
+
+def changed(**values: Any) -> dict[str, Any]:
+    config = json.loads(json.dumps(LAYOUTS["compressed-tensors"][0]))
+    config["config_groups"]["group_0"]["weights"] |= values
+    return config
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (changed(num_bits=3), r"quantization_config\.num_bits is 3: there are 4, 8"),
+        (changed(group_size=48), r"group_size is 48: there are 32, 64, 128"),
+        (changed(strategy="block"), r"strategy is 'block'"),
+        (changed(actorder="sometimes"), r"actorder is 'sometimes'"),
+        (changed(num_bits=True), r"num_bits is True"),
+        ({**GPTQ, "dynamic": {"-:x": {}}}, r"dynamic.*layers must have the same bits"),
+        ({**GPTQ, "bits": 2}, r"bits is 2"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, r"version is 'gemv'"),
+        ({"quant_method": "gguf"}, r"quant=int4 reads compressed-tensors"),
+        ([], r"it must be an object"),
+    ],
+)
+def test_what_is_not_supported_is_an_error(config, says):
+    with pytest.raises(ConfigError, match=says):
+        read_stored({"quantization_config": config})
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "wrong", "says"),
+    [
+        ("gptq, 8 bits, order, v2", "g_idx", lambda t: t + 1, r"g_idx has groups .*; there are \d+"),
+        ("gptq, 8 bits, order, v2", "g_idx", lambda t: t * 0, r"g_idx must have 32 inputs of each group"),
+        ("gptq", "qweight", lambda t: t[:-1], r"qweight has shape .* it must be"),
+        ("gptq", "qzeros", lambda t: t.float(), r"qzeros is float32 in the checkpoint; it must be int32"),
+        ("gptq", "scales", lambda t: t * float("nan"), r"NaN|scales are not finite"),
+        ("gptq", "bias", lambda t: t + 1, r"has a bias that is not zero"),
+        ("awq", "qzeros", None, r"1 missing \('model\.layers\.1\.mlp\.down_proj\.qzeros'\)"),
+    ],
+)  # fmt: skip
+def test_a_damaged_tensor_is_named(layout, name, wrong, says, tmp_path):
+    save_random(tmp_path, "gqa", hidden_size=128)
+    quantize(tmp_path, LAYOUTS[layout])
+    file, key = tmp_path / "stored/model.safetensors", f"model.layers.1.mlp.down_proj.{name}"
+    tensors = load_file(file)
+    tensors |= {} if wrong is None else {key: wrong(tensors[key]).contiguous()}
+    if wrong is None:
+        del tensors[key]
+    save_file(tensors, file)
+    with pytest.raises(ConfigError, match=says) as caught:
+        load(tmp_path / "stored")
+    assert "down" in str(caught.value)
+
+
+def test_unlike_orders_of_merged_matrices_are_an_error(tmp_path):
+    save_random(tmp_path, "gqa", hidden_size=128)
+    quantize(tmp_path, LAYOUTS["gptq, 8 bits, order, v2"])
+    file, key = tmp_path / "stored/model.safetensors", "model.layers.0.self_attn.k_proj.g_idx"
+    tensors = load_file(file)
+    save_file({**tensors, key: tensors[key].flip(0).contiguous()}, file)
+    with pytest.raises(ConfigError, match=r"layers\.0\.attn\.qkv: its matrices have unlike orders"):
+        load(tmp_path / "stored")
