@@ -83,11 +83,11 @@ def shared_settings(composition: Composition, folder: Path, *, grammars: bool = 
         raise ConfigError(f"engine.dp={engine.dp}: the peers here run one replica; benchmarks/layouts.py compares ours")
     spec: ModelSpec = model.facts() or model.target().spec(model.config)
     source = model.target().source(model.config)
-    if source.folder is None:
+    if source.checkpoint is None:
         model_folder.write_folder(composition, folder)
     return Shared(
-        model=str(source.folder or folder),
-        dummy=source.dummy or source.folder is None,
+        model=str(folder if source.checkpoint is None else source.checkpoint.path),
+        dummy=source.weights is None,
         dtype=spec.dtype if engine.dtype == "auto" else engine.dtype,
         tp=engine.tp,
         max_len=min(engine.max_len or spec.max_len, spec.max_len),

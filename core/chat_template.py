@@ -10,8 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dovetail.core.checkpoint import read_json
 from dovetail.core.errors import ConfigError, DovetailError, RequestError
+from dovetail.core.files import read_text
+from dovetail.core.interfaces import Checkpoint
 from dovetail.core.parallel.limited_process import CallFailed, LimitedProcess, answer_calls
 
 MEMORY_BYTES = 1 << 30
@@ -31,20 +32,18 @@ class ChatTemplate:
     """Variables that the template may use, such as bos_token."""
 
     @classmethod
-    def load(cls, folder: Path | None, file: Path | None = None) -> ChatTemplate | None:
-        """Load `file`, else the folder's chat_template.jinja or tokenizer_config.json; None without any template.
+    def load(cls, checkpoint: Checkpoint | None, file: Path | None = None) -> ChatTemplate | None:
+        """Load `file`, else the checkpoint's chat_template.jinja or tokenizer_config.json; None without any template.
         Raises ConfigError for a file that cannot be read."""
-        stated_in = None if folder is None else folder / "tokenizer_config.json"
-        config = {} if stated_in is None or not stated_in.is_file() else read_json(stated_in)
+        config = (None if checkpoint is None else checkpoint.json("tokenizer_config.json")) or {}
         special = {name: _text(token) for name, token in config.items() if name.endswith("_token") and _text(token)}
-        if file is None and folder is not None and (folder / "chat_template.jinja").is_file():
-            file = folder / "chat_template.jinja"
         if file is not None:
-            try:
-                return cls(file.read_text(encoding="utf-8"), special)
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"chat template {file}: cannot be read ({error})") from None
-        source = _default(config.get("chat_template"), f"{stated_in}")
+            return cls(read_text(file), special)
+        if checkpoint is None:
+            return None
+        source = checkpoint.text("chat_template.jinja")
+        if source is None:
+            source = _default(config.get("chat_template"), checkpoint.where("tokenizer_config.json"))
         return None if source is None else cls(source, special)
 
 

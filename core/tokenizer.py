@@ -1,15 +1,17 @@
-"""Converts text to token ids and back, using only the model folder's tokenizer.json (no code of the model runs)."""
+"""Converts text to token ids and back, using only the checkpoint's tokenizer.json (no code of the model runs)."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from pathlib import Path
 
 from tokenizers import Tokenizer as _Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from dovetail.core.errors import ConfigError, RequestError
+from dovetail.core.interfaces import Checkpoint
+
+FILE = "tokenizer.json"
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 """Name of a single-byte token in a SentencePiece vocabulary."""
@@ -29,18 +31,18 @@ _BYTES = _byte_alphabet()
 class Tokenizer:
     """Tokenizer of one model. Thread-safe. It never truncates or pads, whatever tokenizer.json states."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises ConfigError if the folder's tokenizer.json is missing or broken."""
-        file = folder / "tokenizer.json"
-        if not file.is_file():
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        """Raises ConfigError if the checkpoint's tokenizer.json is missing or broken."""
+        where, text = checkpoint.where(FILE), checkpoint.text(FILE)
+        if text is None:
             raise ConfigError(
-                f"{file} does not exist: text prompts need a tokenizer; give token ids instead, or convert it "
+                f"{where} does not exist: text prompts need a tokenizer; give token ids instead, or convert it "
                 "(transformers' AutoTokenizer.save_pretrained writes tokenizer.json)"
             )
         try:
-            self._tokenizer = _Tokenizer.from_file(str(file))
+            self._tokenizer = _Tokenizer.from_str(text)
         except Exception as error:  # The library raises plain Exceptions.
-            raise ConfigError(f"{file}: cannot be read as a tokenizer ({error})") from None
+            raise ConfigError(f"{where}: cannot be read as a tokenizer ({error})") from None
         # Files often keep the settings of a fine-tuning run. transformers does not obey them either.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()

@@ -70,3 +70,8 @@ def dovetail_config_dirs() -> list[str]:
 @hookimpl
 def dovetail_tuning_tables() -> list[str]:
     return [BUILTIN]
+
+
+@hookimpl
+def dovetail_checkpoint_readers() -> list[str]:
+    return ["dovetail.core.checkpoint.folder:FolderCheckpoint"]

@@ -89,10 +89,10 @@ def save_lora(tmp_path: Path) -> Callable[..., str]:
         from safetensors import safe_open
         from safetensors.torch import save_file
 
-        from dovetail.core.checkpoint import resolve
+        from dovetail.core.checkpoint import locate
         from dovetail.core.compose import compose
 
-        base = resolve(compose(["model=tiny"]).part("model").config.path) / "model.safetensors"
+        base = locate(compose(["model=tiny"]).part("model").config.path) / "model.safetensors"
         random = torch.Generator().manual_seed(seed)
         tensors = {}
         with safe_open(base, "pt") as weights:

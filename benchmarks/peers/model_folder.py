@@ -13,7 +13,7 @@ from dovetail.core.interfaces import ModelSpec
 
 def has_shapes_alone(composition: Composition) -> bool:
     model = composition.part("model")
-    return model.target().source(model.config).folder is None
+    return model.target().source(model.config).checkpoint is None
 
 
 def write_folder(composition: Composition, folder: Path) -> None:

@@ -49,6 +49,7 @@ def discover(switch: str = "", sources: Iterable[Source] | None = None) -> Regis
     problems: list[Problem] = []
     config_dirs: list[tuple[Package, str]] = []
     tuning_tables: list[tuple[Package, str]] = []
+    checkpoint_readers: list[tuple[Package, str]] = []
     used: list[Source] = []
     if sources is None:
         sources = list(_installed_sources())
@@ -62,13 +63,14 @@ def discover(switch: str = "", sources: Iterable[Source] | None = None) -> Regis
         try:
             # Output that a package prints while loading must not mix with the run's output.
             with redirect_stdout(sys.stderr):
-                components, folders, tables = _load(entry, f"{package.name}:{entry.name}")
+                components, folders, tables, readers = _load(entry, f"{package.name}:{entry.name}")
         except (Exception, SystemExit) as error:  # third-party code may raise anything; list it
             what = str(error) if isinstance(error, DovetailError) else f"{type(error).__name__}: {error}"
             problems.append(Problem(str(package), f"entry point {entry.name}: {what}", unnamed=True))
             continue
         config_dirs += [(package, folder) for folder in folders]
         tuning_tables += [(package, table) for table in tables]
+        checkpoint_readers += [(package, reader) for reader in readers]
         for component in components:
             try:
                 reason = _fault(component)
@@ -82,7 +84,14 @@ def discover(switch: str = "", sources: Iterable[Source] | None = None) -> Regis
             else:
                 registered.append(Registered(component, package))
     unique = list(_without_duplicates(registered, problems))
-    return Registry(unique, problems, config_dirs, sources=used, tuning_tables=tuning_tables)
+    return Registry(
+        unique,
+        problems,
+        config_dirs,
+        sources=used,
+        tuning_tables=tuning_tables,
+        checkpoint_readers=checkpoint_readers,
+    )
 
 
 def _installed_sources() -> Iterator[Source]:
@@ -129,7 +138,7 @@ def _normal(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
-def _load(entry: Source, key: str) -> tuple[list[Component], list[str], list[str]]:
+def _load(entry: Source, key: str) -> tuple[list[Component], list[str], list[str], list[str]]:
     """Load one package with a separate plugin manager, so that an error names the right package."""
     plugin = EntryPoint(entry.name, entry.value, hookspecs.PROJECT).load()
     manager = pluggy.PluginManager(hookspecs.PROJECT)
@@ -142,14 +151,17 @@ def _load(entry: Source, key: str) -> tuple[list[Component], list[str], list[str
     if not manager.get_hookcallers(plugin):
         raise ConfigError(f"nothing in {entry.value} is marked with @hookimpl")
     components, folders = _returned(manager, "dovetail_components"), _returned(manager, "dovetail_config_dirs")
-    tables = _returned(manager, "dovetail_tuning_tables")
+    tables, readers = _returned(manager, "dovetail_tuning_tables"), _returned(manager, "dovetail_checkpoint_readers")
     for folder in folders:
         if not (isinstance(folder, str) and folder.startswith("pkg://")):
             raise ConfigError(f"config folder {folder!r} is not of the form pkg://package.folder")
     for table in tables:
         if not (isinstance(table, str) and _TABLE.fullmatch(table)):
             raise ConfigError(f"tuning table {table!r} is not of the form pkg://package/folder/file.json")
-    return components, folders, tables
+    for reader in readers:
+        if not (isinstance(reader, str) and _REFERENCE.fullmatch(reader)):
+            raise ConfigError(f"checkpoint reader {reader!r} is not of the form package.module:Class")
+    return components, folders, tables, readers
 
 
 def _returned(manager: pluggy.PluginManager, hook: str) -> list[Any]:

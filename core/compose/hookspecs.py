@@ -1,4 +1,4 @@
-"""The three plugin hooks. They are called once, while composing; no step calls a hook."""
+"""The four plugin hooks. They are called once, while composing; no step calls a hook."""
 
 from __future__ import annotations
 
@@ -27,3 +27,9 @@ def dovetail_config_dirs() -> Iterable[str]:  # type: ignore[empty-body]
 def dovetail_tuning_tables() -> Iterable[str]:  # type: ignore[empty-body]
     """Return tuning tables of this package, as "pkg://acme_dovetail/tables/h100.json". An engine reads them when it
     starts on a GPU."""
+
+
+@hookspec
+def dovetail_checkpoint_readers() -> Iterable[str]:  # type: ignore[empty-body]
+    """Return classes that read model files, as "acme_dovetail.archive:ArchiveCheckpoint". Each is a subclass of
+    dovetail.core.interfaces.Checkpoint and is imported when a model is opened."""

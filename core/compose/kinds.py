@@ -31,7 +31,7 @@ KINDS: dict[str, Kind] = {
     kind.name: kind
     for kind in (
         _kind("app", "one", "App", "what a run does: generate text, serve, measure, compare"),
-        _kind("model", "one", "Model", "layers, weight names and the forward pass"),
+        _kind("model", "one", "Model", "layers, weight names and the forward pass", api="0.2"),
         _kind("scheduler", "one", "Scheduler", "which sequences run in a step, and how many tokens of each"),
         _kind("kv_cache", "one", "KVAllocator", "which sequence owns which KV page, and what is reused"),
         _kind("attention", "one", "AttentionBackend", "writes keys and values to pages and attends over them"),
@@ -43,7 +43,9 @@ KINDS: dict[str, Kind] = {
         _kind("collective", "one", "Collective", "sums and gathers between ranks"),
         _kind("cost", "one", "CostModel", "predicts the time of a plan"),
         _kind("logits", "many", "LogitsProcessor", "changes logits before a token is sampled", api="0.2"),
-        _kind("grammar", "one", "GrammarCompiler", "which tokens may come next, for outputs of a given form"),
+        _kind(
+            "grammar", "one", "GrammarCompiler", "which tokens may come next, for outputs of a given form", api="0.2"
+        ),
         _kind("observer", "many", "Observer", "receives one record per step, off the critical path"),
         _kind("tool_parser", "per_request", "ToolParser", "finds tool calls in generated text"),
         _kind("reasoning_parser", "per_request", "ReasoningParser", "separates reasoning from the answer"),

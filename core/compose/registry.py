@@ -121,6 +121,7 @@ class Registry:
         files: Iterable[ConfigFile] = (),
         sources: Iterable[Source] = (),
         tuning_tables: Iterable[tuple[Package, str]] = (),
+        checkpoint_readers: Iterable[tuple[Package, str]] = (),
     ) -> None:
         by_key = {(r.component.kind, r.component.name): r for r in registered}
         self.registered: Mapping[tuple[str, str], Registered] = MappingProxyType(dict(sorted(by_key.items())))
@@ -134,6 +135,8 @@ class Registry:
         """Entry points from which another process makes the same registry; empty for one that was made by hand."""
         self.tuning_tables = tuple(sorted(tuning_tables))
         """References to tables that core.tuning.packages reads."""
+        self.checkpoint_readers = tuple(sorted(checkpoint_readers))
+        """References to classes that core.checkpoint imports, "module:Class"."""
 
     def with_files(self, files: Iterable[ConfigFile], problems: Iterable[Problem]) -> Registry:
         """Return a registry with the contents of the config folders and the problems found in them."""
@@ -144,6 +147,7 @@ class Registry:
             files,
             self.sources,
             self.tuning_tables,
+            self.checkpoint_readers,
         )
 
     def options(self, kind: str) -> tuple[str, ...]:

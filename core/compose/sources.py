@@ -20,13 +20,13 @@ from hydra.core.object_type import ObjectType
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, OmegaConf
 
-from dovetail.core.checkpoint import path_kind
 from dovetail.core.compose.engine_config import EngineConfig
 from dovetail.core.compose.kinds import KINDS, PRESET
 from dovetail.core.compose.nodes import component_node, plain_defaults
 from dovetail.core.compose.registry import ConfigFile, Problem, Registry
 from dovetail.core.compose.wording import did_you_mean, show
 from dovetail.core.errors import ConfigError
+from dovetail.core.files import path_kind
 
 _lock = threading.Lock()
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dovetail.core.checkpoint import path_kind
 from dovetail.core.errors import ConfigError, RequestError, shown
+from dovetail.core.files import path_kind
 from dovetail.core.interfaces import Executor, Resource, Sequence
 
 if TYPE_CHECKING:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from dovetail.core import host
+from dovetail.core import host, tokenizer
 from dovetail.core.compose import Host, Selected
 from dovetail.core.engine.adapters import check_folders
 from dovetail.core.engine.cost import number_format
 from dovetail.core.errors import CapabilityError, CapacityError, DovetailError
 from dovetail.core.interfaces import Model
-from dovetail.core.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -31,9 +30,9 @@ def check_fit(composition: Composition) -> None:
     check_weights_fit(composition, spec, here)
     check_folders(composition)
     check_table(composition, here)
-    folder = model.target().source(model.config).folder
-    if folder is not None and (folder / "tokenizer.json").is_file():
-        Tokenizer(folder)
+    checkpoint = model.target().source(model.config).checkpoint
+    if checkpoint is not None and checkpoint.text(tokenizer.FILE) is not None:
+        tokenizer.Tokenizer(checkpoint)
 
 
 def check_table(composition: Composition, here: Host) -> None:

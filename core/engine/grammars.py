@@ -296,10 +296,8 @@ def build_grammars(composition: Composition, spec: ModelSpec, *, patient: bool) 
     if "grammar" not in composition.parts:
         return None
     model = composition.part("model")
-    folder = model.target().source(model.config).folder
-    tokenizer = None if folder is None else folder / "tokenizer.json"
-    if tokenizer is not None and not tokenizer.is_file():
-        tokenizer = None
+    checkpoint = model.target().source(model.config).checkpoint
+    tokenizer = None if checkpoint is None else checkpoint.text("tokenizer.json")
     vocabulary = Vocabulary(spec.vocab, spec.eos_ids, tokenizer)
     compiler: GrammarCompiler = composition.build("grammar", vocabulary=vocabulary)
     order = check_order(composition.part("grammar"), vocabulary, compiler.memory) if compiler.checked else None

@@ -10,14 +10,14 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
+from dovetail.core.checkpoint import open_checkpoint
 from dovetail.core.errors import EngineDown, RequestError, for_clients
 from dovetail.core.frontend.messages import EngineInfo, EngineStats, Reply, StepMessage
 from dovetail.core.frontend.outputs import Delta, Timing
 from dovetail.core.frontend.request_table import Delivery, OpenRequest, RequestTable, Transport
-from dovetail.core.tokenizer import Tokenizer
+from dovetail.core.tokenizer import FILE, Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -217,7 +217,7 @@ class EngineClient(ABC):
 
 def missing_tokenizer(info: EngineInfo) -> RequestError:
     """Return the refusal of text by a model without a tokenizer."""
-    cause = "no folder" if info.folder is None else "no tokenizer.json in its folder"
+    cause = "no checkpoint" if info.checkpoint is None else "no tokenizer.json in its checkpoint"
     return RequestError(
         f"the model {info.model} has {cause} and therefore no tokenizer: give token ids, and stop_token_ids in place "
         "of stop strings"
@@ -230,9 +230,10 @@ _reading_tokenizer = threading.Lock()
 def tokenizer_of(info: EngineInfo) -> Tokenizer | None:
     """Return the tokenizer of the engine's model, shared by its engines; None = it has none. Blocks while reading."""
     with _reading_tokenizer:
-        return None if info.folder is None else _tokenizer(Path(info.folder))
+        return None if info.checkpoint is None else _tokenizer(info.checkpoint)
 
 
 @functools.cache
-def _tokenizer(folder: Path) -> Tokenizer | None:
-    return Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
+def _tokenizer(path: str) -> Tokenizer | None:
+    checkpoint = open_checkpoint(path)
+    return None if checkpoint.text(FILE) is None else Tokenizer(checkpoint)

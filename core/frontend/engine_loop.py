@@ -314,11 +314,11 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 def describe_engine(composition: Composition, engine: Engine, seconds: float) -> EngineInfo:
     """Describe an engine that has started in `seconds`."""
     model = composition.part("model")
-    folder = model.target().source(model.config).folder
+    checkpoint = model.target().source(model.config).checkpoint
     info = engine.info
     return EngineInfo(
-        model=model.name if folder is None else folder.resolve().name,
-        folder=None if folder is None else str(folder.resolve()),
+        model=model.name if checkpoint is None else checkpoint.name,
+        checkpoint=None if checkpoint is None else str(checkpoint.path.resolve()),
         vocab=info.spec.vocab,
         max_len=info.max_len,
         max_seqs=composition.engine.max_seqs,

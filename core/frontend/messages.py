@@ -219,9 +219,9 @@ class EngineInfo(msgspec.Struct):
     """Description of an engine that is ready, for a front-end."""
 
     model: str
-    """Name of the model's folder, or of its component if it has none."""
-    folder: str | None
-    """Folder with the tokenizer and the chat template."""
+    """Name of the checkpoint, or of the model's component if it has none."""
+    checkpoint: str | None
+    """Path of the checkpoint, which has the tokenizer and the chat template."""
     vocab: int
     max_len: int
     """Maximum tokens of a sequence, prompt and output."""

@@ -13,6 +13,7 @@ from dovetail.core.interfaces.attention import (
     QKNorm,
     Rope,
 )
+from dovetail.core.interfaces.checkpoint import Checkpoint, LazyTensor, TensorHeader
 from dovetail.core.interfaces.collective import Collective, Residual
 from dovetail.core.interfaces.cost import CostModel, Formats, RowWork
 from dovetail.core.interfaces.executor import Blobs, Executor, ExecutorInfo, JoinBlob, Progress
@@ -106,6 +107,7 @@ __all__ = [
     "Blobs",
     "BuildContext",
     "Bundle",
+    "Checkpoint",
     "Collective",
     "Content",
     "CostModel",
@@ -134,6 +136,7 @@ __all__ = [
     "LateInputs",
     "LayerAdapters",
     "Layers",
+    "LazyTensor",
     "LinearMethod",
     "LinearShape",
     "LinearSite",
@@ -184,6 +187,7 @@ __all__ = [
     "StepRecord",
     "StepResult",
     "TargetView",
+    "TensorHeader",
     "TimedRequest",
     "TokenLogprobs",
     "Tool",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, field_validator, model_validator
@@ -80,8 +79,8 @@ class Vocabulary:
     """Number of logits columns. May exceed the tokenizer's vocabulary."""
     eos_ids: tuple[int, ...]
     """The model's end-of-sequence tokens."""
-    tokenizer: Path | None
-    """Path of tokenizer.json (Hugging Face tokenizers); None = the model has none."""
+    tokenizer: str | None
+    """Content of tokenizer.json (Hugging Face tokenizers); None = the model has none."""
 
 
 class Matcher(ABC):

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import gcd
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dovetail.core.interfaces.records import Pooling
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
 
     from dovetail.core.interfaces.adapter import Adapters
     from dovetail.core.interfaces.attention import AttentionBackend, AttnCtx
+    from dovetail.core.interfaces.checkpoint import Checkpoint
     from dovetail.core.interfaces.collective import Collective
     from dovetail.core.interfaces.kv_cache import KVGroup
     from dovetail.core.interfaces.quant import Quantizer
@@ -164,12 +164,17 @@ def can_share_heads(heads: int, kv_heads: int, ranks: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Location of a model's files."""
+    """A model's files."""
 
-    folder: Path | None
-    """Folder with config.json, tokenizer.json and safetensors; None = shapes only."""
+    checkpoint: Checkpoint | None
+    """Config, tokenizer and weights; None = shapes only."""
     dummy: bool = False
-    """Use random weights even if the folder has real ones."""
+    """Use random weights even if the checkpoint has real ones."""
+
+    @property
+    def weights(self) -> Checkpoint | None:
+        """The checkpoint whose weights are loaded; None = random weights."""
+        return None if self.dummy else self.checkpoint
 
 
 Tuned = Callable[[int], "Iterable[Tunable]"]
@@ -228,12 +233,12 @@ class Model(ABC):
     @classmethod
     @abstractmethod
     def spec(cls, config: Any) -> ModelSpec:
-        """Read config.json of the model's folder, without torch or weights. Raises ConfigError naming file and key."""
+        """Read config.json of the checkpoint, without torch or weights. Raises ConfigError naming file and key."""
 
     @classmethod
     @abstractmethod
     def source(cls, config: Any) -> ModelSource:
-        """Return the location of weights and tokenizer, without torch. Raises ConfigError for a missing folder."""
+        """Return weights and tokenizer, unread and without torch. Raises ConfigError for a missing checkpoint."""
 
     @property
     @abstractmethod

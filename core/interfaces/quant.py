@@ -7,7 +7,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from dovetail.core.errors import CapabilityError, ConfigError, shown
 from dovetail.core.interfaces.activation import PLAIN, ActFormat, Activation, Partial
@@ -16,6 +16,8 @@ from dovetail.core.interfaces.tuning import Tunable
 
 if TYPE_CHECKING:
     import torch
+
+    from dovetail.core.interfaces.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,16 +145,22 @@ class Quantizer(ABC):
     def __init__(self, config: object) -> None:
         self.config = config
 
-    def read_checkpoint(self, hf: Mapping[str, Any]) -> None:
-        """Read config.json of the checkpoint that the weights come from. Called once, before `linear`, unless weights
-        are dummies. `quantization_config` describes existing quantization, which the default refuses. Raises
-        ConfigError."""
-        if (existing := hf.get("quantization_config")) is not None:
+    def read_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Read config.json, the files beside it and the headers of tensors of the checkpoint that the weights come
+        from. Called once, before `linear` and before a device is used, unless weights are dummies.
+        `quantization_config` describes existing quantization, which the default refuses. Raises ConfigError."""
+        if (existing := checkpoint.config().get("quantization_config")) is not None:
             method = existing.get("quant_method") if isinstance(existing, Mapping) else existing
             raise ConfigError(
                 f"config.json: the checkpoint is quantized already (quant_method {shown(method)}), and "
                 f"{type(self).__name__} takes plain weights. Choose a quantizer that reads it, or another checkpoint"
             )
+        for name, header in checkpoint.tensors().items():
+            if header.blocks:
+                raise ConfigError(
+                    f"{shown(header.file)}: tensor {shown(name)} is in {shown(header.blocks)}, and "
+                    f"{type(self).__name__} takes plain weights. Choose a quantizer that reads it, or another file"
+                )
 
     @abstractmethod
     def linear(self, path: str, shape: LinearShape) -> LinearMethod:

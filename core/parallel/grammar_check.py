@@ -20,7 +20,6 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
@@ -204,7 +203,7 @@ def check_order(part: Selected, vocabulary: Vocabulary, memory: int) -> dict[str
         "target": part.component.target,
         "config": f"{config.__module__}:{config.__qualname__}",
         "options": part.config.model_dump_json(),
-        "vocabulary": [vocabulary.size, vocabulary.eos_ids, vocabulary.tokenizer and str(vocabulary.tokenizer)],
+        "vocabulary": [vocabulary.size, vocabulary.eos_ids, vocabulary.tokenizer],
         "memory": memory,
     }
 
@@ -240,7 +239,7 @@ class _Checks:
 
     def __init__(self, order: Mapping[str, Any]) -> None:
         size, eos_ids, tokenizer = order["vocabulary"]
-        vocabulary = Vocabulary(size, tuple(eos_ids), None if tokenizer is None else Path(tokenizer))
+        vocabulary = Vocabulary(size, tuple(eos_ids), tokenizer)
         config = resolve_name(order["config"]).model_validate_json(order["options"], strict=True)
         self._compiler: GrammarCompiler = resolve_name(order["target"])(config, vocabulary=vocabulary)
         self._not_eos_W = ~bits(eos_ids, ceil_div(size, 32))

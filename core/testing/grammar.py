@@ -10,11 +10,9 @@ import functools
 import json
 import random
 import re
-import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,16 +43,9 @@ def vocabulary() -> tuple[Vocabulary, dict[int, bytes]]:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(tokens[:3])
-    folder = Path(_folder().name)
-    tokenizer.save(str(folder / "tokenizer.json"))
     back = {letter: byte for byte, letter in letters.items()}
     text = {i: bytes(back[letter] for letter in token) for token, i in ids.items() if i > 2}
-    return Vocabulary(len(tokens) + SPARE, (EOS, OTHER_EOS), folder / "tokenizer.json"), text
-
-
-@functools.cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="dovetail-grammar-")
+    return Vocabulary(len(tokens) + SPARE, (EOS, OTHER_EOS), tokenizer.to_str()), text
 
 
 def _byte_letters() -> dict[int, str]:

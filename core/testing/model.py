@@ -105,7 +105,8 @@ class ModelContract(WeightTests):
             file = Path(folder) / "config.json"
             file.write_text(json.dumps(dict(content)))
             assert model_class.spec(config).hf == content, "spec.hf must hold the contents of config.json"
-            assert model_class.source(config).folder == Path(folder), "source(config).folder must be the model folder"
+            checkpoint = model_class.source(config).checkpoint
+            assert checkpoint is not None and checkpoint.path == Path(folder), "source(config) must have the folder"
             needed = []
             for key in content:
                 file.write_text(json.dumps({name: value for name, value in content.items() if name != key}))

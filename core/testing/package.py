@@ -93,6 +93,15 @@ class PackageContract:
                 table = read_packaged(reference, package.name, CHECKS)
                 assert len(table), f"{reference} has no entries: return it from dovetail_tuning_tables() once it has"
 
+    def test_checkpoint_readers_load(self) -> None:
+        """Every reader is a complete subclass of Checkpoint. CheckpointContract tests what it does."""
+        from dovetail.core.checkpoint import load_reader
+
+        for package, reference in installed().checkpoint_readers:
+            if package == self._package():
+                missing = sorted(load_reader(package, reference).__abstractmethods__)
+                assert not missing, f"{reference} must implement {', '.join(missing)}"
+
     def test_presets_and_variants_compose(self) -> None:
         """Each one composes alone, except that options such as a path may still be required."""
         for file in self._files():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dovetail.core.interfaces import Adapters, AttentionBackend, BuildContext, Collective, Drafter, ModelSpec
+from dovetail.core.interfaces import Adapters, AttentionBackend, BuildContext, Collective, Drafter, ModelSpec, Quantizer
 from dovetail.core.interfaces.tuning import Tunable
 from dovetail.core.tuning.startup import MOST_ROWS
 from dovetail.core.worker.dtypes import resolve_dtype, resolve_kv_dtype
@@ -17,9 +17,22 @@ if TYPE_CHECKING:
     from dovetail.core.compose import Composition
 
 
+def build_quantizer(composition: Composition) -> Quantizer:
+    """Build the quantizer and let it read the headers of the weights. Uses no device, so that what the headers show to
+    be wrong is refused first."""
+    quantizer: Quantizer = composition.build("quant")
+    model = composition.part("model")
+    weights = model.target().source(model.config).weights
+    if weights is not None:
+        weights.tensors()
+        quantizer.read_checkpoint(weights)
+    return quantizer
+
+
 def build_context(
     composition: Composition,
     spec: ModelSpec,
+    quantizer: Quantizer,
     device: torch.device,
     dtype: torch.dtype,
     collective: Collective,
@@ -27,10 +40,7 @@ def build_context(
     drafter: Drafter,
     adapters: Adapters | None = None,
 ) -> BuildContext:
-    engine, selected = composition.engine, composition.part("model")
-    quantizer, source = composition.build("quant"), selected.target().source(selected.config)
-    if spec.hf is not None and not source.dummy:
-        quantizer.read_checkpoint(spec.hf)
+    engine = composition.engine
     return BuildContext(
         spec=spec,
         device=device,
@@ -69,7 +79,8 @@ def tunables_without_weights(composition: Composition, device: torch.device, siz
     collective.size = engine.tp
     attention, drafter = composition.build("attention"), composition.build("spec_decode")
     dtype = resolve_dtype(engine.dtype, spec.dtype, device)
-    build = build_context(composition, spec, torch.device("meta"), dtype, collective, attention, drafter)
+    quantizer = build_quantizer(composition)
+    build = build_context(composition, spec, quantizer, torch.device("meta"), dtype, collective, attention, drafter)
     model_class(selected.config, build)
     graph_tokens = min(engine.graph_tokens, engine.token_budget)
     sizes = list(sizes) or tuned_sizes(engine.max_seqs, graph_tokens, drafter.lookahead)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dovetail.core.checkpoint import open_weights
 from dovetail.core.host import detect_host
 from dovetail.core.interfaces import (
     Adapters,
@@ -19,13 +18,14 @@ from dovetail.core.interfaces import (
     Model,
     ModelSource,
     Progress,
+    Quantizer,
     TargetView,
 )
 from dovetail.core.memory.pools import make_host_pools
 from dovetail.core.memory.sizing import measure_pages, wanted_tokens
 from dovetail.core.startup_notes import collect_notes, note
 from dovetail.core.tuning.startup import install_choices
-from dovetail.core.worker.build import build_context, tunables_of, tuned_sizes
+from dovetail.core.worker.build import build_context, build_quantizer, tunables_of, tuned_sizes
 from dovetail.core.worker.dtypes import resolve_device, resolve_dtype
 from dovetail.core.worker.graph_support import reason_against_graphs
 from dovetail.core.worker.graphs import Recorder, StepGraphs
@@ -81,9 +81,10 @@ def load_rank(
     to be aborted first."""
     with collect_notes() as notes:
         phases = _Phases()
+        quantizer = build_quantizer(composition)
         connection = _connect(composition, rank, size, address, progress, on_connect)
         phases.end("connect ranks")
-        parts = _build_parts(composition, connection, progress, phases)
+        parts = _build_parts(composition, quantizer, connection, progress, phases)
         try:
             tuning = _tune(composition, parts, progress)
             phases.end("tune")
@@ -133,7 +134,9 @@ def _connect(
     return connection
 
 
-def _build_parts(composition: Composition, connection: Connection, progress: Progress, phases: _Phases) -> RankParts:
+def _build_parts(
+    composition: Composition, quantizer: Quantizer, connection: Connection, progress: Progress, phases: _Phases
+) -> RankParts:
     """Build the model and fill it, then build what depends on it."""
     engine, device = composition.engine, connection.device
     selected = composition.part("model")
@@ -144,7 +147,8 @@ def _build_parts(composition: Composition, connection: Connection, progress: Pro
         note(f"engine.max_len={engine.max_len}, and the model was made for {max_len}: sequences end there")
     attention, drafter = composition.build("attention"), composition.build("spec_decode")
     adapters = _build_adapters(composition, device, dtype)
-    build = build_context(composition, spec, device, dtype, connection.collective, attention, drafter, adapters)
+    collective = connection.collective
+    build = build_context(composition, spec, quantizer, device, dtype, collective, attention, drafter, adapters)
     progress("build model", None)
     model = model_class(selected.config, build)
     if adapters is not None:
@@ -193,10 +197,10 @@ def _build_adapters(composition: Composition, device: torch.device, dtype: torch
 def _fill(model: Model, source: ModelSource, seed: int, progress: Progress) -> None:
     """Load the weights, or make dummies."""
     progress("load weights", 0.0)
-    if source.folder is None or source.dummy:
+    if source.weights is None:
         model.init_dummy(seed)
         return
-    weights = list(open_weights(str(source.folder)))
+    weights = list(source.weights.open())
     check = WeightCheck(model.build.device, model.build.dtype)
 
     opened = itertools.count(1)
@@ -206,7 +210,7 @@ def _fill(model: Model, source: ModelSource, seed: int, progress: Progress) -> N
         return opener()
 
     model.load((name, check.watch(name, partial(counted, opener))) for name, opener in weights)
-    check.finish(source.folder)
+    check.finish(source.weights)
 
 
 def _graph_tokens(composition: Composition, device: torch.device) -> int:

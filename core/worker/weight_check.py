@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from dovetail.core.checkpoint import LazyTensor, file_of
+from dovetail.core.checkpoint import Checkpoint, LazyTensor
 from dovetail.core.errors import ConfigError, shown
 
 _PIECE = 1 << 24
@@ -37,9 +36,8 @@ class WeightCheck:
             self._bounds.append(_bounds(tensor))
         return tensor
 
-    def finish(self, folder: Path) -> None:
-        """Wait for the device. Raise ConfigError if a tensor has a value that is not finite, naming it and its file in
-        `folder`."""
+    def finish(self, checkpoint: Checkpoint) -> None:
+        """Wait for the device. Raise ConfigError if a tensor has a value that is not finite, naming it and its file."""
         if not self._bounds:
             return
         bounds_N2 = torch.stack(self._bounds).cpu()
@@ -56,7 +54,7 @@ class WeightCheck:
         if faults:
             name, fault = next(iter(faults.items()))
             more = f" ({len(faults) - 1} other tensors have such values, too)" if len(faults) > 1 else ""
-            raise ConfigError(f"{shown(file_of(str(folder), name))}: tensor {shown(name)} {fault}{more}")
+            raise ConfigError(f"{shown(checkpoint.tensors()[name].file)}: tensor {shown(name)} {fault}{more}")
 
 
 class _Watched:

@@ -67,7 +67,7 @@ class SimulatedExecutor(Executor):
         progress("read shapes", None)
         composition, engine = self.composition, self.composition.engine
         model = composition.part("model")
-        model.target().source(model.config)  # Raises if the folder is missing, as with a device.
+        model.target().source(model.config)  # Raises if the checkpoint is missing, as with a device.
         spec: ModelSpec = model.target().spec(model.config)
         self._vocab, self._hidden, self._ends = spec.vocab, spec.hidden, frozenset(spec.eos_ids)
         self._cost = bind_cost(composition, spec, "simulated")

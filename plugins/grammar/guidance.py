@@ -41,7 +41,7 @@ class LLGuidance(GrammarCompiler):
             try:
                 self._tokens()
             except RequestError as error:
-                raise ConfigError(f"{error} ({vocabulary.tokenizer}). Without grammars: grammar=none") from error
+                raise ConfigError(f"{error}. Without grammars: grammar=none") from error
 
     def compile(self, grammar: Grammar) -> Matcher:
         size = len(grammar.value) if isinstance(grammar.value, str) else sum(map(len, grammar.value))
@@ -125,7 +125,7 @@ class _LLMatcher(Matcher):
 def _load(vocabulary: Vocabulary) -> LLTokenizer:
     if vocabulary.tokenizer is None:
         raise RequestError("grammar: this model has no tokenizer.json, and grammars need the text of tokens")
-    data = json.loads(vocabulary.tokenizer.read_text(encoding="utf-8"))
+    data = json.loads(vocabulary.tokenizer)
     known = data["model"]["vocab"]
     ids = known.values() if isinstance(known, dict) else range(len(known))
     # llguidance needs at least the tokenizer's size, even where tokens have no logits.

@@ -9,6 +9,7 @@ COMPONENTS = (
         "llama",
         LlamaConfig,
         "llama.decoder:Llama",
+        api="0.2",
         capabilities="llama.capabilities:capabilities",
         facts="llama.families:spec_of",
     ),

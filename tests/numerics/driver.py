@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from dovetail.core.checkpoint import open_weights
+from dovetail.core.checkpoint import open_checkpoint
 from dovetail.core.testing.model_driver import Driver, build_context
 from dovetail.plugins.model.config import LlamaConfig
 from dovetail.plugins.model.llama.decoder import Llama
@@ -23,5 +23,5 @@ def build_model(config: LlamaConfig, **options) -> Llama:
 
 def load_model(folder: Path, **options) -> Llama:
     model = build_model(LlamaConfig(path=str(folder)), **options)
-    model.load(open_weights(str(folder)))
+    model.load(open_checkpoint(folder).open())
     return model

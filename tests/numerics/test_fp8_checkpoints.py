@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dovetail import LLM
-from dovetail.core.checkpoint import open_weights
+from dovetail.core.checkpoint import open_checkpoint
 from dovetail.core.errors import ConfigError
 from dovetail.core.testing.model_driver import build_context
 from dovetail.plugins.model.config import LlamaConfig
@@ -65,9 +65,10 @@ def quantize(folder: Path, config: dict, *, tensor: bool = False, kept: tuple[st
 def load(folder: Path, quantizer=None, kv_dtype: torch.dtype = torch.float32) -> Llama:
     quantizer, config = quantizer or FP8(FP8Config()), LlamaConfig(path=str(folder))
     spec = Llama.spec(config)
-    quantizer.read_checkpoint(spec.hf)
+    checkpoint = open_checkpoint(folder)
+    quantizer.read_checkpoint(checkpoint)
     model = Llama(config, replace(build_context(spec, quantizer=quantizer), kv_dtype=kv_dtype))
-    model.load(open_weights(str(folder)))
+    model.load(checkpoint.open())
     return model
 
 

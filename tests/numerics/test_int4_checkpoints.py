@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dovetail import LLM, SamplingParams
-from dovetail.core.checkpoint import open_weights
+from dovetail.core.checkpoint import open_checkpoint
+from dovetail.core.compose import compose
 from dovetail.core.errors import ConfigError
 from dovetail.core.testing.model_driver import build_context
 from dovetail.core.testing.rank_threads import on_threads
@@ -80,10 +81,10 @@ def quantize(folder: Path, layout: Layout) -> None:
 
 def load(folder: Path, **options: Any) -> Llama:
     quantizer, config = Int4(Int4Config()), LlamaConfig(path=str(folder))
-    spec = Llama.spec(config)
-    quantizer.read_checkpoint(spec.hf)
-    model = Llama(config, build_context(spec, quantizer=quantizer, **options))
-    model.load(open_weights(str(folder)))
+    checkpoint = open_checkpoint(folder)
+    quantizer.read_checkpoint(checkpoint)
+    model = Llama(config, build_context(Llama.spec(config), quantizer=quantizer, **options))
+    model.load(checkpoint.open())
     return model
 
 
@@ -116,6 +117,19 @@ def test_it_is_chosen_and_generates(tmp_path):
             assert llm.composition.part("quant").name == {"stored": "int4", "plain": "none"}[kind]
             texts.append(llm.generate([(1, 2, 3, 4)], SamplingParams(max_tokens=12, temperature=0))[0].token_ids)
     assert texts[0] == texts[1]
+
+
+def test_a_file_beside_the_config_may_describe_it(tmp_path):
+    """AutoGPTQ's first versions wrote quantize_config.json."""
+    save_random(tmp_path, "gqa", hidden_size=128)
+    quantize(tmp_path, LAYOUTS["gptq"])
+    expected, config = logits(load(tmp_path / "stored")), tmp_path / "stored/config.json"
+    hf = json.loads(config.read_text())
+    method = {key: value for key, value in hf.pop("quantization_config").items() if key != "quant_method"}
+    config.write_text(json.dumps(hf))
+    (tmp_path / "stored/quantize_config.json").write_text(json.dumps(method))
+    assert torch.equal(logits(load(tmp_path / "stored")), expected)
+    assert compose(["model=llama", f"model.path={tmp_path}/stored"]).part("quant").name == "int4"
 
 
 def changed(**values: Any) -> dict[str, Any]:

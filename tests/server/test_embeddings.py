@@ -12,14 +12,14 @@ import openai
 import pytest
 
 from dovetail import LLM
-from dovetail.core.checkpoint import resolve
+from dovetail.core.checkpoint import locate
 
 TEXTS = ["def fib(n):\n", "import os", "x = 1\n" * 100, "é"]
 
 
 def save(folder) -> None:
     """Save the bundled model as an embedding checkpoint with mean pooling, truncatable to 16 or 64 dimensions."""
-    shutil.copytree(resolve("pkg://dovetail.plugins.model/bundled/tiny"), folder)
+    shutil.copytree(locate("pkg://dovetail.plugins.model/bundled/tiny"), folder)
     config = json.loads((folder / "config.json").read_text()) | {"matryoshka_dimensions": [16, 64]}
     (folder / "config.json").write_text(json.dumps(config))
     kinds = (("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dovetail.core.checkpoint import open_weights, read_config, resolve
+from dovetail.core.checkpoint import FolderCheckpoint, locate, open_checkpoint
 from dovetail.core.config_json import ConfigJson
 from dovetail.core.errors import ConfigError
 from dovetail.core.layers import load_weights
@@ -30,7 +30,7 @@ def write_sharded(folder, weight_map):
 
 def test_slices_of_a_sharded_checkpoint(folder):
     write_sharded(folder, {"b": "two.safetensors", "a": "one.safetensors"})
-    opened = dict(open_weights(str(folder)))
+    opened = dict(FolderCheckpoint(folder).open())
     assert set(opened) == {"a", "b"}
     assert opened["a"]().get_shape() == [2, 3]
     assert opened["a"]()[:, 1:].tolist() == [[1.0, 2.0], [4.0, 5.0]]
@@ -38,7 +38,7 @@ def test_slices_of_a_sharded_checkpoint(folder):
 
 def test_a_single_file(folder):
     save_file({"a": torch.ones(2)}, folder / "model.safetensors")
-    assert [name for name, _ in open_weights(str(folder))] == ["a"]
+    assert [name for name, _ in FolderCheckpoint(folder).open()] == ["a"]
 
 
 def test_a_single_file_comes_before_a_stale_index(folder):
@@ -46,7 +46,7 @@ def test_a_single_file_comes_before_a_stale_index(folder):
     write_sharded(folder, {"a": "one.safetensors", "b": "gone.safetensors"})
     save_file({"a": torch.full((2,), 7.0)}, folder / "model.safetensors")
     with collect_notes() as notes:
-        ((name, opener),) = open_weights(str(folder))
+        ((name, opener),) = FolderCheckpoint(folder).open()
     assert (name, opener()[:].tolist()) == ("a", [7.0, 7.0])
     assert list(notes) == [
         "weights are read from model.safetensors; model.safetensors.index.json next to it is not used"
@@ -66,16 +66,16 @@ def test_a_single_file_comes_before_a_stale_index(folder):
 def test_an_index_may_not_leave_the_folder(folder, name):
     write_sharded(folder, {"a": name})
     with pytest.raises(ConfigError, match="outside the model folder"):
-        list(open_weights(str(folder)))
+        list(FolderCheckpoint(folder).open())
 
 
 def test_an_index_that_promises_too_much(folder):
     write_sharded(folder, {"a": "one.safetensors", "c": "two.safetensors"})
     with pytest.raises(ConfigError, match="first 'c'"):
-        list(open_weights(str(folder)))
+        list(FolderCheckpoint(folder).open())
     write_sharded(folder, {"a": "three.safetensors"})
     with pytest.raises(ConfigError, match="three.safetensors is missing"):
-        list(open_weights(str(folder)))
+        list(FolderCheckpoint(folder).open())
 
 
 EVIL = "\x1b[2J" + "x" * 100_000
@@ -83,22 +83,22 @@ EVIL = "\x1b[2J" + "x" * 100_000
 
 def unknown_tensor(folder):
     save_file({EVIL: torch.ones(1)}, folder / "model.safetensors")
-    load_weights([], open_weights(str(folder)))
+    load_weights([], FolderCheckpoint(folder).open())
 
 
 def absent_tensor(folder):
     write_sharded(folder, {EVIL: "one.safetensors"})
-    list(open_weights(str(folder)))
+    list(FolderCheckpoint(folder).open())
 
 
 def absent_file(folder, name=EVIL):
     write_sharded(folder, {"a": f"{name}.safetensors"})
-    list(open_weights(str(folder)))
+    list(FolderCheckpoint(folder).open())
 
 
 def file_outside(folder):
     write_sharded(folder, {EVIL: f"../{EVIL}"})
-    list(open_weights(str(folder)))
+    list(FolderCheckpoint(folder).open())
 
 
 @pytest.mark.parametrize(
@@ -109,9 +109,9 @@ def file_outside(folder):
         (absent_file, r"cannot be opened \(File name too long\)"),
         (lambda folder: absent_file(folder, "\x1b[2J"), r"json: \\x1b\[2J.safetensors is missing"),
         (file_outside, r"tensor '\\x1b\[2Jxx.* is in '../\\x1b"),
-        (lambda folder: resolve(EVIL), r"cannot be opened \(File name too long\)"),
-        (lambda folder: resolve("a\0"), r"a\\x00: cannot be opened \(embedded null byte\)"),
-        (lambda folder: resolve("~no-such-user/model"), "cannot be opened"),
+        (lambda folder: locate(EVIL), r"cannot be opened \(File name too long\)"),
+        (lambda folder: locate("a\0"), r"a\\x00: cannot be opened \(embedded null byte\)"),
+        (lambda folder: locate("~no-such-user/model"), "cannot be opened"),
         (lambda folder: ConfigJson({"k": EVIL}, "config.json").count("k"), r"k is '\\x1b"),
     ],
 )
@@ -126,27 +126,27 @@ def test_a_truncated_file_is_named(folder):
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[:-50])
     with pytest.raises(ConfigError, match="model.safetensors: cannot be read"):
-        list(open_weights(str(folder)))
+        list(FolderCheckpoint(folder).open())
 
 
 def test_pickles_are_refused(folder):
     torch.save({"a": torch.ones(1)}, folder / "pytorch_model.bin")
     with pytest.raises(ConfigError, match="pickled.*model.load=dummy"):
-        list(open_weights(str(folder)))
+        list(FolderCheckpoint(folder).open())
     write_sharded(folder, {"a": "pytorch_model.bin"})
     with pytest.raises(ConfigError, match="only safetensors"):
-        list(open_weights(str(folder)))
+        list(FolderCheckpoint(folder).open())
 
 
 def test_a_missing_folder_is_said_without_asking_a_hub(monkeypatch):
     monkeypatch.setattr(socket, "socket", None)
     with pytest.raises(ConfigError, match=r"model\.path=/no/such.*model\.load=dummy"):
-        resolve("/no/such")
+        locate("/no/such")
 
 
 def test_generation_config_has_the_last_word_on_eos(folder):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7], "temperature": 0.6}))
-    assert read_config(str(folder)) == {"eos_token_id": [2, 7], "bos_token_id": 1}
+    assert open_checkpoint(folder).config() == {"eos_token_id": [2, 7], "bos_token_id": 1}
 
 
 @pytest.mark.parametrize("wrong", ["2", -1, [2.5], 10**6])
@@ -154,20 +154,21 @@ def test_a_wrong_eos_of_generation_config_names_that_file(folder, wrong):
     (folder / "config.json").write_text(json.dumps({"vocab_size": 1000}))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": wrong}))
     with pytest.raises(ConfigError, match=r"/generation_config\.json: eos_token_id is"):
-        read_config(str(folder))
+        open_checkpoint(folder).config()
 
 
 def test_a_folder_inside_a_package():
-    assert (resolve("pkg://dovetail.core/interfaces") / "model.py").is_file()
+    assert (locate("pkg://dovetail.core/interfaces") / "model.py").is_file()
     with pytest.raises(ConfigError, match="'no_such_package'"):
-        resolve("pkg://no_such_package/tiny")
+        locate("pkg://no_such_package/tiny")
     with pytest.raises(ConfigError, match="without '..'"):
-        resolve("pkg://dovetail.core/../plugins")
+        locate("pkg://dovetail.core/../plugins")
 
 
 def test_reading_a_config_loads_no_torch(folder):
     script = (
-        "import sys; from dovetail.core.checkpoint import read_config; import dovetail.plugins.model.llama.families; "
-        f"read_config({str(folder)!r}); sys.exit('torch' in sys.modules)"
+        "import sys; from dovetail.core.checkpoint import open_checkpoint; "
+        "import dovetail.plugins.model.llama.families; "
+        f"open_checkpoint({str(folder)!r}).config(); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0

@@ -11,6 +11,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Made
 from transformers import PreTrainedTokenizerFast
 
+from dovetail.core.checkpoint import FolderCheckpoint
 from dovetail.core.errors import ConfigError, RequestError
 from dovetail.core.frontend.client import missing_tokenizer
 from dovetail.core.frontend.outputs import StopStringMatcher
@@ -40,7 +41,7 @@ def byte_fallback() -> Made:
 
 def opened(made: Made, folder: Path) -> Tokenizer:
     made.save(str(folder / "tokenizer.json"))
-    return Tokenizer(folder)
+    return Tokenizer(FolderCheckpoint(folder))
 
 
 def test_a_prompt_is_never_truncated_or_padded(tmp_path: Path) -> None:
@@ -69,8 +70,8 @@ def test_output_that_ends_inside_a_character_shows_it(tmp_path: Path, made, stop
 @pytest.mark.parametrize("content", [b'{"version"', b'{"a": 1}', b"\xff\xfe"])
 def test_a_broken_file_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "tokenizer.json").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"tokenizer\.json: cannot be read as a tokenizer"):
-        Tokenizer(tmp_path)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: cannot be read as (a tokenizer|text)"):
+        Tokenizer(FolderCheckpoint(tmp_path))
 
 
 @pytest.mark.parametrize(("text", "reason"), [("a" * 64, "retry-limit"), ("\ud800", "not valid Unicode")])
@@ -81,7 +82,7 @@ def test_a_text_with_which_the_tokenizer_fails_is_refused(tmp_path: Path, text: 
     assert len(tokenizer.encode("aab")) == 3
 
 
-@pytest.mark.parametrize(("folder", "cause"), [(None, "no folder"), ("/models/m", r"no tokenizer\.json in its folder")])
-def test_a_missing_tokenizer_is_explained_by_its_cause(folder: str | None, cause: str) -> None:
-    info = SimpleNamespace(folder=folder, model="m")
+@pytest.mark.parametrize(("path", "cause"), [(None, "no checkpoint"), ("/m", r"no tokenizer\.json in its checkpoint")])
+def test_a_missing_tokenizer_is_explained_by_its_cause(path: str | None, cause: str) -> None:
+    info = SimpleNamespace(checkpoint=path, model="m")
     assert re.match(f"the model m has {cause} and therefore no tokenizer", str(missing_tokenizer(info)))  # type: ignore[arg-type]

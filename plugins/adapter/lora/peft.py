@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dovetail.core.checkpoint import LazyTensor, open_safetensors, path_kind, read_json
+from dovetail.core.checkpoint import LazyTensor, open_safetensors
 from dovetail.core.errors import ConfigError, RequestError, shown
+from dovetail.core.files import path_kind, read_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MOST_CONFIG_BYTES = 1 << 20
@@ -86,7 +87,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{folder} has no {CONFIG}: give a folder as PEFT's save_pretrained writes it")
     if (size := file.stat().st_size) > _MOST_CONFIG_BYTES:
         raise ConfigError(f"{file} has {size} bytes; the limit is {_MOST_CONFIG_BYTES}")
-    config = read_json(file)
+    config = read_object(file)
     if config.get("peft_type") != "LORA":
         raise ConfigError(f"{file}: peft_type is {shown(config.get('peft_type'))}, and adapter=lora serves 'LORA'")
     for field, (asks, what) in _UNSUPPORTED.items():

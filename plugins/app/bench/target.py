@@ -63,7 +63,9 @@ class Target(ABC):
         from dovetail.core.tokenizer import Tokenizer
 
         model = self.composition.part("model")
-        folder = model.target().source(model.config).folder
-        if folder is None:
-            raise ConfigError("this model has no folder and therefore no tokenizer: set model.path=<folder>")
-        return Tokenizer(folder)
+        checkpoint = model.target().source(model.config).checkpoint
+        if checkpoint is None:
+            raise ConfigError(
+                "this model has no checkpoint and therefore no tokenizer: set model.path=<folder or file>"
+            )
+        return Tokenizer(checkpoint)

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dovetail.core.chat_template import TRIAL, ChatTemplate, Renderer
+from dovetail.core.checkpoint import open_checkpoint
 from dovetail.core.errors import ConfigError, DovetailError, RequestError
 from dovetail.core.frontend.fleet import Fleet
 from dovetail.core.tokenizer import Tokenizer
@@ -132,7 +133,9 @@ class Texts:
         try:
             template = self._template
         except ConfigError as error:
-            reason = str(error).replace(f"{self.client.info.folder}/", "")
+            # Clients see the message, and where the checkpoint is concerns the operator alone.
+            path = Path(self.client.info.checkpoint or "")
+            reason = str(error).replace(f"{path}/", "").replace(f"{path.parent}/", "")
             raise RequestError(f"this model's chat template cannot be used: {reason}") from None
         if template is None:
             raise RequestError(
@@ -154,8 +157,8 @@ class Texts:
 
     @functools.cached_property
     def _template(self) -> ChatTemplate | None:
-        folder = self.client.info.folder
-        return ChatTemplate.load(None if folder is None else Path(folder), self._file)
+        path = self.client.info.checkpoint
+        return ChatTemplate.load(None if path is None else open_checkpoint(path), self._file)
 
     @property
     def template(self) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dovetail.core.checkpoint import resolve
+from dovetail.core.checkpoint import open_checkpoint
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import (
     PLAIN,
@@ -210,7 +210,7 @@ class Llama(Model):
 
     @classmethod
     def source(cls, config: LlamaConfig) -> ModelSource:
-        return ModelSource(None if config.path is None else resolve(config.path), config.load == "dummy")
+        return ModelSource(None if config.path is None else open_checkpoint(config.path), config.load == "dummy")
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from dovetail.core.checkpoint import read_config, resolve
+from dovetail.core.checkpoint import open_checkpoint
 from dovetail.core.config_json import ConfigJson
 from dovetail.core.embedding_files import read_embedding
 from dovetail.core.errors import ConfigError, shown
@@ -382,12 +382,13 @@ def _dtype(config: ConfigJson) -> str:
 
 
 def spec_of(config: LlamaConfig) -> ModelSpec:
-    """Read the ModelSpec from the model's folder or from model.hf."""
+    """Read the ModelSpec from the checkpoint or from model.hf."""
     if config.hf is not None:
         return read_spec(config.hf, "model.hf")
-    hf, where = read_config(config.path), f"model.path={config.path}: config.json"
+    checkpoint = open_checkpoint(config.path)
+    hf, where = checkpoint.config(), f"model.path={config.path}: config.json"
     spec = read_spec(hf, where)
-    if (embedding := read_embedding(resolve(config.path))) is None:
+    if (embedding := read_embedding(checkpoint)) is None:
         return spec
     spec = replace(spec, head=False, embedding=replace(embedding, dimensions=_cuts(ConfigJson(hf, where))))
     return replace(spec, parameters=count_parameters(spec, read_model(hf, where)[1]))

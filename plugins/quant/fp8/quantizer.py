@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
-from typing import Any
 
 import torch
 
 from dovetail.core.compose.capabilities import FP8_HARDWARE
 from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces import PLAIN, Activation, LinearMethod, LinearShape, Partial, Quantizer
+from dovetail.core.interfaces import PLAIN, Activation, Checkpoint, LinearMethod, LinearShape, Partial, Quantizer
 from dovetail.core.interfaces.tensor_record import Axis, TensorRecord
 from dovetail.core.interfaces.tuning import Tunable
 from dovetail.core.layers.plain import PlainLinear
@@ -34,8 +33,10 @@ class FP8(Quantizer):
     config: FP8Config
     stored: Stored | None = None
 
-    def read_checkpoint(self, hf: Mapping[str, Any]) -> None:
-        self.stored = read_stored(hf)
+    def read_checkpoint(self, checkpoint: Checkpoint) -> None:
+        self.stored = read_stored(checkpoint.config())
+        if self.stored is None:
+            super().read_checkpoint(checkpoint)
         if self.stored is not None and self.config.skip:
             raise ConfigError("quant.skip keeps layers plain, but this checkpoint is in FP8: set quant.skip=[]")
         if self.stored is not None and self.stored.kv_scales:

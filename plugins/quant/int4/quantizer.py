@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from fnmatch import fnmatch
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces import PLAIN, ActFormat, LinearMethod, LinearShape, Quantizer
+from dovetail.core.interfaces import PLAIN, ActFormat, Checkpoint, LinearMethod, LinearShape, Quantizer
 from dovetail.core.interfaces.weight import WeightFormat
 from dovetail.core.layers.packed import PackedLinear
 from dovetail.core.layers.plain import PlainLinear
@@ -50,8 +49,8 @@ class Int4(Quantizer):
     config: Int4Config
     stored: Stored | None = None
 
-    def read_checkpoint(self, hf: Mapping[str, Any]) -> None:
-        self.stored = read_stored(hf)
+    def read_checkpoint(self, checkpoint: Checkpoint) -> None:
+        self.stored = read_stored(checkpoint.config())
         if self.stored is not None and self.config.skip:
             raise ConfigError("quant.skip keeps layers plain, but this checkpoint is quantized: set quant.skip=[]")
 

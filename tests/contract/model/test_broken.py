@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from dovetail.core.checkpoint import FolderCheckpoint
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import (
     BuildContext,
@@ -80,7 +81,7 @@ class TrustsItsConfig(Sound):
 class TrustsItsFolder(Sound):
     @classmethod
     def source(cls, config: LlamaConfig) -> ModelSource:
-        return ModelSource(None if config.path is None else Path(config.path))
+        return ModelSource(None if config.path is None else FolderCheckpoint(Path(config.path)))
 
 
 class ForgetsItsBuild(Sound):

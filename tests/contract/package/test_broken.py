@@ -48,10 +48,16 @@ def dovetail_config_dirs():
 @hookimpl
 def dovetail_tuning_tables():
     return ["pkg://acme_conf/tiles.json"]
+
+
+@hookimpl
+def dovetail_checkpoint_readers():
+    return ["dovetail.core.checkpoint:FolderCheckpoint"]
 '''
 TABLE = """{"schema": "dovetail.tuning/1", "entries": [{"op": "matmul", "gpu": "X", "key": {"weight": "fp8",
 "outputs": 64, "inputs": 64}, "rows": {"1": {"tokens": 16, "outputs": 64, "inputs": 64}}}]}"""
 TABLES = "test_tuning_tables_can_be_used"
+READERS = "test_checkpoint_readers_load"
 VARIANT = "defaults:\n  - acme\n  - _self_\n\nfactor: 3.0\n"
 BROKEN: dict[str, tuple[tuple[str, str], str]] = {
     "another contract's version": (("router/0.1", "router/9.0"), "test_it_has_no_problems"),
@@ -75,6 +81,8 @@ BROKEN: dict[str, tuple[tuple[str, str], str]] = {
     ),
     "a tuning table with a field that is not there": (("pkg://acme_conf/tiles", "pkg://acme_conf/wrong"), TABLES),
     "a tuning table without entries": (("pkg://acme_conf/tiles", "pkg://acme_conf/empty"), TABLES),
+    "a checkpoint reader that is not there": ((":FolderCheckpoint", ":Folder"), READERS),
+    "an abstract checkpoint reader": ((":FolderCheckpoint", ":Checkpoint"), READERS),
     "a variant with an option that is not there": (("factor: 3.0", "factr: 3.0"), "test_presets_and_variants_compose"),
 }
 

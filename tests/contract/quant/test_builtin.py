@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from dovetail.core.interfaces import LinearMethod, Quantizer
+from dovetail.core.testing.checkpoint import MemoryCheckpoint
 from dovetail.core.testing.quant import QuantizerContract
 from dovetail.plugins.quant.config import FP8Config, Int4Config, Int8Config, NoneConfig
 from dovetail.plugins.quant.fp8.format import E4M3, LARGEST, quantize_rows
@@ -63,7 +64,8 @@ class TestFP8ByTensor(QuantizerContract):
 
     def make(self) -> Quantizer:
         quantizer = FP8(FP8Config())
-        quantizer.read_checkpoint({"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}})
+        said = {"quant_method": "fp8", "activation_scheme": "static"}
+        quantizer.read_checkpoint(MemoryCheckpoint({"quantization_config": said}))
         return quantizer
 
     def checkpoint(self, method: LinearMethod, weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -86,7 +88,7 @@ class TestFP8ByRow(QuantizerContract):
         }
         said = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
         quantizer = FP8(FP8Config())
-        quantizer.read_checkpoint({"quantization_config": said})
+        quantizer.read_checkpoint(MemoryCheckpoint({"quantization_config": said}))
         return quantizer
 
     def checkpoint(self, method: LinearMethod, weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -130,7 +132,7 @@ class StoredInt4(QuantizerContract):
 
     def make(self) -> Quantizer:
         quantizer = Int4(Int4Config())
-        quantizer.read_checkpoint({"quantization_config": self.config})
+        quantizer.read_checkpoint(MemoryCheckpoint({"quantization_config": self.config}))
         return quantizer
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import dovetail
+from dovetail.core.checkpoint import FolderCheckpoint
 from dovetail.core.compose import compose
 from dovetail.core.errors import ConfigError
 from dovetail.core.tokenizer import Tokenizer
@@ -515,6 +516,6 @@ def test_shapes_alone_are_served_with_words(compare: ModuleType, tmp_path: Path)
     assert (model.name, model.config.path, model.config.load) == ("llama", str(tmp_path), "dummy")
     spec = model.target().spec(model.config)
     assert (spec.vocab, spec.layers) == (128256, 32)
-    tokenizer = Tokenizer(tmp_path)
+    tokenizer = Tokenizer(FolderCheckpoint(tmp_path))
     assert tokenizer.decode([5, 128255]) == " w5 w128255"
     assert tokenizer.decode(tokenizer.encode('{"ä": 1}')) == '{"ä": 1}', "JSON Schemas need every byte"

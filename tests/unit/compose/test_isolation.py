@@ -93,7 +93,7 @@ def test_the_real_defaults_compose_and_presets_are_sound():
 
 def test_every_hook_is_documented():
     hooks = [f for name, f in vars(hookspecs).items() if name.startswith("dovetail_")]
-    assert len(hooks) == 3 and all(f.__doc__ for f in hooks)
+    assert len(hooks) == 4 and all(f.__doc__ for f in hooks)
 
 
 def test_the_registry_is_loaded_once():

@@ -11,7 +11,7 @@ import pytest
 
 from dovetail import LLM, SamplingParams
 from dovetail.core import host
-from dovetail.core.checkpoint import resolve
+from dovetail.core.checkpoint import locate
 from dovetail.core.compose import Host, compose
 from dovetail.core.engine.checks import check_fit, check_weights_fit
 from dovetail.core.engine.engine import start_engine
@@ -74,7 +74,7 @@ def test_all_conflicts_with_the_engine_options_are_reported_together(monkeypatch
 def test_a_broken_tokenizer_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
     """Also where a grammar component would read the file first."""
     for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).symlink_to(resolve(compose([]).part("model").config.path) / name)
+        (tmp_path / name).symlink_to(locate(compose([]).part("model").config.path) / name)
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')
     with pytest.raises(ConfigError, match=r"tokenizer\.json: cannot be read as a tokenizer"):
         start_engine(compose(["model=llama", f"model.path={tmp_path}", "engine.device=cpu", "grammar=llguidance"]))

@@ -98,7 +98,7 @@ def test_a_grammar_is_obeyed() -> None:
         while simulated.has_work:
             for event in simulated.step():
                 tokens += event.tokens
-    text = Tokenizer(model.target().source(model.config).folder).decode(tokens)
+    text = Tokenizer(model.target().source(model.config).checkpoint).decode(tokens)
     assert len(text) == 4 and set(text) <= set("abc")
 
 

@@ -25,7 +25,7 @@ from dovetail.core.interfaces import SamplingParams
 from dovetail.core.parallel.channel import Channel
 
 INFO = EngineInfo(
-    model="tiny", folder=None, vocab=100, max_len=64, max_seqs=8, device="cpu", start_seconds=0.1, notes=[],
+    model="tiny", checkpoint=None, vocab=100, max_len=64, max_seqs=8, device="cpu", start_seconds=0.1, notes=[],
     embedding=None, hidden=8, head=True, num_pages={0: 4},
 )  # fmt: skip
 GREEDY = SamplingParams(max_tokens=4)

@@ -35,7 +35,7 @@ from dovetail.plugins.app.serve.config import ServeConfig
 from dovetail.plugins.app.serve.errors import body_of
 
 INFO = EngineInfo(
-    model="tiny", folder=None, vocab=100, max_len=64, max_seqs=8, device="cpu", start_seconds=0.1, notes=[],
+    model="tiny", checkpoint=None, vocab=100, max_len=64, max_seqs=8, device="cpu", start_seconds=0.1, notes=[],
     embedding=None, hidden=8, head=True,
 )  # fmt: skip
 GREEDY = SamplingParams(max_tokens=4)

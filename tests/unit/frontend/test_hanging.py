@@ -19,7 +19,7 @@ from dovetail.core.parallel.channel import Channel
 from dovetail.core.parallel.process import SHOW_STACKS, start_process
 
 TIMEOUT = 0.6
-INFO = dict(model="m", folder=None, vocab=1, max_len=1, max_seqs=1, device="cpu", start_seconds=0.0)
+INFO = dict(model="m", checkpoint=None, vocab=1, max_len=1, max_seqs=1, device="cpu", start_seconds=0.0)
 INFO |= dict(embedding=None, hidden=1, head=True, notes=[])
 
 

@@ -17,7 +17,7 @@ from dovetail.core.frontend.messages import EngineInfo
 from dovetail.plugins.app.serve import lifecycle
 
 INFO = EngineInfo(
-    model="tiny", folder=None, vocab=100, max_len=64, max_seqs=8, device="cpu", start_seconds=0.1, notes=[],
+    model="tiny", checkpoint=None, vocab=100, max_len=64, max_seqs=8, device="cpu", start_seconds=0.1, notes=[],
     embedding=None, hidden=8, head=True,
 )  # fmt: skip
 

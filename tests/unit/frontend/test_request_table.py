@@ -45,8 +45,7 @@ from .fake_engines import (
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     model = compose(["model=tiny"], app="generate").part("model")
-    folder = model.target().source(model.config).folder
-    return Tokenizer(folder)
+    return Tokenizer(model.target().source(model.config).checkpoint)
 
 
 @pytest.fixture(params=TRANSPORTS, ids=["local", "process"])

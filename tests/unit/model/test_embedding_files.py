@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from dovetail.core.checkpoint import FolderCheckpoint
 from dovetail.core.embedding_files import read_embedding
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import EmbeddingSpec
@@ -32,9 +33,9 @@ def write(folder, modules: object = MODULES, pooling: object = None) -> None:
     ],
 )
 def test_what_they_say(modules, pooling, spec, tmp_path):
-    assert read_embedding(tmp_path) is None
+    assert read_embedding(FolderCheckpoint(tmp_path)) is None
     write(tmp_path, modules, pooling)
-    assert read_embedding(tmp_path) == spec
+    assert read_embedding(FolderCheckpoint(tmp_path)) == spec
 
 
 @pytest.mark.parametrize(
@@ -54,4 +55,4 @@ def test_what_they_say(modules, pooling, spec, tmp_path):
 def test_what_is_refused(modules, pooling, says, tmp_path):
     write(tmp_path, modules, pooling)
     with pytest.raises(ConfigError, match=says):
-        read_embedding(tmp_path)
+        read_embedding(FolderCheckpoint(tmp_path))

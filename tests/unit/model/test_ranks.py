@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
-from dovetail.core.checkpoint import open_weights
+from dovetail.core.checkpoint import open_checkpoint
 from dovetail.core.compose import Host, compose
 from dovetail.core.errors import CapabilityError, ConfigError
 from dovetail.core.host import model_facts
@@ -112,7 +112,7 @@ def test_ranks_read_a_matrix_once_between_them_and_a_kv_head_once_for_each_that_
         tensors = {}
 
         def source(tensors=tensors):
-            for name, opener in open_weights("pkg://dovetail.plugins.model.bundled/tiny"):
+            for name, opener in open_checkpoint("pkg://dovetail.plugins.model.bundled/tiny").open():
                 yield name, lambda name=name, opener=opener: tensors.setdefault(name, Read(opener()))
 
         build(quantizer, tp, rank).load(source())

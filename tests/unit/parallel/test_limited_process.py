@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from dovetail.core.chat_template import TRIAL, ChatTemplate, Renderer
+from dovetail.core.checkpoint import FolderCheckpoint
 from dovetail.core.errors import ConfigError, RequestError
 
 LOOP = (
@@ -107,4 +108,4 @@ def test_the_process_ends_with_its_parent_even_in_a_loop() -> None:
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=name.replace(".", r"\.")):
-        ChatTemplate.load(tmp_path)
+        ChatTemplate.load(FolderCheckpoint(tmp_path))

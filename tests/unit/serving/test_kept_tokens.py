@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from dovetail.core.checkpoint import FolderCheckpoint
 from dovetail.core.frontend.outputs import StopStringMatcher
 from dovetail.core.interfaces import SamplingParams
 from dovetail.core.tokenizer import Tokenizer as OurTokenizer
@@ -19,7 +20,7 @@ def tokenizer(tmp_path: Path) -> OurTokenizer:
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     made.add_special_tokens([AddedToken("[TOOL_CALLS]", special=True), AddedToken("<eos>", special=True)])
     made.save(str(tmp_path / "tokenizer.json"))
-    return OurTokenizer(tmp_path)
+    return OurTokenizer(FolderCheckpoint(tmp_path))
 
 
 @pytest.mark.parametrize(

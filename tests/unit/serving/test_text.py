@@ -42,7 +42,9 @@ def texts(tokenizer: Any = None, folder: Path | None = None, max_len: int = 1000
     async def wait_ready() -> None:
         return None
 
-    info = SimpleNamespace(max_len=max_len, folder=None if folder is None else str(folder), model="m")
+    if folder is not None:
+        (folder / "config.json").write_text("{}")
+    info = SimpleNamespace(max_len=max_len, checkpoint=None if folder is None else str(folder), model="m")
     client = SimpleNamespace(info=info, tokenizer=tokenizer, wait_ready=wait_ready)
     return Texts(ServeConfig(**config), client)  # type: ignore[arg-type]
 

@@ -11,24 +11,25 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dovetail.core.checkpoint import open_weights, resolve
+from dovetail.core.checkpoint import FolderCheckpoint, locate
 from dovetail.core.errors import ConfigError
 from dovetail.core.testing.executor_scripts import quiet, small_composition
 from dovetail.core.worker.loader import load_rank
 from dovetail.core.worker.weight_check import WeightCheck
 
-TINY = resolve("pkg://dovetail.plugins.model.bundled/tiny")
+TINY = locate("pkg://dovetail.plugins.model.bundled/tiny")
 NAME = "model.layers.1.mlp.down_proj.weight"
 CPU = torch.device("cpu")
 
 
 def load(folder: Path, dtype: torch.dtype = torch.bfloat16, index: Any = slice(None)) -> None:
     check = WeightCheck(CPU, dtype)
-    for name, opener in open_weights(str(folder)):
+    checkpoint = FolderCheckpoint(folder)
+    for name, opener in checkpoint.open():
         lazy = check.watch(name, opener)()
         assert lazy.get_shape()
         assert lazy[index].device == CPU
-    check.finish(folder)
+    check.finish(checkpoint)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
