@@ -1,0 +1,53 @@
+"""Weight formats: how codes of a quantized matrix become numbers. The core packs, decodes and multiplies any of them.
+
+A weight is (decode(code) - zero) * scale * row_scale, with a scale, and perhaps a zero, for each group of inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightFormat:
+    """An open record, compared by identity: a third-party quantizer creates its own.
+
+    `decode` is a triton.JITFunction `decode(code, DTYPE: tl.constexpr) -> value` that the core's matmul kernels inline.
+    Codes are int32 of any shape; values must be exact in DTYPE, bf16, fp16 or E4M3. `reference` computes the same in
+    torch: uint8 codes -> float32.
+    """
+
+    name: str
+    bits: int
+    """Bits of information of a code, which plans of memory count."""
+    stored_bits: Literal[4, 8]
+    """Bits that a code takes in the int32 words of a packed matrix."""
+    reference: Callable[[torch.Tensor], torch.Tensor]
+    decode: Any = None
+    zero: bool = False
+    """Whether each group has a zero, in units of decoded values."""
+    e4m3: bool = False
+    """Whether decoded values, less uint8 zeros up to the largest code, are exact in E4M3."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A matrix [outputs, inputs] of codes. Shapes: O outputs, W words of a row, G groups of a row."""
+
+    format: WeightFormat
+    inputs: int
+    group: int
+    """Inputs that share a scale; 0 = all. The last group may be shorter."""
+    codes: torch.Tensor
+    """int32 [O, W], see dovetail.core.ops.packing."""
+    scale: torch.Tensor
+    """[O, G], any floating-point dtype."""
+    zero: torch.Tensor | None = None
+    """[O, G], uint8 or floating point; None = 0."""
+    row_scale: torch.Tensor | None = None
+    """float32 [O]; None = 1."""
