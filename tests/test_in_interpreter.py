@@ -22,7 +22,13 @@ OVER_RANKS = "dovetail.plugins.collective.symm_mem."
 """Beginning of the names of kernels that tests/tp runs in the interpreter, in several processes."""
 
 ATTENTION = "numerics/test_triton_attention.py"
-SUITES = ("unit/ops/test_kernels.py", "unit/ops/test_step_kernels.py", "unit/adapter/test_kernel.py", ATTENTION)
+SUITES = (
+    "unit/ops/test_kernels.py",
+    "unit/ops/test_packed_matmul.py",
+    "unit/ops/test_step_kernels.py",
+    "unit/adapter/test_kernel.py",
+    ATTENTION,
+)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton for this platform")

@@ -31,6 +31,8 @@ class WeightFormat:
     decode: Any = None
     zero: bool = False
     """Whether each group has a zero, in units of decoded values."""
+    e4m3: bool = False
+    """Whether decoded values, less uint8 zeros up to the largest code, are exact in E4M3."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import torch
 from dovetail.core.arithmetic import ceil_div
 from dovetail.core.interfaces import PLAIN, ActFormat, Activation, LinearMethod, LinearShape
 from dovetail.core.interfaces.weight import PackedWeight, WeightFormat
-from dovetail.core.ops.packed_matmul import packed_matmul, packed_rows
+from dovetail.core.ops.packed_matmul import packed_matmul, packed_rows, reserve
 from dovetail.core.ops.packing import pack, words_of_row
 from dovetail.core.ops.tiles import MOST_SHARED_TILES
 
@@ -35,6 +35,8 @@ class PackedLinear(LinearMethod):
     def create(self, shape: LinearShape, device: torch.device) -> dict[str, torch.Tensor]:
         self.shape, self.dtype = shape, shape.dtype
         self.width, self.step = self.columns(shape)
+        if device.type == "cuda":
+            reserve(shape.out, self.width, shape.dtype, device)
         groups = ceil_div(self.width, self.step) if self.step else 1
         params = {
             "codes": torch.empty(
@@ -83,7 +85,7 @@ class PackedLinear(LinearMethod):
         )
 
     def apply(self, params: dict[str, torch.Tensor], x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return packed_matmul(x.values, self.packed(params), bias, self.dtype, x.scale)
+        return packed_matmul(x.values, self.packed(params), bias, self.dtype, x.scale, params["counts"])
 
     def rows(self, params: dict[str, torch.Tensor], ids_T: torch.Tensor) -> torch.Tensor:
         return packed_rows(self.packed(params), ids_T, self.dtype)

@@ -1,15 +1,30 @@
-"""Matmul with a packed weight, which is decoded to the input's dtype.
+"""Matmul with a packed weight, whose codes are decoded to the input's dtype before they are multiplied.
+
+With few rows, where reading the weight takes most of the time, our kernel decodes it in registers. With many rows the
+whole weight is first decoded to a workspace in memory, and the library multiplies.
 
 Shapes: T tokens, I input, O output.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache, lru_cache
+
 import torch
 import torch.nn.functional as F
 
+from dovetail.core.host import shared_bytes
 from dovetail.core.interfaces.weight import PackedWeight
-from dovetail.core.ops.packing import dequantize
+from dovetail.core.ops.packing import LANES, dequantize
+from dovetail.core.ops.tiles import MOST_SHARED_TILES, RESERVED, MatmulTile
+
+MOST_ROWS = 128
+"""Number of rows up to which our kernel runs. They fit into one tile: with more, each weight would be decoded twice."""
+PROGRAMS = 2
+"""Programs per SM."""
+
+E4M3 = torch.float8_e4m3fn
 
 
 def packed_matmul(
@@ -18,9 +33,31 @@ def packed_matmul(
     bias_O: torch.Tensor | None,
     dtype: torch.dtype,
     x_scale_T1: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x @ weight^T (* x_scale) + bias in `dtype`. With `x_scale`, x is in E4M3."""
-    return packed_matmul_reference(x_TI, packed, bias_O, dtype, x_scale_T1)
+    """x @ weight^T (* x_scale) + bias in `dtype`. With `x_scale`, x is in E4M3.
+
+    `counts`: as in scaled_matmul; None = do not split tiles over programs. x in E4M3 is converted to bfloat16, which is
+    exact, if products in E4M3 are not (`multiplies_e4m3`)."""
+    if not x_TI.is_cuda:
+        return packed_matmul_reference(x_TI, packed, bias_O, dtype, x_scale_T1)
+    from dovetail.core.ops.kernels.packed_matmul import packed_matmul_triton
+
+    if x_TI.dtype is E4M3 and not multiplies_e4m3(packed):
+        x_TI = x_TI.bfloat16()
+    tile = None
+    if x_TI.dtype is not torch.float32:
+        shape = len(x_TI), *packed.codes.shape[:1], packed.inputs
+        bits, itemsize = packed.format.stored_bits, x_TI.element_size()
+        tile = packed_tile(*shape, bits, itemsize, *_device(x_TI.device), split=counts is not None)
+    if tile is not None:
+        return packed_matmul_triton(x_TI.contiguous(), packed, tile, counts, bias_O, x_scale_T1, dtype)
+    if x_TI.dtype is E4M3:
+        x_TI = x_TI.bfloat16()
+    if x_scale_T1 is None:
+        return F.linear(x_TI, decoded(packed, x_TI.dtype), bias_O)
+    y_TO = F.linear(x_TI, decoded(packed, x_TI.dtype)).float() * x_scale_T1
+    return (y_TO if bias_O is None else y_TO + bias_O).to(dtype)
 
 
 def packed_matmul_reference(
@@ -39,4 +76,75 @@ def packed_matmul_reference(
 
 def packed_rows(packed: PackedWeight, ids_T: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return rows of the matrix, for an embedding."""
-    return dequantize(packed, ids_T).to(dtype)
+    if not ids_T.is_cuda:
+        return dequantize(packed, ids_T).to(dtype)
+    from dovetail.core.ops.kernels.packed_rows import packed_rows_triton
+
+    return packed_rows_triton(packed, ids_T, ids_T.new_empty(len(ids_T), packed.inputs, dtype=dtype))
+
+
+def multiplies_e4m3(packed: PackedWeight) -> bool:
+    """Return whether the kernel can multiply the weight in E4M3: decoded codes less their zeros are exact in it, and
+    strips of LANES inputs share a scale."""
+    whole_zeros = packed.zero is None or packed.zero.dtype is torch.uint8
+    return packed.format.e4m3 and whole_zeros and packed.group % LANES == 0
+
+
+@lru_cache(maxsize=1 << 14)
+def packed_tile(
+    rows: int,
+    outputs: int,
+    inputs: int,
+    bits: int,
+    itemsize: int,
+    processors: int,
+    shared: int,
+    split: bool = True,
+) -> MatmulTile | None:
+    """Return the kernel's tile for x [rows, inputs] and weight [outputs, inputs]; None = use the library.
+
+    `bits`: of a stored code. `itemsize`: bytes of a number of x. `shared`: shared memory of a program in bytes. With
+    `split`, units are distributed equally over the programs, unless there are too many tiles for the counters."""
+    if not 0 < rows <= MOST_ROWS:
+        return None
+    tokens = max(16, 1 << (rows - 1).bit_length())
+    tile = MatmulTile(tokens, 64, LANES * (32 // bits), stages=4)
+    while packed_shared(tile, bits, itemsize) > shared:
+        # A second tile of rows decodes each weight again.
+        tile = replace(tile, stages=tile.stages - 1) if tile.stages > 2 else replace(tile, tokens=tile.tokens // 2)
+    _, tiles, _, _ = tile.launch(rows, outputs, inputs)
+    if split and tiles <= MOST_SHARED_TILES:
+        tile = replace(tile, programs=PROGRAMS * processors)
+    return tile if tile.fits_32_bits(rows, outputs, inputs) else None
+
+
+def packed_shared(tile: MatmulTile, bits: int, itemsize: int) -> int:
+    """Upper estimate of a program's shared memory in bytes."""
+    return (tile.tokens * itemsize * 8 + tile.outputs * bits) * tile.inputs * tile.stages // 8 + RESERVED
+
+
+WORKSPACES: dict[torch.device, torch.Tensor] = {}
+"""Bytes that hold one decoded weight. Products that use them run one after the other, on one stream."""
+
+
+def reserve(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the workspace for a decoded weight. Layers call this as they are built, so that the memory is allocated
+    once, at the size of the largest weight, before the KV cache takes what is left."""
+    nbytes = outputs * inputs * dtype.itemsize
+    if device not in WORKSPACES or WORKSPACES[device].numel() < nbytes:
+        WORKSPACES[device] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    return WORKSPACES[device][:nbytes].view(dtype).view(outputs, inputs)
+
+
+def decoded(packed: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+    """Return the whole matrix in the workspace, where the next call overwrites it."""
+    from dovetail.core.ops.kernels.packed_rows import packed_rows_triton
+
+    weight_OI = reserve(len(packed.codes), packed.inputs, dtype, packed.codes.device)
+    return packed_rows_triton(packed, None, weight_OI)
+
+
+@cache
+def _device(device: torch.device) -> tuple[int, int]:
+    """Number of SMs, and shared memory of a program in bytes."""
+    return torch.cuda.get_device_properties(device).multi_processor_count, shared_bytes(device)

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatch
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import PLAIN, ActFormat, Checkpoint, LinearMethod, LinearShape, Quantizer
-from dovetail.core.interfaces.weight import WeightFormat
 from dovetail.core.layers.packed import PackedLinear
 from dovetail.core.layers.plain import PlainLinear
+from dovetail.core.ops.weight_formats import INT4, INT8, UINT4, UINT8
 from dovetail.plugins.quant.config import FP8Config, Int4Config
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 from dovetail.plugins.quant.fp8.quantizer import FP8Linear
@@ -26,22 +25,7 @@ from dovetail.plugins.quant.int4.order import GroupOrder, with_order
 from dovetail.plugins.quant.int4.rounding import round_to_nearest
 from dovetail.plugins.quant.int4.tensors import RECORDS, codes_of
 
-
-def _unsigned(codes: torch.Tensor) -> torch.Tensor:
-    return codes.float()
-
-
-def _signed(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    return codes.float() - 2 ** (bits - 1)
-
-
-FORMATS = {
-    (bits, zero): WeightFormat(
-        f"{'u' if zero else ''}int{bits}", bits, bits, _unsigned if zero else partial(_signed, bits=bits), zero=zero
-    )
-    for bits in (4, 8)
-    for zero in (True, False)
-}
+FORMATS = {(4, True): UINT4, (4, False): INT4, (8, True): UINT8, (8, False): INT8}
 """(bits, whether groups have zeros) -> format. Without zeros, codes are offset by half their range."""
 
 

@@ -29,8 +29,9 @@ from dovetail.core.interfaces import (
     QKNorm,
     Rope,
 )
+from dovetail.core.interfaces.weight import PackedWeight, WeightFormat
 from dovetail.core.memory.pools import make_pools
-from dovetail.core.ops import step
+from dovetail.core.ops import step, weight_formats
 from dovetail.core.ops.activations import gelu
 from dovetail.core.ops.bitmask import apply_bitmask
 from dovetail.core.ops.choices import temporarily
@@ -42,6 +43,8 @@ from dovetail.core.ops.layernorm import layer_norm
 from dovetail.core.ops.logprobs import best_logprobs, logprobs_of
 from dovetail.core.ops.matmul import matmul, scaled_matmul
 from dovetail.core.ops.norm import rms_norm
+from dovetail.core.ops.packed_matmul import WORKSPACES, multiplies_e4m3, packed_matmul, packed_rows
+from dovetail.core.ops.packing import words_of_row
 from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
 from dovetail.core.testing.compiling import resources
 from dovetail.core.testing.formats import SCALED_ROWS
@@ -199,6 +202,50 @@ def decoded_products() -> None:
     for rows, outputs, dtype in shapes:
         weight, scale = cuda(outputs, 4096, dtype=E4M3), cuda(outputs, dtype=FP32)
         decoded_matmul(cuda(rows, 4096, dtype=dtype), weight, scale, None, cuda(MOST_SHARED_TILES, dtype=INT32))
+
+
+def packed_weight(fmt: WeightFormat, outputs: int, inputs: int, group: int, scale: torch.dtype = BF16) -> PackedWeight:
+    groups = -(-inputs // group) if group else 1
+    return PackedWeight(
+        fmt,
+        inputs,
+        group,
+        cuda(outputs, words_of_row(inputs, fmt.stored_bits), dtype=INT32),
+        cuda(outputs, groups, dtype=scale),
+        cuda(outputs, groups, dtype=torch.uint8) if fmt.zero else None,
+    )
+
+
+PACKED = (
+    (weight_formats.UINT4, 4096, 128, BF16),
+    (weight_formats.E2M1, 4096, 16, FP32),
+    (weight_formats.INT4, 8192, 128, FP32),
+    (weight_formats.NF4, 4096, 64, FP32),
+    (weight_formats.UINT8, 4096, 32, FP16),
+    (weight_formats.INT8, 688, 0, BF16),
+    (weight_formats.E4M3, 4096, 0, FP32),
+)
+"""Format, inputs, group and dtype of scales."""
+
+
+def packed_products() -> None:
+    """Packed weights: scales that apply to sums, to strips of weights and to single weights; many rows; E4M3."""
+    WORKSPACES.clear()
+    counts = cuda(MOST_SHARED_TILES, dtype=INT32)
+    weights = [packed_weight(fmt, 4096, *how) for fmt, *how in PACKED]
+    packed_matmul(cuda(1, 4096), weights[0], cuda(4096), BF16, counts=counts)
+    packed_matmul(cuda(64, 4096), weights[1], None, BF16, counts=counts)
+    packed_matmul(cuda(512, 4096), weights[0], None, BF16)
+    for weight in weights:
+        packed_rows(weight, cuda(16, dtype=INT64), BF16)
+    if has_fp8():
+        packed_matmul(cuda(64, 4096, dtype=E4M3), weights[0], None, BF16, cuda(64, 1, dtype=FP32), counts)
+    for weight, rows in product(weights, (1, 16, 32, 64, 128)) if EVERYTHING else ():
+        packed_matmul(cuda(rows, weight.inputs), weight, None, BF16, counts=counts)
+        if has_fp8() and multiplies_e4m3(weight):
+            x = cuda(rows, weight.inputs, dtype=E4M3)
+            packed_matmul(x, weight, None, BF16, cuda(rows, 1, dtype=FP32), counts)
+    WORKSPACES.clear()
 
 
 def adapters() -> None:
@@ -373,6 +420,7 @@ CASES: dict[str, Callable[[], None]] = {
     "copies": copies,
     "products": products,
     "decoded products": decoded_products,
+    "packed products": packed_products,
     "adapters": adapters,
     **dict(attention_cases()),
 }

@@ -21,6 +21,7 @@ from dovetail.core.compose.capabilities import FP8_HARDWARE, Host
 from dovetail.core.ops import decoded_matmul, encode, matmul
 from dovetail.core.ops.decoded_matmul import decoding_tile, shared_of
 from dovetail.core.ops.kernels import launch
+from dovetail.core.ops.packed_matmul import packed_rows, packed_shared, packed_tile
 from dovetail.core.ops.tile_choice import choose
 from dovetail.core.ops.tiles import HOPPER_SHARED, MOST_SHARED_TILES
 from dovetail.core.testing.compiling import GPUS, H200, EmulatedGpu, compiled_for
@@ -38,12 +39,15 @@ from .launches import (
     EVERYTHING,
     FP32,
     INT32,
+    INT64,
     LONG,
+    PACKED,
     SCARCE,
     attention,
     cuda,
     jit_functions,
     multiply,
+    packed_weight,
     spilling,
 )
 
@@ -67,6 +71,8 @@ def chosen(fp8: bool) -> Iterator[Callable[[], object]]:
     yield lambda: decoded_matmul(
         cuda(8, 64, dtype=FP32), cuda(64, 64, dtype=E4M3), cuda(64, dtype=FP32), None, cuda(1, dtype=INT32)
     )
+    for fmt, *how in PACKED:
+        yield lambda fmt=fmt, how=how: packed_rows(packed_weight(fmt, 64, *how), cuda(1, dtype=INT64), FP32)
     if fp8:
         yield CASES["attention: single tokens, e4m3"]
         for rows, outputs in ((1, 1280), (64, 14336), (64, 200064)):
@@ -81,8 +87,9 @@ def fresh(tmp_path, monkeypatch) -> Iterator[None]:
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     module = importlib.import_module(matmul.__module__)
     decoding = importlib.import_module(decoded_matmul.__module__)
+    packed = importlib.import_module(packed_rows.__module__)
     cached = (
-        *(module.device_facts, decoding._device, launch._capable),
+        *(module.device_facts, decoding._device, packed._device, launch._capable),
         *(backend._processors, backend._shared_bytes, backend._has_hopper),
     )
     for one in cached:
@@ -135,6 +142,18 @@ def test_decoding_tiles_fit_every_gpu(rows, outputs):
         _, tiles, blocks, programs = tile.launch(rows, outputs, 4096)
         assert programs <= tiles * blocks
         assert tiles <= MOST_SHARED_TILES or not tile.splits_tiles(rows, outputs, 4096), "split tiles need counters"
+
+
+@pytest.mark.parametrize(("bits", "itemsize"), [(4, 1), (4, 2), (8, 2)])
+@pytest.mark.parametrize("rows", [1, 17, 64, 128])
+def test_tiles_of_packed_weights_fit_every_gpu(rows, bits, itemsize):
+    for gpu in GPUS:
+        for outputs in (64, 1280, 106496):
+            tile = packed_tile(rows, outputs, 4096, bits, itemsize, gpu.processors, gpu.shared_bytes)
+            assert packed_shared(tile, bits, itemsize) <= gpu.shared_bytes
+            assert tile.counters(rows, outputs, 4096) <= MOST_SHARED_TILES
+            whole = packed_tile(rows, outputs, 4096, bits, itemsize, gpu.processors, gpu.shared_bytes, split=False)
+            assert not whole.splits_tiles(rows, outputs, 4096)
 
 
 def test_eight_bit_keys_need_a_gpu_that_converts_them() -> None:

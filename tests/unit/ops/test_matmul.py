@@ -5,11 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dovetail.core.interfaces.weight import PackedWeight
 from dovetail.core.ops.choices import temporarily
 from dovetail.core.ops.decoded_matmul import decoded_matmul, decoding_tile
 from dovetail.core.ops.matmul import matmul, scaled_matmul
+from dovetail.core.ops.packed_matmul import packed_matmul, packed_rows, packed_tile
+from dovetail.core.ops.packing import pack, unpack, words_of_row
 from dovetail.core.ops.tile_choice import MOST_ROWS, choose
 from dovetail.core.ops.tiles import MOST_SHARED_TILES
+from dovetail.core.ops.weight_formats import UINT4
 
 from .shipped import SHIPPED, TILES
 
@@ -95,3 +99,33 @@ def test_an_fp8_weight_and_a_plain_input_on_the_cpu():
     got = decoded_matmul(x_TI, weight_OI, scale_O, bias_O, torch.zeros(MOST_SHARED_TILES, dtype=torch.int32))
     expected = x_TI.double() @ (weight_OI.double() * scale_O[:, None]).t() + bias_O
     torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("bits", "words"), [(4, 96), (8, 192)])
+def test_codes_are_packed_by_strips(bits, words):
+    """Code j of word w of a block is input 32 j + w."""
+    codes_OI = torch.randint(2**bits, (3, 688), dtype=torch.uint8)
+    packed = pack(codes_OI, bits)
+    assert packed.shape == (3, words) and words_of_row(688, bits) == words
+    assert torch.equal(unpack(packed, bits, 688), codes_OI)
+    j, w = 2, 5
+    assert torch.equal(packed[:, w] >> j * bits & 2**bits - 1, codes_OI[:, 32 * j + w].int())
+
+
+def test_a_packed_weight_on_the_cpu():
+    x_TI, codes_OI = torch.randn(3, 40), torch.randint(16, (17, 40), dtype=torch.uint8)
+    scale_OG, zero_OG = torch.rand(17, 3) + 0.5, torch.randint(16, (17, 3), dtype=torch.uint8)
+    row_scale_O, bias_O, x_scale_T1 = torch.rand(17) + 0.5, torch.randn(17), torch.rand(3, 1) + 0.5
+    packed = PackedWeight(UINT4, 40, 16, pack(codes_OI, 4), scale_OG, zero_OG, row_scale_O)
+    spread = torch.arange(40) // 16
+    weight_OI = (codes_OI.double() - zero_OG[:, spread]) * scale_OG[:, spread] * row_scale_O[:, None]
+    got = packed_matmul(x_TI, packed, bias_O, torch.float32, x_scale_T1)
+    torch.testing.assert_close(got, (x_TI.double() @ weight_OI.t() * x_scale_T1 + bias_O).float())
+    ids_T = torch.tensor([5, 0, 5])
+    torch.testing.assert_close(packed_rows(packed, ids_T, torch.float32), weight_OI[ids_T].float())
+
+
+def test_a_packed_weight_is_decoded_to_memory_for_many_rows():
+    facts = dict(bits=4, itemsize=2, processors=108, shared=163 << 10)
+    assert packed_tile(128, 4096, 4096, **facts) is not None
+    assert packed_tile(129, 4096, 4096, **facts) is None and packed_tile(0, 4096, 4096, **facts) is None

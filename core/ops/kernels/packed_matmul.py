@@ -1,0 +1,224 @@
+"""x @ weight^T with a packed weight, whose codes are decoded in registers and multiplied from there.
+
+The work is divided as in matmul.py (Stream-K): each program processes an equal range of the (tile, input block) units,
+and the last program to arrive at a split tile sums it.
+
+The same bits of the words of a block are LANES consecutive inputs (core.ops.packing), so the kernel multiplies one
+such strip after the other, and decoded weights never move between threads. Scales are applied in one of two ways:
+
+- SUMS: to float32 sums over strips of one group. With few rows there are fewer sums than weights, and integers with
+  their zeros subtracted are exact in 16 bits and in E4M3.
+- to decoded weights in registers: with many rows, and for groups smaller than a strip.
+
+Shapes: T tokens, I inputs of a strip, O output, G groups.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+
+import torch
+import triton
+import triton.language as tl
+
+from dovetail.core.interfaces.weight import PackedWeight
+from dovetail.core.ops.kernels.launch import announce, dependent, wait
+from dovetail.core.ops.kernels.matmul import _reduce_split, _write
+from dovetail.core.ops.packing import LANES
+from dovetail.core.ops.tiles import MatmulTile
+
+
+@triton.jit
+def of_strip(source_ptr, o, outputs, groups, first, GROUP: tl.constexpr, STRIP: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the scales or zeros of a strip, whose first input is `first`: [O, 1], or [O, I] if it has several."""
+    at = source_ptr + o.to(tl.int64) * groups
+    group = first // GROUP
+    values = tl.load(at + group, mask=(o < outputs) & (group < groups), other=0.0).to(DTYPE)[:, None]
+    for more in tl.static_range(1, tl.cdiv(STRIP, GROUP)):
+        ok = (o < outputs) & (group + more < groups)
+        of_next = tl.load(at + group + more, mask=ok, other=0.0).to(DTYPE)[:, None]
+        values = tl.where((tl.arange(0, STRIP) < more * GROUP)[None, :], values, of_next)
+    return values
+
+
+@triton.jit
+def _range_of_tile(x_ptr, codes_ptr, scale_ptr, zero_ptr, first, last, row_o, row_t, size, words, groups,
+                   BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, EVEN: tl.constexpr,
+                   BITS: tl.constexpr, GROUP: tl.constexpr, STRIP: tl.constexpr, RUN: tl.constexpr,
+                   SUMS: tl.constexpr, DECODE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Return weight @ x^T of input blocks [first, last), float32 [BLOCK_O, BLOCK_T]. RUN: strips summed together."""
+    tokens, outputs, inputs = size
+    EACH: tl.constexpr = 32 // BITS
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    SCALE: tl.constexpr = scale_ptr.dtype.element_ty
+    # The product with a scale of few bits is rounded once in 16 bits, too. E4M3 has no arithmetic, so zeros are
+    # subtracted in float16.
+    VALUE: tl.constexpr = (
+        (tl.float16 if DTYPE == tl.float8e4nv and zero_ptr is not None else DTYPE)
+        if SUMS or SCALE == DTYPE or SCALE == tl.float8e4nv
+        else tl.float32
+    )
+    o = row_o + tl.arange(0, BLOCK_O)
+    t = row_t + tl.arange(0, BLOCK_T)
+    i = tl.arange(0, STRIP)
+    code_at = codes_ptr + o.to(tl.int64)[:, None] * words + i[None, :]
+    x_at = x_ptr + t.to(tl.int64)[None, :] * inputs + i[:, None]
+    acc = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
+    for block in range(first, last):
+        for part in tl.static_range(BLOCK_I // (EACH * STRIP)):
+            column = block * BLOCK_I + part * (EACH * STRIP)
+            word = tl.load(code_at + column // EACH, mask=(o < outputs)[:, None] & (column < inputs), other=0,
+                           eviction_policy="evict_first")  # fmt: skip
+            for run in tl.static_range(EACH // RUN):
+                total = tl.zeros((BLOCK_O, BLOCK_T), tl.float32) if SUMS else acc
+                for strip in tl.static_range(run * RUN, run * RUN + RUN):
+                    start = column + strip * STRIP
+                    ok = (t < tokens)[None, :]
+                    if not EVEN:
+                        ok = ok & (start + i < inputs)[:, None]
+                    x_IT = tl.load(x_at + start, mask=ok, other=0.0, eviction_policy="evict_last")
+                    w_OI = DECODE((word >> (strip * BITS)) & ((1 << BITS) - 1), VALUE)
+                    if zero_ptr is not None:
+                        w_OI -= of_strip(zero_ptr, o, outputs, groups, start, GROUP, STRIP, VALUE)
+                    if not SUMS:
+                        w_OI *= of_strip(scale_ptr, o, outputs, groups, start, GROUP, STRIP, VALUE)
+                    total = tl.dot(w_OI.to(DTYPE), x_IT, total, input_precision=PRECISION)
+                if SUMS:
+                    start = column + run * RUN * STRIP
+                    acc += total * of_strip(scale_ptr, o, outputs, groups, start, GROUP, STRIP, tl.float32)
+                else:
+                    acc = total
+    return acc
+
+
+@triton.jit(do_not_specialize=["tokens", "t_tiles", "blocks", "units", "programs", "x_scale_st"])
+def _packed_matmul(
+    x_ptr,
+    codes_ptr,
+    scale_ptr,
+    zero_ptr,
+    x_scale_ptr,
+    row_scale_ptr,
+    bias_ptr,
+    out_ptr,
+    part_ptr,
+    count_ptr,
+    tokens,
+    outputs,
+    inputs,
+    words,
+    groups,
+    x_scale_st,
+    t_tiles,
+    blocks,
+    units,
+    programs,
+    BLOCK_T: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    EVEN: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    STRIP: tl.constexpr,
+    RUN: tl.constexpr,
+    SUMS: tl.constexpr,
+    DECODE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """EVEN: the block width divides the number of inputs. GROUP: inputs of a scale."""
+    epilogue = (x_scale_ptr, x_scale_st, row_scale_ptr, 1, bias_ptr, out_ptr)
+    size = (tokens, outputs, inputs)
+    cut = (t_tiles, blocks, units, programs)
+    mine = tl.program_id(0)
+    lo = mine * units // programs
+    hi = (mine + 1) * units // programs
+    wait(PDL)
+    for tile in range(lo // blocks, tl.cdiv(hi, blocks)):
+        first = tl.maximum(lo - tile * blocks, 0)
+        last = tl.minimum(hi - tile * blocks, blocks)
+        row_o = tile // t_tiles * BLOCK_O
+        row_t = tile % t_tiles * BLOCK_T
+        total = _range_of_tile(x_ptr, codes_ptr, scale_ptr, zero_ptr, first, last, row_o, row_t, size, words, groups,
+                               BLOCK_T, BLOCK_O, BLOCK_I, EVEN, BITS, GROUP, STRIP, RUN, SUMS, DECODE,
+                               PRECISION)  # fmt: skip
+        if part_ptr is None:
+            _write(total, row_o, row_t, epilogue, size, BLOCK_T, BLOCK_O)
+        elif last - first == blocks:
+            _write(total, row_o, row_t, epilogue, size, BLOCK_T, BLOCK_O)
+        else:
+            _reduce_split(total, tile, last - first, part_ptr, count_ptr, epilogue, size, cut, BLOCK_T, BLOCK_O)
+    announce(PDL)
+
+
+WHOLE = 1 << 30
+"""GROUP of a matrix with one scale for each row: a multiple of every block."""
+
+
+def packed_matmul_triton(
+    x_TI: torch.Tensor,
+    packed: PackedWeight,
+    tile: MatmulTile,
+    counts: torch.Tensor | None,
+    bias_O: torch.Tensor | None = None,
+    x_scale_T1: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Launch the kernel. `counts`: as in core.ops.kernels.matmul. Other arguments as in core.ops.packed_matmul."""
+    tokens, inputs = x_TI.shape
+    outputs, words = packed.codes.shape
+    bits, group = packed.format.stored_bits, packed.group or WHOLE
+    block = LANES * (32 // bits)
+    if tile.inputs % block:
+        raise ValueError(f"a tile for codes in {bits} bits has a multiple of {block} inputs, not {tile.inputs}")
+    if group % LANES and LANES % group:
+        raise ValueError(f"groups have a multiple or a divisor of {LANES} inputs, not {group}")
+    fp8 = x_TI.dtype is torch.float8_e4m3fn
+    if fp8 and group % LANES:
+        raise ValueError(f"E4M3 inputs need groups of a multiple of {LANES} inputs, not {group}: convert them to bf16")
+    out_TO = torch.empty(tokens, outputs, dtype=dtype or x_TI.dtype, device=x_TI.device)
+    t_tiles, tiles, blocks, programs = tile.launch(tokens, outputs, inputs)
+    parts = None
+    if tile.splits_tiles(tokens, outputs, inputs):
+        have = 0 if counts is None else counts.numel()
+        if have < tiles:
+            raise ValueError(f"{tiles} split tiles need one counter each; `counts` has {have}")
+        parts = torch.empty(2 * programs * tile.tokens * tile.outputs, dtype=torch.float32, device=x_TI.device)
+    run = gcd(group, block) // LANES if group % LANES == 0 else 1
+    _packed_matmul[(programs,)](
+        x_TI,
+        packed.codes,
+        packed.scale,
+        packed.zero,
+        x_scale_T1,
+        packed.row_scale,
+        bias_O,
+        out_TO,
+        parts,
+        counts,
+        tokens,
+        outputs,
+        inputs,
+        words,
+        packed.scale.shape[1],
+        0 if x_scale_T1 is None or x_scale_T1.numel() == 1 else x_scale_T1.stride(0),
+        t_tiles,
+        blocks,
+        tiles * blocks,
+        programs,
+        BLOCK_T=tile.tokens,
+        BLOCK_O=tile.outputs,
+        BLOCK_I=tile.inputs,
+        EVEN=inputs % tile.inputs == 0,
+        BITS=bits,
+        GROUP=group,
+        STRIP=LANES,
+        RUN=run,
+        SUMS=group % LANES == 0 and (fp8 or 2 * tile.tokens <= LANES * run),
+        DECODE=packed.format.decode,
+        PRECISION="ieee" if x_TI.dtype == torch.float32 else "tf32",
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **dependent(x_TI),
+    )
+    return out_TO

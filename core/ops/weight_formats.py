@@ -1,0 +1,47 @@
+"""Weight formats that the core brings. Quantizers may create others."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from dovetail.core.interfaces.weight import WeightFormat
+from dovetail.core.ops.formats import triton_encode
+
+NF4_VALUES = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""Quantiles of the normal distribution (Dettmers et al. 2023)."""
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def _integer(codes: torch.Tensor, offset: int) -> torch.Tensor:
+    return codes.float() - offset
+
+
+def _chosen(codes: torch.Tensor, values: tuple[float, ...]) -> torch.Tensor:
+    return torch.tensor(values, device=codes.device)[codes.long()]
+
+
+def _e4m3(codes: torch.Tensor) -> torch.Tensor:
+    return codes.view(torch.float8_e4m3fn).float()
+
+
+def _decoder(name: str) -> object:
+    return triton_encode(f"dovetail.core.ops.kernels.decoders:{name}")
+
+
+UINT4 = WeightFormat("uint4", 4, 4, partial(_integer, offset=0), _decoder("decode_uint4"), zero=True, e4m3=True)
+INT4 = WeightFormat("int4", 4, 4, partial(_integer, offset=8), _decoder("decode_int4"), e4m3=True)
+"""Codes are offset by 8."""
+UINT8 = WeightFormat("uint8", 8, 8, partial(_integer, offset=0), _decoder("decode_uint8"), zero=True)
+INT8 = WeightFormat("int8", 8, 8, partial(_integer, offset=128), _decoder("decode_int8"))
+"""Codes are offset by 128."""
+E2M1 = WeightFormat("e2m1", 4, 4, partial(_chosen, values=E2M1_VALUES), _decoder("decode_e2m1"), e4m3=True)
+"""FP4, as in NVFP4 and MXFP4."""
+NF4 = WeightFormat("nf4", 4, 4, partial(_chosen, values=NF4_VALUES), _decoder("decode_nf4"))
+E4M3 = WeightFormat("e4m3", 8, 8, _e4m3, _decoder("decode_e4m3_code"), e4m3=True)

@@ -1,0 +1,130 @@
+"""The kernels for packed weights against float64, with random codes, scales and inputs.
+
+They run compiled on a GPU, or in Triton's interpreter (tests/test_in_interpreter.py)."""
+
+from __future__ import annotations
+
+import os
+from itertools import product
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not (INTERPRETED or torch.cuda.is_available()):
+    pytest.skip("kernels need a GPU or TRITON_INTERPRET=1", allow_module_level=True)
+
+from dovetail.core.interfaces.weight import PackedWeight, WeightFormat  # noqa: E402
+from dovetail.core.ops.kernels.packed_matmul import packed_matmul_triton  # noqa: E402
+from dovetail.core.ops.kernels.packed_rows import packed_rows_triton  # noqa: E402
+from dovetail.core.ops.packed_matmul import multiplies_e4m3  # noqa: E402
+from dovetail.core.ops.packing import dequantize, pack  # noqa: E402
+from dovetail.core.ops.tiles import MatmulTile  # noqa: E402
+from dovetail.core.ops.weight_formats import E2M1, E4M3, INT4, INT8, NF4, UINT4, UINT8  # noqa: E402
+from dovetail.core.testing.interpreter import mend_interpreter  # noqa: E402
+
+if INTERPRETED:
+    mend_interpreter()
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+FORMATS = (UINT4, INT4, UINT8, INT8, E2M1, NF4, E4M3)
+FP8, FP16, FP32 = torch.float8_e4m3fn, torch.float16, torch.float32
+# The interpreter truncates float32 to bfloat16 instead of rounding, so float16 replaces it there.
+WIDE = FP16 if INTERPRETED else torch.bfloat16
+TILES = (MatmulTile(16, 64, 256), MatmulTile(32, 32, 512, split=2), MatmulTile(64, 32, 256, programs=5))
+EVERYTHING = os.environ.get("DOVETAIL_KERNELS") == "all"
+
+
+@pytest.fixture(autouse=True)
+def fresh_random_and_poison():
+    """Use torch's deterministic mode, which fills new tensors with NaN, to expose missing writes."""
+    torch.seed()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def packed(
+    fmt: WeightFormat, outputs: int, inputs: int, group: int, scale: torch.dtype = FP16, rows: bool = False
+) -> PackedWeight:
+    codes_OI = torch.randint(2**fmt.bits, (outputs, inputs), dtype=torch.uint8, device=DEVICE)
+    if fmt is E4M3:
+        codes_OI[codes_OI & 0x7F == 0x7F] = 0x7E  # no NaN
+    groups = -(-inputs // group) if group else 1
+    return PackedWeight(
+        fmt,
+        inputs,
+        group,
+        pack(codes_OI, fmt.stored_bits),
+        (torch.rand(outputs, groups, device=DEVICE) + 0.5).to(scale),
+        torch.randint(2**fmt.bits, (outputs, groups), dtype=torch.uint8, device=DEVICE) if fmt.zero else None,
+        torch.rand(outputs, device=DEVICE) + 0.5 if rows else None,
+    )
+
+
+def exact(x_TI, weight: PackedWeight, bias_O, x_scale_T1) -> torch.Tensor:
+    y_TO = x_TI.double() @ dequantize(weight).double().t()
+    y_TO = y_TO if x_scale_T1 is None else y_TO * x_scale_T1
+    return y_TO if bias_O is None else y_TO + bias_O
+
+
+def assert_multiplies(weight: PackedWeight, rows: int, tile: MatmulTile, dtype: torch.dtype) -> None:
+    x_TI = torch.randn(rows, weight.inputs, device=DEVICE).to(dtype)
+    bias_O = torch.randn(len(weight.codes), device=DEVICE).to(WIDE) if rows % 2 else None
+    x_scale_T1 = torch.rand(rows, 1, device=DEVICE) + 0.5 if dtype is FP8 else None
+    counts = torch.zeros(64, dtype=torch.int32, device=DEVICE)
+    got = packed_matmul_triton(x_TI, weight, tile, counts, bias_O, x_scale_T1, FP32)
+    expected = exact(x_TI, weight, bias_O, x_scale_T1)
+    # Products of 16 bits with scales, and codebooks, round weights to x's dtype.
+    error = (got.double() - expected).norm() / expected.norm()
+    assert error < (1e-3 if WIDE is FP16 else 5e-3), f"relative error {error:.2e}"  # NaN fails too
+    assert not counts.any()
+
+
+SHAPES = ((16, 3, 688), (32, 1, 300), (64, 17, 688), (128, 64, 256), (0, 130, 260), (8, 5, 688), (128, 1, 688))
+"""Groups, rows and inputs. Three of them for each format; all of them if DOVETAIL_KERNELS=all."""
+CASES = [
+    (fmt, *shape, TILES[(n + m) % len(TILES)])
+    for (n, fmt), (m, shape) in product(enumerate(FORMATS), enumerate(SHAPES))
+    if (m - n) % len(SHAPES) < 3 or EVERYTHING
+]
+
+
+@pytest.mark.parametrize(
+    ("fmt", "group", "rows", "inputs", "tile"), CASES, ids=lambda case: getattr(case, "name", None)
+)
+def test_16_bit_inputs(fmt, group, rows, inputs, tile):
+    scale = (FP32, FP16, FP8)[rows % 3]
+    assert_multiplies(packed(fmt, 40, inputs, group, scale, rows=rows % 2 == 0), rows, tile, WIDE)
+
+
+@pytest.mark.parametrize(("fmt", "group", "rows"), [(INT4, 32, 3), (UINT4, 128, 17), (E2M1, 0, 40), (E4M3, 64, 5)])
+def test_e4m3_inputs(fmt, group, rows):
+    assert_multiplies(packed(fmt, 40, 300, group), rows, TILES[rows % 3], FP8)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+def test_formats_that_are_exact_in_e4m3(fmt):
+    codes = torch.arange(2**fmt.bits, dtype=torch.uint8)
+    values = fmt.reference(codes) - (codes[:, None] if fmt.zero else 0)
+    assert fmt.e4m3 == bool(((values.to(FP8).float() == values) | values.isnan()).all())
+
+
+def test_groups_that_do_not_divide_into_strips_are_not_multiplied_in_e4m3():
+    assert multiplies_e4m3(packed(INT4, 1, 256, 64)) and multiplies_e4m3(packed(INT4, 1, 256, 0))
+    assert not multiplies_e4m3(packed(INT4, 1, 256, 16))
+    with pytest.raises(ValueError, match="multiple of 32 inputs, not 16"):
+        x_TI = torch.zeros(1, 256, device=DEVICE).to(FP8)
+        packed_matmul_triton(x_TI, packed(INT4, 1, 256, 16), TILES[0], None)
+    with pytest.raises(ValueError, match="a multiple or a divisor of 32 inputs, not 48"):
+        packed_matmul_triton(x_TI, packed(INT4, 1, 256, 48), TILES[0], None)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+def test_rows(fmt):
+    """Every code occurs."""
+    group = (0, 16, 128)[FORMATS.index(fmt) % 3]
+    weight = packed(fmt, 40, 300, group, rows=group == 16)
+    ids_T = torch.randint(40, (19,), device=DEVICE)
+    out_TI, out_OI = (torch.empty(n, 300, dtype=FP32, device=DEVICE) for n in (19, 40))
+    torch.testing.assert_close(packed_rows_triton(weight, ids_T, out_TI), dequantize(weight, ids_T))
+    torch.testing.assert_close(packed_rows_triton(weight, None, out_OI), dequantize(weight))
