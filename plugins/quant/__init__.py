@@ -1,7 +1,7 @@
 """Built-in quantizers."""
 
 from dovetail.plugins import builtin
-from dovetail.plugins.quant.config import AutoConfig, FP8Config, Int4Config, Int8Config, NoneConfig
+from dovetail.plugins.quant.config import AutoConfig, FP4Config, FP8Config, Int4Config, Int8Config, NoneConfig
 
 COMPONENTS = (
     builtin("quant", "auto", AutoConfig, "none:Unquantized", chooses="auto:choose", api="0.2"),
@@ -14,6 +14,15 @@ COMPONENTS = (
         "int4.quantizer:Int4",
         capabilities="capabilities:int4",
         reads="int4.checkpoint:reads",
+        api="0.2",
+    ),
+    builtin(
+        "quant",
+        "fp4",
+        FP4Config,
+        "fp4.quantizer:FP4",
+        capabilities="capabilities:fp4",
+        reads="fp4.checkpoint:reads",
         api="0.2",
     ),
     builtin(

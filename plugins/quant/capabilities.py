@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dovetail.core.compose.capabilities import FP8_HARDWARE, Capabilities, Host, Requires
-from dovetail.plugins.quant.config import FP8Config, Int4Config, Int8Config
+from dovetail.plugins.quant.config import FP4Config, FP8Config, Int4Config, Int8Config
 
 
 def int8(config: Int8Config, host: Host) -> Capabilities:
@@ -12,6 +12,11 @@ def int8(config: Int8Config, host: Host) -> Capabilities:
 
 def int4(config: Int4Config, host: Host) -> Capabilities:
     bits = config.bits + ((16 if config.symmetric else 24) / config.group if config.group else 0)
+    return Capabilities(provides={"weight_bits": bits, "product": "fp8" if config.activations == "fp8" else "model"})
+
+
+def fp4(config: FP4Config, host: Host) -> Capabilities:
+    bits = 4.5 if config.block == 16 else 4.25
     return Capabilities(provides={"weight_bits": bits, "product": "fp8" if config.activations == "fp8" else "model"})
 
 

@@ -46,6 +46,21 @@ class Int4Config(Config):
     """Patterns of layer paths that stay plain, for instance "layers.*.mlp.down"."""
 
 
+class FP4Config(Config):
+    """4-bit floats (E2M1) with a scale for each block of inputs: those of published NVFP4 and MXFP4 checkpoints, or
+    plain weights rounded as they load."""
+
+    block: Literal[16, 32] = 16
+    """Inputs that share a scale. 16: NVFP4, scales in E4M3. 32: MXFP4, scales are powers of two. Quantized checkpoints
+    have their own."""
+    activations: Literal["model", "fp8"] = "model"
+    """Format of the input of matmuls. model: the model's dtype. fp8: E4M3 with a scale per token."""
+    head: Literal["auto", "plain", "fp8"] = "auto"
+    """Format of the matrix of logits. auto: the model's dtype."""
+    skip: tuple[str, ...] = ()
+    """Patterns of layer paths that stay plain, for instance "layers.*.mlp.down"."""
+
+
 class FP8Config(Config):
     """W8A8 in E4M3 with dynamic scales, by default per output channel and per token. On GPUs without FP8
     matmuls, inputs keep 16 bits (W8A16)."""

@@ -1,10 +1,11 @@
-"""Layers that a quantized checkpoint leaves in the model's dtype. Imports no torch."""
+"""Parts that parsers of quantization_config share: layers left in the model's dtype, errors. Imports no torch."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, Literal
 
 from dovetail.core.errors import ConfigError, shown
 
@@ -29,10 +30,14 @@ def read_ignored(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def skips(ignored: tuple[str, ...], names: tuple[str, ...], path: str, *, substrings: bool = False) -> bool:
-    """Whether the layer merged from these matrices is plain. Raise ConfigError if only some of them are. `substrings`:
-    an entry that is part of a name matches it."""
-    plain = [any(entry in name if substrings else _matches(name, entry) for entry in ignored) for name in names]
+Way = Literal["names", "substrings", "wildcards"]
+"""How entries match: as a name or "re:" pattern, as a part of the name, or with the wildcard *."""
+
+
+def skips(ignored: tuple[str, ...], names: tuple[str, ...], path: str, way: Way = "names") -> bool:
+    """Whether the layer merged from these matrices is plain. Raise ConfigError if only some of them are."""
+    match = WAYS[way]
+    plain = [any(match(name, entry) for entry in ignored) for name in names]
     if any(plain) and not all(plain):
         some = ", ".join(name for name, skipped in zip(names, plain, strict=True) if skipped)
         raise ConfigError(
@@ -49,6 +54,20 @@ def _matches(name: str, entry: str) -> bool:
         return re.match(entry.removeprefix("re:"), name) is not None
     except re.error as error:
         raise wrong("ignore", entry, f"it is not a pattern: {error}") from None
+
+
+WAYS: dict[Way, Callable[[str, str], bool]] = {
+    "names": _matches,
+    "substrings": lambda name, entry: entry in name,
+    # ModelOpt lists modules; their children are excluded, too.
+    "wildcards": lambda name, entry: fnmatchcase(name, entry) or fnmatchcase(name, f"{entry}.*"),
+}
+
+
+def modelopt(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of ModelOpt's config that describes the weights: hf_quant_config.json nests it."""
+    nested = config.get("quantization")
+    return nested if isinstance(nested, Mapping) else config
 
 
 def wrong(key: str, value: object, reason: str) -> ConfigError:

@@ -14,6 +14,7 @@ from dovetail import LLM
 from dovetail.core.checkpoint import open_checkpoint
 from dovetail.core.errors import ConfigError
 from dovetail.core.testing.model_driver import build_context
+from dovetail.core.testing.rank_threads import on_threads
 from dovetail.plugins.model.config import LlamaConfig
 from dovetail.plugins.model.llama.decoder import Llama
 from dovetail.plugins.quant.config import FP8Config, NoneConfig
@@ -62,18 +63,18 @@ def quantize(folder: Path, config: dict, *, tensor: bool = False, kept: tuple[st
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": config}))
 
 
-def load(folder: Path, quantizer=None, kv_dtype: torch.dtype = torch.float32) -> Llama:
+def load(folder: Path, quantizer=None, kv_dtype: torch.dtype = torch.float32, collective=None) -> Llama:
     quantizer, config = quantizer or FP8(FP8Config()), LlamaConfig(path=str(folder))
     spec = Llama.spec(config)
     checkpoint = open_checkpoint(folder)
     quantizer.read_checkpoint(checkpoint)
-    model = Llama(config, replace(build_context(spec, quantizer=quantizer), kv_dtype=kv_dtype))
+    model = Llama(config, replace(build_context(spec, quantizer=quantizer, collective=collective), kv_dtype=kv_dtype))
     model.load(checkpoint.open())
     return model
 
 
-def logits(folder: Path, quantizer=None) -> torch.Tensor:
-    return Driver(load(folder, quantizer)).step([("a", TOKENS)])[0]
+def logits(folder: Path, quantizer=None, collective=None) -> torch.Tensor:
+    return Driver(load(folder, quantizer, collective=collective)).step([("a", TOKENS)])[0]
 
 
 @pytest.mark.parametrize("variant", ["gqa", "biases", "gptj"])
@@ -94,6 +95,66 @@ def test_one_scale_a_matrix_and_static_inputs(tmp_path):
     got = logits(tmp_path)
     assert not torch.equal(got, on_the_fly)
     assert (got - plain).norm() < 1.5 * (on_the_fly - plain).norm()
+
+
+BLOCKS = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [64, 128],
+    "modules_to_not_convert": ["lm_head"],
+}
+
+
+def in_blocks(weight_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (E4M3 weight, scale of each block of 64 outputs and 128 inputs, product). Last blocks are smaller."""
+    scale = torch.stack([
+        torch.stack([block.abs().max() / LARGEST for block in rows.split(128, dim=1)]) for rows in weight_OI.split(64)
+    ])  # fmt: skip
+    spread = scale.repeat_interleave(64, 0)[: len(weight_OI)].repeat_interleave(128, 1)[:, : weight_OI.shape[1]]
+    values = (weight_OI / spread).to(E4M3)
+    return values, scale, values.float() * spread
+
+
+@pytest.mark.parametrize("variant", ["gqa", "gptj"])
+def test_scales_of_blocks(variant, tmp_path):
+    """On one rank and on two, whose channels begin inside blocks. Rows that are reordered keep their scales."""
+    save_random(tmp_path, variant, hidden_size=192)
+    plain = {name: t for file in tmp_path.glob("*.safetensors") for name, t in load_file(file).items()}
+    stored = dict(plain)
+    for name in [n for n in plain if n.endswith(("_proj.weight", "fc_in.weight", "fc_out.weight"))]:
+        stored[name], stored[f"{name}_scale_inv"], plain[name] = in_blocks(plain[name])
+    quantize(tmp_path, BLOCKS, kept=("",), extra=plain)
+    (tmp_path / "config.json").rename(tmp_path / "config.stored")
+    (tmp_path / "config.json").write_text(
+        json.dumps({**json.loads((tmp_path / "config.stored").read_text()), "quantization_config": None})
+    )
+    expected = logits(tmp_path, Unquantized(NoneConfig()))
+    (tmp_path / "config.stored").rename(tmp_path / "config.json")
+    save_file(stored, tmp_path / "model.safetensors")
+    weights = FP8Config(activations="plain")
+    found = [logits(tmp_path, FP8(weights))]
+    found += on_threads(2, lambda collective: logits(tmp_path, FP8(weights), collective=collective))
+    for got in found:
+        torch.testing.assert_close(got, expected, atol=5e-4, rtol=0)
+    assert not torch.equal(logits(tmp_path), found[0]), "inputs are in FP8, too"
+
+
+def test_modelopt(tmp_path):
+    """One scale per matrix, KV scales below k_proj and v_proj, modules with wildcards, in hf_quant_config.json."""
+    save_random(tmp_path, "gqa", hidden_size=128)
+    extra = {f"model.layers.{i}.self_attn.{x}_proj.{x}_scale": torch.tensor(0.5 + i) for i in range(3) for x in "kv"}
+    quantize(tmp_path, STATIC, tensor=True)
+    config, file = tmp_path / "config.json", tmp_path / "model.safetensors"
+    expected = logits(tmp_path)
+    save_file({**load_file(file), **extra}, file)
+    hf = json.loads(config.read_text())
+    del hf["quantization_config"]
+    config.write_text(json.dumps(hf))
+    said = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head*"]}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": said}))
+    model = load(tmp_path, kv_dtype=E4M3)
+    assert [block.attention.layer.k_scale.tolist() for block in model.blocks] == [[0.5 + i] * 2 for i in range(3)]
+    assert torch.equal(logits(tmp_path), expected)
 
 
 def test_layers_left_plain(tmp_path):
@@ -152,12 +213,14 @@ def changed(path: str, value: object) -> dict:
         (changed("config_groups/group_0/targets", ["Attention"]), "targets"),
         (changed("config_groups/group_0/weights/num_bits", 4), "weights.num_bits is 4: there are 8"),
         (changed("config_groups/group_0/weights/type", "int"), "weights.type is 'int'"),
-        (changed("config_groups/group_0/weights/strategy", "block"), "weights.strategy is 'block'"),
+        (changed("config_groups/group_0/weights/strategy", "group"), "weights.strategy is 'group'"),
+        (changed("config_groups/group_0/weights/strategy", "block"), "block_structure is None: it must be two of 64"),
         (changed("config_groups/group_0/input_activations", None), "input_activations is None"),
         (changed("kv_cache_scheme", {**KV, "num_bits": 4}), "kv_cache_scheme.num_bits is 4"),
         (changed("ignore", "lm_head"), "ignore is 'lm_head'"),
         (changed("ignore", ["re:(a+)+$"]), "not repeated"),
-        ({**STATIC, "weight_block_size": [128, 128]}, r"weight_block_size is \[128, 128\]"),
+        ({**STATIC, "weight_block_size": [128, 100]}, r"weight_block_size is \[128, 100\]"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8"}, r"quant_algo is 'W4A8'"),
         ({**STATIC, "activation_scheme": None}, "activation_scheme is None"),
     ],
     ids=str,

@@ -1,6 +1,7 @@
 """Parser of a checkpoint's `quantization_config` for FP8 weights. Imports no torch.
 
-Supported: "compressed-tensors" with format "float-quantized" (scales per tensor or output channel), "fp8" (per tensor).
+Supported: "compressed-tensors" with format "float-quantized" (scales per tensor, output channel or block), "fp8" (per
+tensor or block), "modelopt" with FP8 (per tensor).
 """
 
 from __future__ import annotations
@@ -9,36 +10,47 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dovetail.plugins.quant.ignored import read_ignored, skips, wrong
+from dovetail.plugins.quant.ignored import Way, modelopt, read_ignored, skips, wrong
 
-READS = 'quant=fp8 reads compressed-tensors with format "float-quantized", and fp8 without blocks'
+READS = "quant=fp8 reads compressed-tensors with format float-quantized, fp8, and modelopt with FP8"
 KV_TENSORS = ("k_scale", "v_scale")
+BLOCKS = (64, 128, 256)
+MATRIX, ROW = (0, 0), (1, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A checkpoint whose linear layers are in E4M3, with a `weight_scale` for each weight."""
+    """A checkpoint whose linear layers are in E4M3."""
 
+    block: tuple[int, int] = MATRIX
+    """Outputs and inputs that share a scale; 0 = all."""
+    scale: str = "weight_scale"
+    """Name of the scales below a layer's prefix."""
     input_scales: bool = False
     """Whether layers also have an `input_scale`."""
-    row_scales: bool = False
-    """One `weight_scale` per output channel; False = one per matrix."""
-    kv_scales: bool = False
-    """Whether attention layers have a k_scale and a v_scale."""
+    kv_tensors: tuple[str, ...] = ()
+    """Names of the scales of K and V below an attention layer's prefix; () = there are none."""
     ignored: tuple[str, ...] = ()
-    """Layers left in the model's dtype: checkpoint names, or "re:" and a pattern that matches from the start."""
+    """Layers left in the model's dtype."""
+    way: Way = "names"
+    """How entries of `ignored` match."""
+
+    @property
+    def blocks(self) -> bool:
+        return self.block[1] != 0
 
     def skips(self, names: tuple[str, ...], path: str) -> bool:
-        return skips(self.ignored, names, path)
+        return skips(self.ignored, names, path, self.way)
 
 
 def reads(hf: Mapping[str, Any]) -> bool:
-    """Whether the method, and for compressed-tensors the format, are those of FP8 weights."""
+    """Whether the method, and for some methods the format, are those of FP8 weights."""
     config = hf.get("quantization_config")
     if not isinstance(config, Mapping):
         return False
     method, form = config.get("quant_method"), config.get("format")
-    return method == "fp8" or (method == "compressed-tensors" and form == "float-quantized")
+    formed = method == "compressed-tensors" and form == "float-quantized"
+    return method == "fp8" or formed or (method == "modelopt" and modelopt(config).get("quant_algo") == "FP8")
 
 
 def read_stored(hf: Mapping[str, Any]) -> Stored | None:
@@ -48,12 +60,11 @@ def read_stored(hf: Mapping[str, Any]) -> Stored | None:
         return None
     if not isinstance(config, Mapping):
         raise wrong("", config, "it must be an object")
+    readers = {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "modelopt": _modelopt}
     method = config.get("quant_method")
-    if method == "compressed-tensors":
-        return _compressed_tensors(config)
-    if method == "fp8":
-        return _fp8(config)
-    raise wrong("quant_method", method, READS)
+    if not isinstance(method, str) or method not in readers:
+        raise wrong("quant_method", method, READS)
+    return readers[method](config)
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> Stored:
@@ -65,31 +76,60 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Stored:
     (group,) = groups.values()
     if not isinstance(group, Mapping) or group.get("targets") != ["Linear"]:
         raise wrong("config_groups", groups, 'its targets must be ["Linear"]')
-    weights = _eight_bits(group, "weights", ("tensor", "channel"))
-    inputs = _eight_bits(group, "input_activations", ("tensor", "token"))
+    weights = _eight_bits(group, "weights", ("tensor", "channel", "block"))
+    inputs = _eight_bits(group, "input_activations", ("tensor", "token", "group"))
     scheme = config.get("kv_cache_scheme")
     if scheme is not None:
         _eight_bits(config, "kv_cache_scheme", ("tensor", "attn_head"))
+    blocks = {"tensor": lambda: MATRIX, "channel": lambda: ROW, "block": lambda: _block(weights, "block_structure")}
     return Stored(
+        block=blocks[weights["strategy"]](),
         input_scales=inputs.get("dynamic") is not True,
-        row_scales=weights["strategy"] == "channel",
-        kv_scales=scheme is not None,
+        kv_tensors=() if scheme is None else KV_TENSORS,
         ignored=read_ignored(config, "ignore"),
     )
 
 
 def _fp8(config: Mapping[str, Any]) -> Stored:
-    if (block := config.get("weight_block_size")) is not None:
-        raise wrong("weight_block_size", block, "block scales are not supported, only one scale per matrix")
     scheme = config.get("activation_scheme")
     if scheme not in ("static", "dynamic"):
         raise wrong("activation_scheme", scheme, "there are static, dynamic")
     kv = config.get("kv_cache_scheme")
     if kv not in (None, "static"):
         raise wrong("kv_cache_scheme", kv, "there are null, static")
+    blocks = config.get("weight_block_size") is not None
+    # AutoFP8 lists names, transformers parts of names.
+    key = "ignored_layers" if "ignored_layers" in config else "modules_to_not_convert"
     return Stored(
-        input_scales=scheme == "static", kv_scales=kv == "static", ignored=read_ignored(config, "ignored_layers")
+        block=_block(config, "weight_block_size") if blocks else MATRIX,
+        scale="weight_scale_inv" if blocks else "weight_scale",
+        input_scales=scheme == "static",
+        kv_tensors=() if kv is None else KV_TENSORS,
+        ignored=read_ignored(config, key),
+        way="names" if key == "ignored_layers" else "substrings",
     )
+
+
+def _modelopt(config: Mapping[str, Any]) -> Stored:
+    config = modelopt(config)
+    if (algorithm := config.get("quant_algo")) != "FP8":
+        raise wrong("quant_algo", algorithm, READS)
+    kv = config.get("kv_cache_quant_algo")
+    if kv not in (None, "FP8"):
+        raise wrong("kv_cache_quant_algo", kv, "there are null, FP8")
+    return Stored(
+        input_scales=True,
+        kv_tensors=() if kv is None else ("k_proj.k_scale", "v_proj.v_scale"),
+        ignored=read_ignored(config, "exclude_modules" if "exclude_modules" in config else "ignore"),
+        way="wildcards",
+    )
+
+
+def _block(config: Mapping[str, Any], key: str) -> tuple[int, int]:
+    value = config.get(key)
+    if not isinstance(value, list) or len(value) != 2 or not all(type(x) is int and x in BLOCKS for x in value):
+        raise wrong(key, value, f"it must be two of {', '.join(map(str, BLOCKS))}")
+    return value[0], value[1]
 
 
 def _eight_bits(config: Mapping[str, Any], key: str, strategies: tuple[str, ...]) -> Mapping[str, Any]:

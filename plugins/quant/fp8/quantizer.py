@@ -16,13 +16,14 @@ from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import PLAIN, Activation, Checkpoint, LinearMethod, LinearShape, Partial, Quantizer
 from dovetail.core.interfaces.tensor_record import Axis, TensorRecord
 from dovetail.core.interfaces.tuning import Tunable
+from dovetail.core.layers.packed import PackedLinear
 from dovetail.core.layers.plain import PlainLinear
-from dovetail.core.ops import decoded_matmul, scaled_matmul, unscaled_matmul
+from dovetail.core.ops import decoded_matmul, scaled_matmul, unscaled_matmul, weight_formats
 from dovetail.core.ops.tiles import MOST_SHARED_TILES
 from dovetail.core.startup_notes import note
 from dovetail.core.tuning.matmul import matmul_tunables
 from dovetail.plugins.quant.config import FP8Config
-from dovetail.plugins.quant.fp8.checkpoint import KV_TENSORS, Stored, read_stored
+from dovetail.plugins.quant.fp8.checkpoint import Stored, read_stored
 from dovetail.plugins.quant.fp8.format import E4M3, FP8_TENSOR, FP8_TOKEN, quantize_rows, quantize_tensor
 
 MULTIPLE = 16
@@ -39,8 +40,8 @@ class FP8(Quantizer):
             super().read_checkpoint(checkpoint)
         if self.stored is not None and self.config.skip:
             raise ConfigError("quant.skip keeps layers plain, but this checkpoint is in FP8: set quant.skip=[]")
-        if self.stored is not None and self.stored.kv_scales:
-            self.kv_scale_tensors = KV_TENSORS
+        if self.stored is not None:
+            self.kv_scale_tensors = self.stored.kv_tensors
 
     def table(self, path: str, shape: LinearShape, *, lookup: bool) -> LinearMethod | None:
         if self.config.head != "fp8" or path != "lm_head":
@@ -53,6 +54,8 @@ class FP8(Quantizer):
             return PlainLinear()
         if self.stored is not None and self.stored.skips(shape.names, path):
             return PlainLinear()
+        if self.stored is not None and self.stored.blocks:
+            return BlockFP8Linear(path, self.stored, self.config)
         shape.check_multiple(MULTIPLE, "quant=fp8", path, self.config.skip if self.stored is None else None)
         if self.stored is not None:
             return StoredFP8Linear(path, self.stored, self.config)
@@ -128,18 +131,49 @@ class StoredFP8Linear(FP8Linear):
     def __init__(self, path: str, stored: Stored, config: FP8Config) -> None:
         super().__init__(config)
         self.path = path
-        per_output = Axis("outputs", group=1 if stored.row_scales else 0)
-        scales = TensorRecord("weight_scale", (per_output,))
+        scales = TensorRecord("weight_scale", (Axis("outputs", stored.block[0]),))
         self.tensors = (TensorRecord("weight", dtypes=(E4M3,)), scales)
         if stored.input_scales:
             self.tensors += (TensorRecord("input_scale", (Axis("nothing"),)),)
 
     def load(self, params: dict[str, torch.Tensor], part: slice, tensors: Mapping[str, torch.Tensor]) -> None:
         scale_O = tensors["weight_scale"].float()
-        if not (scale_O.isfinite() & (scale_O > 0)).all():
-            raise ConfigError(
-                f"{self.path}: weight_scale must be one positive number, or one for each row; the least is "
-                f"{scale_O.min():g}"
-            )
+        _check_scales(self.path, scale_O)
         params["weight"][part] = tensors["weight"]
         params["scale"][part] = scale_O
+
+
+class BlockFP8Linear(PackedLinear):
+    """E4M3 weights of the checkpoint, with a scale for each block of outputs and inputs (DeepSeek-V3, 128 x 128).
+
+    Inputs have a scale per token, not one per 128 columns as in the source: a whole row in E4M3 loses little, and the
+    matmul applies it once.
+    """
+
+    def __init__(self, path: str, stored: Stored, config: FP8Config) -> None:
+        outputs, inputs = stored.block
+        plain = config.activations == "plain"
+        super().__init__(
+            weight_formats.E4M3, inputs, activations=PLAIN if plain else FP8_TOKEN, scale_dtype=torch.float32
+        )
+        self.path, self.scale_name, self.by_device = path, stored.scale, config.activations == "auto"
+        scales = TensorRecord(stored.scale, (Axis("outputs", outputs), Axis("inputs", inputs)))
+        self.tensors = (TensorRecord("weight", dtypes=(E4M3,)), scales)
+
+    def create(self, shape: LinearShape, device: torch.device) -> dict[str, torch.Tensor]:
+        if self.by_device and not _multiplies_fp8(device):
+            self.input = PLAIN
+        return super().create(shape, device)
+
+    def load(self, params: dict[str, torch.Tensor], part: slice, tensors: Mapping[str, torch.Tensor]) -> None:
+        scale_OG = tensors[self.scale_name].float()
+        _check_scales(self.path, scale_OG)
+        self.store(params, part, tensors["weight"].view(torch.uint8), self.shape.spread_groups(scale_OG, self.group))
+
+
+def _check_scales(path: str, scale: torch.Tensor) -> None:
+    if not (scale.isfinite() & (scale > 0)).all():
+        raise ConfigError(
+            f"{path}: weight_scale must be one positive number, or one for each row or block; the least is "
+            f"{scale.min():g}"
+        )

@@ -34,7 +34,7 @@ class Stored:
     """Whether the matrix of logits may be quantized, too: unless it is in `ignored`."""
 
     def skips(self, names: tuple[str, ...], path: str) -> bool:
-        return skips(self.ignored, names, path, substrings=self.layout == "awq")
+        return skips(self.ignored, names, path, "substrings" if self.layout == "awq" else "names")
 
 
 def reads(hf: Mapping[str, Any]) -> bool:

@@ -28,3 +28,14 @@ def pack_words(codes: torch.Tensor, bits: int, axis: int, order: tuple[int, ...]
     for at in range(1, each):
         words |= codes[..., at] << (at * bits)
     return words.movedim(-1, axis)
+
+
+def unpack_nibbles(pairs: torch.Tensor) -> torch.Tensor:
+    """uint8 pairs along the last axis -> codes of 4 bits, the one in the lower bits first."""
+    return torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)
+
+
+def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """The inverse of unpack_nibbles, for an even number of codes."""
+    low, high = codes.unflatten(-1, (-1, 2)).unbind(-1)
+    return low | high << 4

@@ -5,18 +5,27 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from dovetail.core.interfaces import LinearMethod, Quantizer
 from dovetail.core.testing.checkpoint import MemoryCheckpoint
 from dovetail.core.testing.quant import QuantizerContract
-from dovetail.plugins.quant.config import FP8Config, Int4Config, Int8Config, NoneConfig
+from dovetail.plugins.quant.config import FP4Config, FP8Config, Int4Config, Int8Config, NoneConfig
+from dovetail.plugins.quant.fp4.quantizer import FP4, round_to_fp4
 from dovetail.plugins.quant.fp8.format import E4M3, LARGEST, quantize_rows
 from dovetail.plugins.quant.fp8.quantizer import FP8
 from dovetail.plugins.quant.int4.quantizer import Int4
 from dovetail.plugins.quant.int8.quantizer import Int8
+from dovetail.plugins.quant.layouts.words import pack_nibbles
 from dovetail.plugins.quant.none import Unquantized
 
 from ...layouts import awq, compressed_tensors, gptq, pack_quantized, rounded
+
+
+def compressed_fp4(form: str, block: int) -> dict[str, Any]:
+    weights = {"num_bits": 4, "type": "float", "group_size": block, "symmetric": True}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, "ignore": ["lm_head"]}
 
 
 class TestNone(QuantizerContract):
@@ -94,6 +103,77 @@ class TestFP8ByRow(QuantizerContract):
     def checkpoint(self, method: LinearMethod, weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
         values, scale_O1 = quantize_rows(weight_OI.float())
         return {"weight": values, "weight_scale": scale_O1}
+
+
+class TestFP8Blocks(QuantizerContract):
+    """Blocks of 64 outputs and 64 inputs, which the shares of two ranks cut."""
+
+    error = 0.06
+
+    def make(self) -> Quantizer:
+        said = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [64, 64]}
+        quantizer = FP8(FP8Config())
+        quantizer.read_checkpoint(MemoryCheckpoint({"quantization_config": said}))
+        return quantizer
+
+    def checkpoint(self, method: LinearMethod, weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
+        outputs, inputs = weight_OI.shape
+        padded = F.pad(weight_OI.float(), (0, -inputs % 64, 0, -outputs % 64))
+        amax = padded.unflatten(0, (-1, 64)).unflatten(2, (-1, 64)).abs().amax((1, 3)).clamp(min=1e-10)
+        scale = (amax / LARGEST).repeat_interleave(64, 0).repeat_interleave(64, 1)[:outputs, :inputs]
+        return {"weight": (weight_OI.float() / scale).to(E4M3), "weight_scale_inv": amax / LARGEST}
+
+
+class TestNVFP4(QuantizerContract):
+    error = 0.12
+
+    def make(self) -> Quantizer:
+        return FP4(FP4Config())
+
+
+class TestMXFP4(QuantizerContract):
+    error = 0.16
+
+    def make(self) -> Quantizer:
+        return FP4(FP4Config(block=32, activations="fp8"))
+
+
+class StoredFP4(QuantizerContract):
+    error = 0.16
+    config: dict[str, Any]
+
+    def make(self) -> Quantizer:
+        quantizer = FP4(FP4Config())
+        quantizer.read_checkpoint(MemoryCheckpoint({"quantization_config": self.config}))
+        return quantizer
+
+
+class TestNVFP4CompressedTensors(StoredFP4):
+    config = compressed_fp4("nvfp4-pack-quantized", 16)
+
+    def checkpoint(self, method: LinearMethod, weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
+        codes, scale_OG, _, row_scale_O = round_to_fp4(weight_OI.float(), 16, nvfp4=True)
+        packed = pack_nibbles(F.pad(codes, (0, codes.shape[1] % 2)))
+        return {"weight_packed": packed, "weight_scale": scale_OG, "weight_global_scale": 1 / row_scale_O[:1]}
+
+
+class TestNVFP4ModelOpt(StoredFP4):
+    config = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
+
+    def checkpoint(self, method: LinearMethod, weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
+        codes, scale_OG, _, row_scale_O = round_to_fp4(weight_OI.float(), 16, nvfp4=True)
+        packed = pack_nibbles(F.pad(codes, (0, codes.shape[1] % 2)))
+        scales = {"weight_scale_2": row_scale_O[0], "input_scale": torch.tensor(0.1)}
+        return {"weight": packed, "weight_scale": scale_OG, **scales}
+
+
+class TestMXFP4CompressedTensors(StoredFP4):
+    config = compressed_fp4("mxfp4-pack-quantized", 32)
+
+    def checkpoint(self, method: LinearMethod, weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
+        codes, scale_OG, _, _ = round_to_fp4(weight_OI.float(), 32, nvfp4=False)
+        packed = pack_nibbles(F.pad(codes, (0, codes.shape[1] % 2)))
+        return {"weight_packed": packed, "weight_scale": (scale_OG.log2() + 127).to(torch.uint8)}
 
 
 class TestInt4(QuantizerContract):

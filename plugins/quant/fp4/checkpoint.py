@@ -1,0 +1,77 @@
+"""Parser of `quantization_config` for FP4 weights. Imports no torch.
+
+Supported: "compressed-tensors" with formats "nvfp4-pack-quantized" and "mxfp4-pack-quantized", "modelopt" with NVFP4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dovetail.plugins.quant.ignored import Way, modelopt, read_ignored, skips, wrong
+
+READS = (
+    "quant=fp4 reads compressed-tensors with formats nvfp4-pack-quantized, mxfp4-pack-quantized; modelopt with NVFP4"
+)
+FORMATS = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32}
+"""Format of compressed-tensors -> inputs that share a scale."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A checkpoint whose linear layers are in E2M1."""
+
+    layout: Literal["compressed-tensors", "modelopt"]
+    block: int
+    """16: NVFP4, scales in E4M3 and one for the matrix. 32: MXFP4, scales are powers of two."""
+    ignored: tuple[str, ...] = ()
+    way: Way = "names"
+
+    def skips(self, names: tuple[str, ...], path: str) -> bool:
+        return skips(self.ignored, names, path, self.way)
+
+
+def reads(hf: Mapping[str, Any]) -> bool:
+    """Whether the method and the format are those of FP4 weights."""
+    config = hf.get("quantization_config")
+    if not isinstance(config, Mapping):
+        return False
+    method = config.get("quant_method")
+    if method == "modelopt":
+        return modelopt(config).get("quant_algo") == "NVFP4"
+    return method == "compressed-tensors" and config.get("format") in FORMATS
+
+
+def read_stored(hf: Mapping[str, Any]) -> Stored | None:
+    """Return None if the weights are plain. Raises ConfigError naming a value that is not supported."""
+    config = hf.get("quantization_config")
+    if config is None:
+        return None
+    if not isinstance(config, Mapping):
+        raise wrong("", config, "it must be an object")
+    if not reads(hf):
+        raise wrong("quant_method", config.get("quant_method"), READS)
+    if config["quant_method"] == "modelopt":
+        return _modelopt(modelopt(config))
+    groups = config.get("config_groups")
+    if not isinstance(groups, Mapping) or len(groups) != 1:
+        raise wrong("config_groups", groups, "it must have one group for all linear layers")
+    (group,) = groups.values()
+    if not isinstance(group, Mapping) or group.get("targets") != ["Linear"]:
+        raise wrong("config_groups", groups, 'its targets must be ["Linear"]')
+    weights, block = group.get("weights"), FORMATS[config["format"]]
+    wanted = {"num_bits": 4, "type": "float", "group_size": block}
+    for key, value in wanted.items():
+        found = weights.get(key) if isinstance(weights, Mapping) else None
+        if found != value or type(found) is not type(value):
+            raise wrong(f"weights.{key}", found, f"{config['format']} has {value}")
+    return Stored("compressed-tensors", block, read_ignored(config, "ignore"))
+
+
+def _modelopt(config: Mapping[str, Any]) -> Stored:
+    size = config.get("group_size", 16)
+    if size != 16:
+        raise wrong("group_size", size, "NVFP4 has 16")
+    ignored = read_ignored(config, "exclude_modules" if "exclude_modules" in config else "ignore")
+    return Stored("modelopt", 16, ignored, "wildcards")

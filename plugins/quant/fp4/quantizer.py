@@ -1,0 +1,133 @@
+"""quant=fp4: E2M1 weights with a scale for each block of inputs, from published checkpoints or from plain weights.
+
+NVFP4 has blocks of 16 inputs, whose E4M3 scales are relative to one scale of the matrix. MXFP4 (Open Compute Project,
+Microscaling Formats 1.0) has blocks of 32 inputs, whose scales are powers of two. Input scales of a checkpoint are not
+used: inputs keep the model's dtype, or have a scale per token in E4M3.
+
+Shapes: T tokens, I input, O output, G blocks of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatch
+
+import torch
+import torch.nn.functional as F
+
+from dovetail.core.errors import ConfigError
+from dovetail.core.interfaces import PLAIN, ActFormat, Checkpoint, LinearMethod, LinearShape, Quantizer
+from dovetail.core.interfaces.tensor_record import OUTPUTS, Axis, TensorRecord
+from dovetail.core.layers.packed import PackedLinear
+from dovetail.core.layers.plain import PlainLinear
+from dovetail.core.ops.weight_formats import E2M1
+from dovetail.plugins.quant.config import FP4Config, FP8Config
+from dovetail.plugins.quant.fp4.checkpoint import Stored, read_stored
+from dovetail.plugins.quant.fp8.format import E4M3, FP8_TOKEN, LARGEST
+from dovetail.plugins.quant.fp8.quantizer import FP8Linear
+from dovetail.plugins.quant.layouts.words import unpack_nibbles
+
+LARGEST_CODE = 6.0
+BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+"""Halfway between adjacent magnitudes of E2M1."""
+
+
+class FP4(Quantizer):
+    config: FP4Config
+    stored: Stored | None = None
+
+    def read_checkpoint(self, checkpoint: Checkpoint) -> None:
+        self.stored = read_stored(checkpoint.config())
+        if self.stored is not None and self.config.skip:
+            raise ConfigError("quant.skip keeps layers plain, but this checkpoint is quantized: set quant.skip=[]")
+
+    def linear(self, path: str, shape: LinearShape) -> LinearMethod:
+        if any(fnmatch(path, pattern) for pattern in self.config.skip):
+            return PlainLinear()
+        activations = FP8_TOKEN if self.config.activations == "fp8" else PLAIN
+        if self.stored is None:
+            return RoundedFP4(self.config.block, activations)
+        if self.stored.skips(shape.names, path):
+            return PlainLinear()
+        return StoredFP4(path, self.stored, activations)
+
+    def table(self, path: str, shape: LinearShape, *, lookup: bool) -> LinearMethod | None:
+        if self.config.head != "fp8" or path != "lm_head":
+            return None
+        shape.check_multiple(16, "quant.head=fp8", path, None)
+        return FP8Linear(FP8Config())
+
+
+class FP4Linear(PackedLinear):
+    def __init__(self, block: int, activations: ActFormat) -> None:
+        # Powers of two are exact in bfloat16.
+        scales = E4M3 if block == 16 else torch.bfloat16
+        super().__init__(E2M1, block, activations=activations, scale_dtype=scales, row_scale=block == 16)
+
+
+class RoundedFP4(FP4Linear):
+    """Weights of a plain checkpoint, rounded to nearest as they load."""
+
+    def load(self, params: dict[str, torch.Tensor], part: slice, tensors: Mapping[str, torch.Tensor]) -> None:
+        weight_OI = tensors["weight"].to(params["codes"].device).float()
+        self.store(params, part, *round_to_fp4(weight_OI, self.step, nvfp4=self.row_scale))
+
+
+def round_to_fp4(
+    weight_OI: torch.Tensor, block: int, *, nvfp4: bool
+) -> tuple[torch.Tensor, torch.Tensor, None, torch.Tensor | None]:
+    """Return (codes uint8 [O, I], scale_OG, no zeros, scale of each row float32 [O] for NVFP4) of a float32 matrix."""
+    inputs = weight_OI.shape[1]
+    blocks_OGK = F.pad(weight_OI, (0, -inputs % block)).unflatten(1, (-1, block))
+    amax_OG = blocks_OGK.abs().amax(-1)
+    row_scale_O = None
+    if nvfp4:
+        whole = (amax_OG.max() / (LARGEST * LARGEST_CODE)).clamp(min=torch.finfo(torch.float32).tiny)
+        # The least positive scale, for blocks of zeros.
+        stored_OG = (amax_OG / LARGEST_CODE / whole).clamp(2**-9, LARGEST).to(E4M3)
+        row_scale_O, scale_OG = whole.expand(len(weight_OI)), stored_OG.float() * whole
+    else:
+        exponent_OG = amax_OG.clamp(min=2.0**-120).log2().floor() - 2
+        stored_OG = scale_OG = torch.exp2(exponent_OG)
+    values_OGK = blocks_OGK / scale_OG[..., None]
+    codes = torch.bucketize(values_OGK.abs(), torch.tensor(BOUNDS, device=weight_OI.device))
+    codes = codes + 8 * (values_OGK < 0)
+    return codes.flatten(1)[:, :inputs].to(torch.uint8), stored_OG, None, row_scale_O
+
+
+class StoredFP4(FP4Linear):
+    """Codes of the checkpoint."""
+
+    def __init__(self, path: str, stored: Stored, activations: ActFormat) -> None:
+        super().__init__(stored.block, activations)
+        self.path, self.is_modelopt = path, stored.layout == "modelopt"
+        one = (Axis("nothing"),)
+        codes, whole = ("weight", "weight_scale_2") if self.is_modelopt else ("weight_packed", "weight_global_scale")
+        self.names = codes, whole
+        records = [
+            TensorRecord(codes, (OUTPUTS, Axis("inputs", packed=2)), (torch.uint8,), unpack=unpack_nibbles),
+            TensorRecord(
+                "weight_scale", (OUTPUTS, Axis("inputs", stored.block)), (E4M3 if self.row_scale else torch.uint8,)
+            ),
+            TensorRecord("input_scale" if self.is_modelopt else "input_global_scale", one, optional=True),
+        ]
+        if self.row_scale:
+            records.append(TensorRecord(whole, one))
+        self.tensors = tuple(records)
+
+    def load(self, params: dict[str, torch.Tensor], part: slice, tensors: Mapping[str, torch.Tensor]) -> None:
+        codes, whole = self.names
+        scale_OG, row_scale_O = tensors["weight_scale"], None
+        if self.row_scale:
+            factor = tensors[whole].float().flatten()
+            if not (factor.isfinite() & (factor > 0)).all():
+                raise ConfigError(f"{self.path}: {whole} must be a positive number; it is {factor.item():g}")
+            row_scale_O = (factor if self.is_modelopt else 1 / factor).expand(part.stop - part.start)
+            scale_OG = scale_OG.view(torch.uint8)
+            scale_OG = self.shape.spread_groups(scale_OG, self.group).view(E4M3)
+        else:
+            # E8M0: an exponent with a bias of 127; 255 is NaN.
+            if (scale_OG == 255).any():
+                raise ConfigError(f"{self.path}: weight_scale has values that are not numbers")
+            scale_OG = torch.exp2(self.shape.spread_groups(scale_OG, self.group).float() - 127)
+        self.store(params, part, tensors[codes], scale_OG, None, row_scale_O)
