@@ -135,12 +135,13 @@ class GGUFCheckpoint(Checkpoint):
         if embedding not in self._stored:
             raise ConfigError(f"{where}: tensor 'token_embd.weight' is missing")
         types = {stored.type for _, stored in self._stored.values() if len(stored.shape) == 2}
+        blocks = sorted({stored.type for _, stored in self._stored.values() if not stored.plain})
         # Norms are in F32 whatever the model is in. Blocks are made of models in BF16, as a rule.
         dtype = "float16" if types <= {"F16"} else "float32" if types <= {"F32"} else "bfloat16"
         vocab = self._stored[embedding][1].shape[0]
         factors = next((h.tensors[_FACTORS] for h in map(_header, self._files) if _FACTORS in h.tensors), None)
         values = [] if factors is None else _mapped(factors).view(np.float32).ravel().tolist()
-        return make_config(self._metadata, list(self._stored), vocab, dtype, values, where)
+        return make_config(self._metadata, list(self._stored), vocab, dtype, blocks, values, where)
 
 
 class MappedTensor:

@@ -45,6 +45,8 @@ _KEYS = {
 }
 """Key below the architecture's name -> key of config.json."""
 _REFUSED = ("expert_count", "attention.sliding_window", "attention.scale", "logit_scale")
+_SCALING = {"factor": "factor", "original_context_length": "original_max_position_embeddings"}
+"""Key below rope.scaling -> key of rope_parameters."""
 _TRAINED, _LOW, _HIGH = 8192, 1.0, 4.0
 """Settings of Llama 3.1's scaling of rotary positions, of which a GGUF file has the resulting factors alone."""
 _LEADING_BOS = ("llama3", "llama-v3", "llama-bpe")
@@ -62,9 +64,17 @@ def read_architecture(metadata: META, where: str) -> Architecture:
     return ARCHITECTURES[stated]
 
 
-def make_config(metadata: META, names: Sequence[str], vocab: int, dtype: str, factors: list[float], where: str) -> str:
-    """Return config.json. `names`: Hugging Face names of the tensors; `factors`: by which the frequencies of rotary
-    positions are divided, [] = by none."""
+def make_config(
+    metadata: META,
+    names: Sequence[str],
+    vocab: int,
+    dtype: str,
+    blocks: Sequence[str],
+    factors: Sequence[float],
+    where: str,
+) -> str:
+    """Return config.json. `names`: Hugging Face names of the tensors; `blocks`: types of those in blocks; `factors`: by
+    which the frequencies of rotary positions are divided, () = by none."""
     architecture, prefix = read_architecture(metadata, where), metadata["general.architecture"]
     for key in _REFUSED:
         if metadata.get(f"{prefix}.{key}"):
@@ -87,11 +97,12 @@ def make_config(metadata: META, names: Sequence[str], vocab: int, dtype: str, fa
             "eos_token_id": list(dict.fromkeys(end for end in ends if end is not None)) or None,
             "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
             **config,
+            **({"quantization_config": {"quant_method": "gguf", "types": list(blocks)}} if blocks else {}),
         }
     )
 
 
-def _rope(metadata: META, prefix: str, factors: list[float], where: str) -> dict[str, Any]:
+def _rope(metadata: META, prefix: str, factors: Sequence[float], where: str) -> dict[str, Any]:
     theta = metadata.get(f"{prefix}.rope.freq_base", 10000.0)
     heads, key = metadata.get(f"{prefix}.attention.head_count"), f"{prefix}.rope.dimension_count"
     width = metadata.get(f"{prefix}.attention.key_length") or metadata.get(f"{prefix}.embedding_length", 0) // (
@@ -111,10 +122,11 @@ def _rope(metadata: META, prefix: str, factors: list[float], where: str) -> dict
         return rope
     if kind not in ("linear", "yarn"):
         raise ConfigError(f"{where}: {prefix}.rope.scaling.type is {shown(kind)}; there are none, linear, yarn")
-    rope |= {"rope_type": kind, "factor": metadata.get(f"{prefix}.rope.scaling.factor")}
-    if (trained := metadata.get(f"{prefix}.rope.scaling.original_context_length")) is not None:
-        rope["original_max_position_embeddings"] = trained
-    return rope
+    section = f"{prefix}.rope.scaling."
+    stated = {key.removeprefix(section): value for key, value in metadata.items() if key.startswith(section)}
+    if unknown := sorted(stated.keys() - {"type", "finetuned", *_SCALING}):
+        raise ConfigError(f"{where}: {section}{unknown[0]} is {shown(stated[unknown[0]])}, which is not supported")
+    return {**rope, "rope_type": kind, **{ours: stated[key] for key, ours in _SCALING.items() if key in stated}}
 
 
 def _llama3_factors(theta: float, dim: int, factor: float) -> list[float]:
