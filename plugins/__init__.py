@@ -74,4 +74,4 @@ def dovetail_tuning_tables() -> list[str]:
 
 @hookimpl
 def dovetail_checkpoint_readers() -> list[str]:
-    return ["dovetail.core.checkpoint.folder:FolderCheckpoint"]
+    return ["dovetail.core.checkpoint.folder:FolderCheckpoint", "dovetail.core.checkpoint.gguf:GGUFCheckpoint"]

@@ -1,7 +1,7 @@
 """Checkpoints: readers of model files, and the choice among them. Importing this package loads no torch."""
 
 from dovetail.core.checkpoint.folder import FolderCheckpoint
-from dovetail.core.checkpoint.readers import load_reader, locate, open_checkpoint
+from dovetail.core.checkpoint.readers import load_reader, locate, open_checkpoint, reader_problems
 from dovetail.core.checkpoint.safetensors_file import open_headers, open_safetensors
 from dovetail.core.interfaces.checkpoint import Checkpoint, LazyTensor, TensorHeader, WeightSource
 
@@ -16,4 +16,5 @@ __all__ = [
     "open_checkpoint",
     "open_headers",
     "open_safetensors",
+    "reader_problems",
 ]

@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 
 from dovetail.core.compose import installed
-from dovetail.core.compose.registry import Package, Registry
+from dovetail.core.compose.registry import Package, Problem, Registry
 from dovetail.core.errors import ConfigError, DovetailError, PluginError, shown
 from dovetail.core.files import is_inside, path_kind
 from dovetail.core.interfaces.checkpoint import Checkpoint
@@ -75,6 +75,17 @@ def load_reader(package: Package, reference: str) -> type[Checkpoint]:
     if not (isinstance(reader, type) and issubclass(reader, Checkpoint)):
         raise PluginError(str(package), f"the checkpoint reader {reference} is not a subclass of Checkpoint")
     return reader
+
+
+def reader_problems(registry: Registry) -> tuple[Problem, ...]:
+    """Return a problem for each reader that does not load."""
+    problems = []
+    for package, reference in registry.checkpoint_readers:
+        try:
+            load_reader(package, reference)
+        except PluginError as error:
+            problems.append(Problem(error.package, error.reason))
+    return tuple(problems)
 
 
 @contextmanager

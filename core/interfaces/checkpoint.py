@@ -38,7 +38,8 @@ class TensorHeader:
     """Shape of the stored values, in `dtype`."""
     file: Path
     blocks: str = ""
-    """Format of blocks that are stored as U8 [rows, bytes of a row], such as "Q4_K"; "" = plain values."""
+    """Format of blocks that are stored as U8 [rows, bytes of a row], such as "Q4_K"; "" = plain values. The config of
+    a checkpoint with blocks has a quantization_config."""
 
 
 QUANTIZATION_FILES = {"quantize_config.json": "gptq", "hf_quant_config.json": "modelopt"}

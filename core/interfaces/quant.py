@@ -155,12 +155,6 @@ class Quantizer(ABC):
                 f"config.json: the checkpoint is quantized already (quant_method {shown(method)}), and "
                 f"{type(self).__name__} takes plain weights. Choose a quantizer that reads it, or another checkpoint"
             )
-        for name, header in checkpoint.tensors().items():
-            if header.blocks:
-                raise ConfigError(
-                    f"{shown(header.file)}: tensor {shown(name)} is in {shown(header.blocks)}, and "
-                    f"{type(self).__name__} takes plain weights. Choose a quantizer that reads it, or another file"
-                )
 
     @abstractmethod
     def linear(self, path: str, shape: LinearShape) -> LinearMethod:

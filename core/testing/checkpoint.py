@@ -147,6 +147,8 @@ class CheckpointContract:
                 assert header.file.is_file(), f"{name}: the header's file must exist"
                 if header.blocks:
                     assert header.dtype == "U8" and len(header.shape) == 2, f"{name}: blocks must be U8 [rows, bytes]"
+                    stated = checkpoint.config().get("quantization_config", {}).get("quant_method")
+                    assert stated, f"{name} is in {header.blocks}: config() must state a quant_method"
 
     def test_slices_are_those_of_the_whole(self) -> None:
         with self._saved() as checkpoint:

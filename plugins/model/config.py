@@ -13,7 +13,7 @@ class LlamaConfig(Config):
     """Dense decoders: Llama 2 to 3.3, Mistral, Qwen 2, 2.5 and 3, Falcon, GPT-J."""
 
     path: str | None = None
-    """Folder with config.json and *.safetensors, or a file or folder that a package's checkpoint reader recognizes;
+    """Folder with config.json and *.safetensors, a GGUF file, or what a package's checkpoint reader recognizes;
     pkg://package.module/folder for one inside an installed package."""
     load: Literal["auto", "dummy"] = "auto"
     """auto: weights from `path`. dummy: random weights of the same shapes (the output is meaningless)."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic_core import to_jsonable_python
 
+from dovetail.core.checkpoint import reader_problems
 from dovetail.core.compose import KINDS, Config, Host, Registered, Registry
 from dovetail.core.compose.compatibility import stated_by_default
 from dovetail.core.compose.config import part_fields
@@ -47,7 +48,7 @@ def describe(registry: Registry, kind: str | None, package: str | None, host: Ho
                 "unnamed": p.unnamed,
                 "reason": p.reason,
             }
-            for p in (*registry.problems, *package_tables(registry)[1])
+            for p in (*registry.problems, *package_tables(registry)[1], *reader_problems(registry))
             if shown(p.kind or kind or "", p.package)
         ],
     }

@@ -36,8 +36,6 @@ class FP8(Quantizer):
 
     def read_checkpoint(self, checkpoint: Checkpoint) -> None:
         self.stored = read_stored(checkpoint.config())
-        if self.stored is None:
-            super().read_checkpoint(checkpoint)
         if self.stored is not None and self.config.skip:
             raise ConfigError("quant.skip keeps layers plain, but this checkpoint is in FP8: set quant.skip=[]")
         if self.stored is not None:

@@ -1,0 +1,60 @@
+"""Decoders of GGUF blocks against the package gguf, on random bytes."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from dovetail.core.errors import ConfigError
+from dovetail.plugins.quant.layouts.gguf import FORMATS, decode_blocks
+
+SCALES = {"Q4_0": (0,), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+"""Positions of the float16 numbers of a block."""
+
+
+def random_blocks(name: str, rows: int, blocks: int) -> torch.Tensor:
+    """Return random bytes with finite scales."""
+    size = FORMATS[name].size
+    bytes_RBS = np.random.default_rng().integers(0, 256, (rows, blocks, size), np.uint8)
+    for at in SCALES[name]:
+        halves = bytes_RBS[..., at : at + 2].copy().view(np.float16)
+        bytes_RBS[..., at : at + 2] = np.where(np.isfinite(halves), halves, np.float16(-0.75)).view(np.uint8)
+    return torch.from_numpy(bytes_RBS.reshape(rows, blocks * size))
+
+
+def expected(name: str, bytes_RS: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(gguf.quants.dequantize(bytes_RS.numpy(), gguf.GGMLQuantizationType[name]))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_values_are_exactly_those_of_ggml(name: str) -> None:
+    bytes_RS = random_blocks(name, 64, 5)
+    codes = decode_blocks(name, bytes_RS)
+    assert torch.equal(codes.values_RC(), expected(name, bytes_RS))
+    product = codes.scales_RG.repeat_interleave(FORMATS[name].group, 1) * codes.codes_RC
+    offsets = codes.offsets_RG().repeat_interleave(FORMATS[name].group, 1)
+    assert torch.equal(product - offsets, expected(name, bytes_RS)), "scale * code - offset is exact, too"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_format_is_as_it_is_described(name: str) -> None:
+    form, blocks = FORMATS[name], random_blocks(name, 32, 4)
+    codes = decode_blocks(name, blocks)
+    assert (form.values, form.size) == gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+    assert codes.codes_RC.shape == (32, 4 * form.values) and codes.codes_RC.dtype is torch.uint8
+    assert codes.scales_RG.shape == (32, 4 * form.values // form.group)
+    assert codes.codes_RC.max() == 2**form.bits - 1, "all codes occur in random bytes"
+    assert 0 <= codes.zero < 2**form.bits
+
+
+def test_blocks_of_columns_decode_alone() -> None:
+    whole = random_blocks("Q6_K", 8, 6)
+    part = whole[:, 210 * 2 : 210 * 5]
+    assert torch.equal(decode_blocks("Q6_K", part).values_RC(), expected("Q6_K", whole)[:, 512:1280])
+
+
+def test_an_unknown_type_names_the_others() -> None:
+    with pytest.raises(ConfigError, match="Q2_K are not decoded; there are Q4_0, Q8_0, Q4_K, Q5_K, Q6_K"):
+        decode_blocks("Q2_K", torch.zeros(1, 84, dtype=torch.uint8))
