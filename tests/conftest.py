@@ -56,7 +56,7 @@ FIRST = (
     "server/test_replicas.py",
     "test_in_interpreter.py",
     "server/test_hostile.py",
-    "numerics/test_perplexity.py",
+    "numerics/test_quality.py",
     "server/test_traces.py",
     "contract/scheduler/test_builtin.py",
     "server/test_adapters.py",

@@ -13,6 +13,7 @@ import torch
 
 from dovetail.core.interfaces import LogprobColumns, Model, RowResult, StepResult
 from dovetail.core.ops.logprobs import best_logprobs
+from dovetail.core.worker import prompt_logits
 from dovetail.core.worker.batch import Rows
 from dovetail.core.worker.device_state import DeviceState
 from dovetail.core.worker.sampling import SampledRows
@@ -136,8 +137,11 @@ def prompt_logprobs(
         if wanted is not None and count > 0:
             following = state.tokens_SL[slot, start + 1 : start + 1 + count].long()
             states = states_TC[first : first + count]
-            pieces = zip(states.split(most), following.split(most), strict=True)
-            best = [_best(model.logits(states_NC), chosen_N, wanted) for states_NC, chosen_N in pieces]
+            best: list[list[torch.Tensor]] = []
+            for states_NC, chosen_N in zip(states.split(most), following.split(most), strict=True):
+                logits_NV = model.logits(states_NC)
+                prompt_logits.send(info.blob.request.prompt_ids, start + len(best) * most, logits_NV)
+                best.append(_best(logits_NV, chosen_N, wanted))
             found[i] = [torch.cat(parts) for parts in zip(*best, strict=True)]
     return found
 

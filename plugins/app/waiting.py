@@ -80,3 +80,5 @@ def phases_in_lines(console: Console, what: str = "starting") -> Iterator[Progre
         yield progress
     finally:
         finished.set()
+        if thread.ident is not None:
+            thread.join()

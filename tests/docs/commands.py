@@ -27,6 +27,7 @@ COMPOSED_ONLY = {
     "app=ladder": "takes minutes, or GPUs",
     "spec_decode:[none,ngram]}": "takes minutes",
     "one_at_a_time": "takes a minute",
+    "app=quality": "takes minutes; tests/unit/app/test_quality.py runs a small one",
 }
 """Commands with these words are only composed and checked (`--cfg job`), except those of `app=plan`."""
 
@@ -124,7 +125,7 @@ class Command:
         before, after = start[:cut], start[cut:]
         app = next((word for word in before if word.startswith("app=")), "app=generate")
         app = next((f"app={word.partition('=')[2]}" for word in before if word.startswith("+preset=ladder")), app)
-        measures = app in ("app=bench", "app=ablate") or "ladder" in app
+        measures = app in ("app=bench", "app=ablate", "app=quality") or "ladder" in app
         if (app == "app=generate" or measures) and "--cfg" not in before and not {"--help", "-h"} & set(before):
             limited = app != "app=generate" or any(word.startswith("generate.max_tokens") for word in before)
             before += [] if limited else [FEW_TOKENS]

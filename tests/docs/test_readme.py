@@ -44,8 +44,8 @@ def given(command: str) -> list[str]:
     argv = shlex.split(command, comments=True)[2:]
     if "model.path=/models/Llama-3-8B" in argv:
         argv = [a.replace("/models/Llama-3-8B", "pkg://dovetail.plugins.model.bundled/tiny") for a in argv]
-    # An ablation takes minutes (tests/unit/app/test_ablate.py, docs/ablations.md run smaller ones); tuning needs a GPU.
-    if {"app=ablate", "app=tune"} & set(argv):
+    # Comparisons take minutes (tests/unit/app and docs/ablations.md run smaller ones); tuning needs a GPU.
+    if {"app=ablate", "app=quality", "app=tune"} & set(argv):
         argv += ["--cfg", "job"]
     return argv
 

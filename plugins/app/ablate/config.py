@@ -11,6 +11,7 @@ from dovetail.plugins.app.bench.config import RunsConfig
 
 Value = bool | int | float | str | None
 Values = Annotated[tuple[Value, ...], Field(min_length=1)]
+Design = Literal["grid", "one_at_a_time"]
 
 
 class QualityConfig(Config):
@@ -35,7 +36,7 @@ class AblateConfig(RunsConfig):
     vary: dict[str, Values] = Field(default_factory=dict)
     """Kind or dotted option -> values to try: {kv_cache: [paged, radix], engine.page_size: [16, 32]}. The baseline is
     the given composition."""
-    design: Literal["grid", "one_at_a_time"] = "grid"
+    design: Design = "grid"
     """grid: every combination of values. one_at_a_time: the baseline with one value changed."""
     ladder: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     """Ordered steps, instead of `vary`: name -> overrides added to the previous step. Each step is compared with the

@@ -1,9 +1,10 @@
-"""Variants of an ablation: compositions built from `vary` or `ladder`, and the baselines of each."""
+"""Variants of an app that compares compositions: built from `vary`, a list or a ladder, with the baselines of each."""
 
 from __future__ import annotations
 
 import itertools
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,19 +14,35 @@ import yaml
 from dovetail.core.compose import KINDS, Composition, compose
 from dovetail.core.compose.wording import show
 from dovetail.core.errors import ConfigError, PluginError
-from dovetail.plugins.app.ablate.config import AblateConfig, Value
+from dovetail.plugins.app.ablate.config import AblateConfig, Design, Value
 
 Words = tuple[str, ...]
 Unfit = Callable[[str, Composition], str | None]
 """(name, composition) -> reason why this host cannot run it, or None."""
 
-SHARED = {
-    "app": "each variant is measured as app=bench does",
-    "ablate": "the options of this app hold for all variants",
-    "bench": "set the option of that name of app=ablate, for all variants",
-    "workload": "variants are compared on the same requests; choose them once, by workload=<name>",
-}
-"""First parts of keys that cannot vary -> reason."""
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The app whose variants are built."""
+
+    name: str
+    """First part of its options."""
+    composes: str
+    """App for which the variants are composed."""
+    fixed: Mapping[str, str]
+    """First parts of keys that cannot vary -> reason."""
+
+
+ABLATE = Owner(
+    name="ablate",
+    composes="bench",
+    fixed={
+        "app": "each variant is measured as app=bench does",
+        "ablate": "the options of this app hold for all variants",
+        "bench": "set the option of that name of app=ablate, for all variants",
+        "workload": "variants are compared on the same requests; choose them once, by workload=<name>",
+    },
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +51,7 @@ class Variant:
     changes: Words
     """Overrides added to the given composition, or for a ladder step to the previous step."""
     composition: Composition
-    """Composition for app=bench."""
+    """Composition for the owner's `composes`."""
     baselines: tuple[str, ...] = ()
     """Names of the variants to compare with, nearest first."""
     skipped: str | None = None
@@ -43,11 +60,12 @@ class Variant:
 
 @dataclass(slots=True)
 class _Mistakes:
+    owner: Owner
     found: list[str] = field(default_factory=list)
 
     def compose(self, name: str, words: Sequence[str], like: Composition) -> Composition | None:
         try:
-            return compose(words, app="bench", registry=like.registry, config_dirs=like.config_dirs)
+            return _compose(self.owner, words, like)
         except (ConfigError, PluginError) as error:
             self.found.append(f"{name}: {error}")
             return None
@@ -69,7 +87,7 @@ def make(config: AblateConfig, composition: Composition, unfit: Unfit = lambda n
     if config.ladder:
         return _steps(config.ladder, composition, unfit)
     if config.vary:
-        found = _combinations(config, composition)
+        found = combinations(ABLATE, config.vary, composition, design=config.design)
         return [replace(variant, skipped=unfit(variant.name, variant.composition)) for variant in found]
     raise ConfigError(
         "app=ablate needs something to try: 'ablate.vary={kv_cache:[paged,radix]}' compares values, "
@@ -80,21 +98,24 @@ def make(config: AblateConfig, composition: Composition, unfit: Unfit = lambda n
 # Values.
 
 
-def _combinations(config: AblateConfig, composition: Composition) -> list[Variant]:
-    mistakes, given = _Mistakes(), _given(composition)
-    for key, values in config.vary.items():
-        if reason := _cannot_vary(key):
+def combinations(
+    owner: Owner, vary: Mapping[str, Sequence[Value]], composition: Composition, *, design: Design = "grid"
+) -> list[Variant]:
+    """Return the baseline, which is the given composition, and each combination of values that differs from it."""
+    mistakes, given = _Mistakes(owner), _given(owner, composition)
+    for key, values in vary.items():
+        if reason := _cannot_vary(owner, key):
             mistakes.found.append(reason)
             continue
         if twice := [value for i, value in enumerate(values) if _is_in(value, values[:i])]:
-            mistakes.found.append(f"ablate.vary: {key} has {show(twice[0])} twice")
+            mistakes.found.append(f"{owner.name}.vary: {key} has {show(twice[0])} twice")
         # Check each value alone, so that its mistake is reported once and not for every combination.
         for value in values:
             mistakes.compose(f"{key}={show(value)}", merged(given, [word(key, value)]), composition)
     mistakes.raise_all()
-    base = compose(given, app="bench", registry=composition.registry, config_dirs=composition.config_dirs)
+    base = _compose(owner, given, composition)
     found: list[Variant] = []
-    for chosen in _chosen(config):
+    for chosen in _chosen(vary, design):
         words = [word(key, value) for key, value in chosen.items()]
         name = ", ".join(f"{key}={show(value)}" for key, value in chosen.items())
         made = mistakes.compose(name, merged(given, words), composition)
@@ -104,25 +125,27 @@ def _combinations(config: AblateConfig, composition: Composition) -> list[Varian
             mistakes.found.append(f"{name}: composes to the same as {same.name}")
         found.append(Variant(name, tuple(words), made))
     mistakes.raise_all()
-    name = ", ".join(f"{key}={_value_of(key, base)}" for key in config.vary)
+    name = ", ".join(f"{key}={_value_of(key, base)}" for key in vary)
     if not found:
-        raise ConfigError(f"ablate.vary: every value equals the baseline's ({name}), so there is nothing to compare")
+        raise ConfigError(
+            f"{owner.name}.vary: every value equals the baseline's ({name}), so there is nothing to compare"
+        )
     if any(variant.name == name for variant in found):
         name = f"as given, {name}"  # a variant chosen by a preset has the name of its component
     return [Variant(name, (), base), *(replace(variant, baselines=(name,)) for variant in found)]
 
 
-def _chosen(config: AblateConfig) -> Iterator[dict[str, Value]]:
-    if config.design == "one_at_a_time":
-        return ({key: value} for key, values in config.vary.items() for value in values)
-    return (dict(zip(config.vary, values, strict=True)) for values in itertools.product(*config.vary.values()))
+def _chosen(vary: Mapping[str, Sequence[Value]], design: Design) -> Iterator[dict[str, Value]]:
+    if design == "one_at_a_time":
+        return ({key: value} for key, values in vary.items() for value in values)
+    return (dict(zip(vary, values, strict=True)) for values in itertools.product(*vary.values()))
 
 
-def _cannot_vary(key: str) -> str:
+def _cannot_vary(owner: Owner, key: str) -> str:
     if not re.fullmatch(r"[\w@./]+", key):
-        return f"ablate.vary: `{key}` is neither a kind nor a dotted option, such as kv_cache or engine.page_size"
+        return f"{owner.name}.vary: `{key}` is neither a kind nor a dotted option, such as kv_cache or engine.page_size"
     root = key.split(".")[0]
-    return f"ablate.vary: `{key}` cannot vary: {SHARED[root]}" if root in SHARED else ""
+    return f"{owner.name}.vary: `{key}` cannot vary: {owner.fixed[root]}" if root in owner.fixed else ""
 
 
 def _is_in(value: Value, values: Sequence[Value]) -> bool:
@@ -142,15 +165,38 @@ def _value_of(key: str, base: Composition) -> str:
     return show(node) if not isinstance(node, Mapping) else "as given"
 
 
+# A list.
+
+
+def listed(owner: Owner, lines: Sequence[str], composition: Composition) -> list[Variant]:
+    """Return the baseline, which is the given composition, and a variant for each line of overrides."""
+    mistakes, given = _Mistakes(owner), _given(owner, composition)
+    base = Variant("as given", (), _compose(owner, given, composition))
+    found = [base]
+    for line in lines:
+        if refused := _refused(owner, words := shlex.split(line)):
+            mistakes.found += [f"{line}: {reason}" for reason in refused]
+        elif (made := mistakes.compose(line, merged(given, words), composition)) is not None:
+            if same := next((other for other in found if _same(other.composition, made)), None):
+                mistakes.found.append(f"{line}: composes to the same as {same.name}")
+            found.append(Variant(line, tuple(words), made, (base.name,)))
+    mistakes.raise_all()
+    return found
+
+
+def _refused(owner: Owner, words: Sequence[str]) -> list[str]:
+    return [f"`{text}`: {owner.fixed[root]}" for text in words if (root := _root(text)) in owner.fixed]
+
+
 # A ladder.
 
 
 def _steps(ladder: Mapping[str, Words], composition: Composition, unfit: Unfit) -> list[Variant]:
     """Build the ladder. A step that cannot run on this host is skipped; the next one builds on the last that can."""
-    mistakes, words = _Mistakes(), _given(composition)
+    mistakes, words = _Mistakes(ABLATE), _given(ABLATE, composition)
     found: list[Variant] = []
     for name, step in ladder.items():
-        if refused := [f"`{text}` in a step: {SHARED[root]}" for text in step if (root := _root(text)) in SHARED]:
+        if refused := _refused(ABLATE, step):
             mistakes.found += [f"{name}: {reason}" for reason in refused]
             continue
         mine = merged(words, step)
@@ -173,9 +219,13 @@ def _steps(ladder: Mapping[str, Words], composition: Composition, unfit: Unfit) 
 # Overrides.
 
 
-def _given(composition: Composition) -> list[str]:
-    """Return the overrides of the command line, without those of this app."""
-    return [text for text in composition.overrides if _root(text) not in ("app", "ablate")]
+def _compose(owner: Owner, words: Sequence[str], like: Composition) -> Composition:
+    return compose(words, app=owner.composes, registry=like.registry, config_dirs=like.config_dirs)
+
+
+def _given(owner: Owner, composition: Composition) -> list[str]:
+    """Return the overrides of the command line, without those of the owner."""
+    return [text for text in composition.overrides if _root(text) not in ("app", owner.name)]
 
 
 def _root(text: str) -> str:

@@ -87,7 +87,7 @@ def _measure(order: Mapping[str, Any], control: Channel) -> dict[str, Any]:
         name, workload = order["workload"], composition.part("workload").build()
         loads = [_load(runs, name, workload, rate, order["first"]) for rate in workload.rates()]
         answers = None
-        if order["quality"] is not None and _computes(composition):
+        if order["quality"] is not None and computes(composition):
             control.send({"op": "phase", "name": "quality", "share": None})
             answers = probe(target, order["quality"], composition.engine.seed)
     return {"startup": startup, "loads": loads, "quality": answers}
@@ -111,7 +111,7 @@ def _load(runs: Runs, name: str, workload: Workload, rate: float | None, first: 
     return {"rate": rate, "runs": found}
 
 
-def _computes(composition: Composition) -> bool:
+def computes(composition: Composition) -> bool:
     """Whether the device computes tokens; answers of a simulated one cannot be compared."""
     from dovetail.core.host import detect_host
 
