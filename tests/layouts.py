@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from dovetail.core.layouts.words import AWQ_4, pack_words
 from dovetail.plugins.quant.int4.quantizer import FORMATS
 from dovetail.plugins.quant.int4.rounding import round_to_nearest
-from dovetail.plugins.quant.layouts.words import AWQ_4, pack_words
 
 
 def pack_quantized(**weights: Any) -> dict[str, Any]:

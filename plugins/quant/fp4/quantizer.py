@@ -20,12 +20,12 @@ from dovetail.core.interfaces import PLAIN, ActFormat, Checkpoint, LinearMethod,
 from dovetail.core.interfaces.tensor_record import OUTPUTS, Axis, TensorRecord
 from dovetail.core.layers.packed import PackedLinear
 from dovetail.core.layers.plain import PlainLinear
+from dovetail.core.layouts.words import unpack_nibbles
 from dovetail.core.ops.weight_formats import E2M1
 from dovetail.plugins.quant.config import FP4Config, FP8Config
 from dovetail.plugins.quant.fp4.checkpoint import Stored, read_stored
 from dovetail.plugins.quant.fp8.format import E4M3, FP8_TOKEN, LARGEST
 from dovetail.plugins.quant.fp8.quantizer import FP8Linear
-from dovetail.plugins.quant.layouts.words import unpack_nibbles
 
 LARGEST_CODE = 6.0
 BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)

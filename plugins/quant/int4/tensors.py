@@ -14,8 +14,8 @@ from dovetail.core.arithmetic import ceil_div
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import LinearShape
 from dovetail.core.interfaces.tensor_record import INPUTS, OUTPUTS, Axis, TensorRecord
+from dovetail.core.layouts.words import AWQ_4, unpack_words
 from dovetail.plugins.quant.int4.checkpoint import Stored
-from dovetail.plugins.quant.layouts.words import AWQ_4, unpack_words
 
 WORDS = (torch.int32,)
 INDICES = (torch.int32, torch.int64)

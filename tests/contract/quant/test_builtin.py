@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from dovetail.core.interfaces import LinearMethod, Quantizer
+from dovetail.core.layouts.words import pack_nibbles
 from dovetail.core.testing.checkpoint import MemoryCheckpoint
 from dovetail.core.testing.quant import QuantizerContract
 from dovetail.plugins.quant.config import FP4Config, FP8Config, Int4Config, Int8Config, NoneConfig
@@ -16,7 +17,6 @@ from dovetail.plugins.quant.fp8.format import E4M3, LARGEST, quantize_rows
 from dovetail.plugins.quant.fp8.quantizer import FP8
 from dovetail.plugins.quant.int4.quantizer import Int4
 from dovetail.plugins.quant.int8.quantizer import Int8
-from dovetail.plugins.quant.layouts.words import pack_nibbles
 from dovetail.plugins.quant.none import Unquantized
 
 from ...layouts import awq, compressed_tensors, gptq, pack_quantized, rounded

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dovetail.core.errors import ConfigError
-from dovetail.plugins.quant.layouts.gguf import FORMATS, decode_blocks
+from dovetail.plugins.quant.gguf.blocks import FORMATS, decode_blocks
 
 SCALES = {"Q4_0": (0,), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 """Positions of the float16 numbers of a block."""

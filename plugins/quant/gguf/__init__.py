@@ -1,0 +1,1 @@
+"""Block-quantized weights of GGUF files."""
