@@ -38,6 +38,8 @@ def _decoder(name: str) -> object:
 UINT4 = WeightFormat("uint4", 4, 4, partial(_integer, offset=0), _decoder("decode_uint4"), zero=True, e4m3=True)
 INT4 = WeightFormat("int4", 4, 4, partial(_integer, offset=8), _decoder("decode_int4"), e4m3=True)
 """Codes are offset by 8."""
+INT6 = WeightFormat("int6", 6, 8, partial(_integer, offset=32), _decoder("decode_int6"))
+"""Codes are offset by 32, as in Q6_K of GGUF."""
 UINT8 = WeightFormat("uint8", 8, 8, partial(_integer, offset=0), _decoder("decode_uint8"), zero=True)
 INT8 = WeightFormat("int8", 8, 8, partial(_integer, offset=128), _decoder("decode_int8"))
 """Codes are offset by 128."""

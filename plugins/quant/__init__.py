@@ -1,7 +1,15 @@
 """Built-in quantizers."""
 
 from dovetail.plugins import builtin
-from dovetail.plugins.quant.config import AutoConfig, FP4Config, FP8Config, Int4Config, Int8Config, NoneConfig
+from dovetail.plugins.quant.config import (
+    AutoConfig,
+    FP4Config,
+    FP8Config,
+    GGUFConfig,
+    Int4Config,
+    Int8Config,
+    NoneConfig,
+)
 
 COMPONENTS = (
     builtin("quant", "auto", AutoConfig, "none:Unquantized", chooses="auto:choose", api="0.2"),
@@ -23,6 +31,15 @@ COMPONENTS = (
         "fp4.quantizer:FP4",
         capabilities="capabilities:fp4",
         reads="fp4.checkpoint:reads",
+        api="0.2",
+    ),
+    builtin(
+        "quant",
+        "gguf",
+        GGUFConfig,
+        "gguf.quantizer:GGUF",
+        capabilities="capabilities:gguf",
+        reads="gguf.checkpoint:reads",
         api="0.2",
     ),
     builtin(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dovetail.core.compose.capabilities import FP8_HARDWARE, Capabilities, Host, Requires
-from dovetail.plugins.quant.config import FP4Config, FP8Config, Int4Config, Int8Config
+from dovetail.plugins.quant.config import FP4Config, FP8Config, GGUFConfig, Int4Config, Int8Config
 
 
 def int8(config: Int8Config, host: Host) -> Capabilities:
@@ -18,6 +18,11 @@ def int4(config: Int4Config, host: Host) -> Capabilities:
 def fp4(config: FP4Config, host: Host) -> Capabilities:
     bits = 4.5 if config.block == 16 else 4.25
     return Capabilities(provides={"weight_bits": bits, "product": "fp8" if config.activations == "fp8" else "model"})
+
+
+def gguf(config: GGUFConfig, host: Host) -> Capabilities:
+    # Of Q4_K_M, the most common mixture: 4.5 bits, and a zero for each scale.
+    return Capabilities(provides={"weight_bits": 5.5, "product": "fp8" if config.activations == "fp8" else "model"})
 
 
 def fp8(config: FP8Config, host: Host) -> Capabilities:

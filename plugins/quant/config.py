@@ -61,6 +61,13 @@ class FP4Config(Config):
     """Patterns of layer paths that stay plain, for instance "layers.*.mlp.down"."""
 
 
+class GGUFConfig(Config):
+    """Blocks of GGUF files (Q4_0, Q4_K, Q5_K, Q6_K, Q8_0), mixed in a file as its maker chose."""
+
+    activations: Literal["model", "fp8"] = "model"
+    """Format of the input of matmuls. model: the model's dtype. fp8: E4M3 with a scale per token."""
+
+
 class FP8Config(Config):
     """W8A8 in E4M3 with dynamic scales, by default per output channel and per token. On GPUs without FP8
     matmuls, inputs keep 16 bits (W8A16)."""

@@ -40,6 +40,12 @@ def decode_int4(code, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def decode_int6(code, DTYPE: tl.constexpr):
+    """Codes are offset by 32."""
+    return _integer(code, 32, 6, DTYPE)
+
+
+@triton.jit
 def decode_uint8(code, DTYPE: tl.constexpr):
     return _integer(code, 0, 8, DTYPE)
 

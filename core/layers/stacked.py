@@ -1,0 +1,75 @@
+"""Merged linear layer whose parts have unlike weight formats, for instance q and k in 4 bits and v in 6: one matmul for
+each run of parts of one format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from dovetail.core.errors import CapabilityError
+from dovetail.core.interfaces import Activation, LinearMethod, LinearShape
+from dovetail.core.interfaces.tensor_record import TensorRecord
+from dovetail.core.interfaces.tuning import Tunable
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    method: LinearMethod
+    names: tuple[str, ...]
+    rows: slice
+    """Outputs of the layer."""
+    prefix: str
+    """Beginning of the names of the run's tensors in the layer's."""
+
+    def params(self, params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the run's own tensors."""
+        return {key.removeprefix(self.prefix): value for key, value in params.items() if key.startswith(self.prefix)}
+
+
+class StackedLinear(LinearMethod):
+    """Runs of parts, each with its own method. All must have the same input format."""
+
+    def __init__(self, path: str, shape: LinearShape, runs: Sequence[tuple[LinearMethod, int]]) -> None:
+        """`runs`: method and number of parts of each run, in the order of the layer's parts."""
+        self.path, self.runs, self.shapes = path, [], []
+        part = out = 0
+        for index, (method, count) in enumerate(runs):
+            sizes, names = shape.parts[part : part + count], shape.names[part : part + count]
+            rows = slice(out, out + sum(sizes))
+            self.runs.append(_Run(method, names, rows, f"{index}."))
+            self.shapes.append(replace(shape, out=sum(sizes), parts=sizes, names=names))
+            part, out = part + count, rows.stop
+
+    def tensors_of(self, name: str) -> tuple[TensorRecord, ...]:
+        return next(run.method.tensors_of(name) for run in self.runs if name in run.names)
+
+    def create(self, shape: LinearShape, device: torch.device) -> dict[str, torch.Tensor]:
+        params: dict[str, torch.Tensor] = {}
+        for run, part in zip(self.runs, self.shapes, strict=True):
+            params |= {f"{run.prefix}{key}": value for key, value in run.method.create(part, device).items()}
+        formats = {run.method.input for run in self.runs}
+        if len(formats) > 1:
+            names = " and ".join(sorted(fmt.name for fmt in formats))
+            raise CapabilityError([f"{self.path}: its matrices need inputs in {names}, but are merged into one layer"])
+        (self.input,) = formats
+        return params
+
+    def load(self, params: dict[str, torch.Tensor], part: slice, tensors: Mapping[str, torch.Tensor]) -> None:
+        run = next(run for run in self.runs if run.rows.start <= part.start < run.rows.stop)
+        rows = slice(part.start - run.rows.start, part.stop - run.rows.start)
+        run.method.load(run.params(params), rows, tensors)
+
+    def finish(self, params: dict[str, torch.Tensor]) -> None:
+        for run in self.runs:
+            run.method.finish(run.params(params))
+
+    def apply(self, params: dict[str, torch.Tensor], x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
+        outputs = [
+            run.method.apply(run.params(params), x, None if bias is None else bias[run.rows]) for run in self.runs
+        ]
+        return torch.cat(outputs, dim=1)
+
+    def tunables(self, params: dict[str, torch.Tensor], rows: int, *, defers: bool = False) -> Sequence[Tunable]:
+        return [tunable for run in self.runs for tunable in run.method.tunables(run.params(params), rows)]

@@ -1,0 +1,107 @@
+"""quant=gguf: blocks of GGUF files, mixed in a file as its maker chose. Logits and embedding are in blocks, too.
+
+Shapes: T tokens, I input, O output, G groups of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import groupby
+
+import torch
+
+from dovetail.core.errors import ConfigError
+from dovetail.core.interfaces import PLAIN, ActFormat, Checkpoint, LinearMethod, LinearShape, Quantizer
+from dovetail.core.interfaces.tensor_record import OUTPUTS, Axis, TensorRecord
+from dovetail.core.layers.packed import PackedLinear
+from dovetail.core.layers.plain import PlainLinear
+from dovetail.core.layers.stacked import StackedLinear
+from dovetail.core.ops.weight_formats import INT4, INT6, INT8, UINT4, UINT8
+from dovetail.plugins.quant.config import GGUFConfig
+from dovetail.plugins.quant.fp8.format import FP8_TOKEN
+from dovetail.plugins.quant.gguf.blocks import FORMATS, decode_blocks
+
+PACKED = {"Q4_0": INT4, "Q8_0": INT8, "Q4_K": UINT4, "Q5_K": UINT8, "Q6_K": INT6}
+"""GGUF type -> format of its codes. Those with zeros have minimums."""
+
+
+class GGUF(Quantizer):
+    config: GGUFConfig
+
+    def __init__(self, config: GGUFConfig) -> None:
+        super().__init__(config)
+        self.types: dict[str, str] = {}
+
+    def read_checkpoint(self, checkpoint: Checkpoint) -> None:
+        stored = checkpoint.config().get("quantization_config")
+        if stored is not None and stored.get("quant_method") != "gguf":
+            super().read_checkpoint(checkpoint)
+        for name, header in checkpoint.tensors().items():
+            if header.blocks and header.blocks not in FORMATS:
+                raise ConfigError(
+                    f"{header.file}: tensor {name} is in {header.blocks}; quant=gguf reads {', '.join(FORMATS)}"
+                )
+        self.types = {name.removesuffix(".weight"): header.blocks for name, header in checkpoint.tensors().items()}
+
+    def linear(self, path: str, shape: LinearShape) -> LinearMethod:
+        types = [self.types.get(name, "") for name in shape.names]
+        # A plain part of a merged layer needs plain inputs.
+        activations = FP8_TOKEN if self.config.activations == "fp8" and all(types) else PLAIN
+        runs = [(kind, len(list(parts))) for kind, parts in groupby(types)]
+        methods = [(_method(path, kind, shape, activations), count) for kind, count in runs]
+        return methods[0][0] if len(methods) == 1 else StackedLinear(path, shape, methods)
+
+    def table(self, path: str, shape: LinearShape, *, lookup: bool) -> LinearMethod | None:
+        kind = self.types.get(shape.names[0], "")
+        return _method(path, kind, shape, PLAIN) if kind else None
+
+
+def _method(path: str, kind: str, shape: LinearShape, activations: ActFormat) -> LinearMethod:
+    return BlockLinear(path, kind, shape, activations) if kind else PlainLinear()
+
+
+class BlockLinear(PackedLinear):
+    """Blocks of one GGUF type, repacked."""
+
+    def __init__(self, path: str, kind: str, shape: LinearShape, activations: ActFormat) -> None:
+        # float16 holds a scale of 16 bits times one of 6 bits to 11 bits.
+        dtype = torch.float32 if shape.dtype is torch.float32 else torch.float16
+        block = FORMATS[kind]
+        super().__init__(PACKED[kind], block.group, activations=activations, scale_dtype=dtype, zero_dtype=dtype)
+        self.path, self.kind, self.block = path, kind, block
+        self.tensors = (
+            TensorRecord("weight", (OUTPUTS, Axis("inputs", block.values, entries=block.size)), (torch.uint8,)),
+        )
+
+    def load(self, params: dict[str, torch.Tensor], part: slice, tensors: Mapping[str, torch.Tensor]) -> None:
+        codes = decode_blocks(self.kind, tensors["weight"].to(params["codes"].device))
+        if not codes.scales_RG.isfinite().all():
+            raise ConfigError(f"{self.path}: its blocks have scales that are not finite")
+        # The blocks that hold this rank's columns begin before these.
+        before = self.shape.first_inp % self.block.values
+        codes_OI = codes.codes_RC[:, before : before + self.shape.inp]
+        first, last = before // self.group, -(-(before + self.shape.inp) // self.group)
+        scale_OG, zero_OG = codes.scales_RG[:, first:last], None
+        if codes.minimums_RG is not None:
+            codes_OI, scale_OG, zero_OG = _with_zeros(codes_OI, scale_OG, codes.minimums_RG[:, first:last], self.group)
+        spread = self.shape.spread_groups
+        self.store(
+            params,
+            part,
+            codes_OI,
+            spread(scale_OG, self.group),
+            None if zero_OG is None else spread(zero_OG, self.group),
+        )
+
+
+def _with_zeros(
+    codes_OI: torch.Tensor, scale_OG: torch.Tensor, minimum_OG: torch.Tensor, group: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return codes, scales and zeros with scale * (code - zero) = scale * code - minimum. In a group with scale 0,
+    whose values are all -minimum, codes are 0, zero is 1 and the scale is the minimum."""
+    constant_OG = scale_OG == 0
+    zero_OG = torch.where(constant_OG, 1.0, minimum_OG / scale_OG)
+    if constant_OG.any():
+        inside = constant_OG.repeat_interleave(group, 1)[:, : codes_OI.shape[1]]
+        codes_OI = codes_OI.masked_fill(inside, 0)
+    return codes_OI, torch.where(constant_OG, minimum_OG, scale_OG), zero_OG
