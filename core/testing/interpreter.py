@@ -54,6 +54,30 @@ def quicken() -> None:
             types[name] = numpy_type(dtype)
         return types[name]
 
+    interpreter.ReduceOps.generic_reduce = reduce_by_halves
     interpreter._patch_lang, interpreter._get_np_dtype = patch_once, known_numpy_type
     # Skip the 64-bit recomputation of integer sums and products; its assertion is checked only with `debug`.
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
+
+
+def reduce_by_halves(self: Any, input: Any) -> list[Any]:
+    """Combine neighbours until one element is left. Triton calls the function for each element of the block.
+
+    Installed as ReduceOps.generic_reduce. Triton assumes that the function is associative.
+    """
+    import numpy as np
+
+    whole = self.axis is None
+    axis = 0 if whole else self.axis
+    dtypes = [x.dtype for x in input]
+    parts = [x.handle.data.reshape(-1) if whole else x.handle.data for x in input]
+    while (length := parts[0].shape[axis]) > 1:
+        pairs = ([part.take(range(first, length, 2), axis) for part in parts] for first in (0, 1))
+        left, right = ([*map(self.to_tensor, values, dtypes)] for values in pairs)
+        found = self.combine_fn.fn(*left, *right)
+        parts = [x.handle.data for x in (found if isinstance(found, tuple) else (found,))]
+    if whole and self.keep_dims:
+        parts = [part.reshape((1,) * len(input[0].shape)) for part in parts]
+    elif not self.keep_dims:
+        parts = [np.squeeze(part, axis) for part in parts]
+    return [*map(self.to_tensor, parts, dtypes)]

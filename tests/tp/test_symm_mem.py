@@ -44,7 +44,7 @@ from dovetail.plugins.quant.int8.format import INT8_TOKEN
 SIZE = int(os.environ.get("DOVETAIL_SUMMANDS", "3"))
 """Three ranks: sums have an order, parts of a row are not a power of two, and a stop can reach a rank through a third
 one."""
-pytestmark = pytest.mark.timeout(100 * SIZE)
+pytestmark = pytest.mark.timeout(130 * SIZE)
 Results = list[dict[tuple[object, ...], torch.Tensor]]
 
 
@@ -58,7 +58,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     command = [sys.executable, symm_mem_rank.__file__]
     ranks = [subprocess.Popen([*command, str(rank), str(SIZE), str(folder)], env=environment) for rank in range(SIZE)]
     try:
-        assert [rank.wait(timeout=60 * SIZE) for rank in ranks] == [0] * SIZE
+        assert [rank.wait(timeout=120 * SIZE) for rank in ranks] == [0] * SIZE
     finally:
         for rank in ranks:
             rank.kill()
