@@ -133,8 +133,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_server_compiles_into_tritons_cache(
     compiling: list[str], asked: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The encoder of the norm is a constant that is a function. `_outer` calls a function that uses a global value and
-    that Triton meets there for the first time."""
+    """The encoder of the norm is a constant that is a function. `_outer` calls a function with a global value, which
+    Triton has met in this process and not in the server."""
+    assert _inner.cache_key
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3]))  # The server imports this file.
     here: list[str] = []
     knobs.compilation.listener = lambda src, cache_hit, **event: cache_hit or here.append(src.name)
