@@ -1,4 +1,4 @@
-"""Compilation of Triton kernels ahead of their first launch, in several threads."""
+"""Compilation of Triton kernels ahead of their first launch, in several threads or processes."""
 
 from __future__ import annotations
 
@@ -11,19 +11,23 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from dovetail.core.ops.compile_server import CompileServer, Job, keys_from_sources
+
 MOST_WORKERS = 32
 
 
 def compile_workers(ranks: int) -> int:
-    """Return the number of compiler threads for each of `ranks` ranks on this host."""
-    return max(1, min(MOST_WORKERS, (os.cpu_count() or 1) // ranks))
+    """Return the number of kernels that each of `ranks` ranks on this host compiles at once."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(MOST_WORKERS, cores // ranks))
 
 
 @contextmanager
-def compile_ahead(workers: int, *, ignore_errors: bool = False) -> Iterator[None]:
+def compile_ahead(workers: int, *, server: CompileServer | None = None, ignore_errors: bool = False) -> Iterator[None]:
     """Make each launch of a Triton kernel compile it instead of running it; all are compiled when the block ends. Their
-    output reads as zeros, which other work in the block must accept, for example as indices. `ignore_errors`: a kernel
-    that does not compile raises only when it is launched."""
+    output reads as zeros, which other work in the block must accept, for example as indices. Up to `workers` threads
+    compile, or wait for processes of `server` that do. `ignore_errors`: a kernel that does not compile raises only when
+    it is launched."""
     import triton
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
@@ -37,19 +41,21 @@ def compile_ahead(workers: int, *, ignore_errors: bool = False) -> Iterator[None
         # Autotuning would time kernels that do not run, and keep the result.
         return tuner.warmup(*args, grid=grid, **options)
 
-    def once(kernel: Any, key: Any, signature: Any, device: Any, *more: Any) -> Any:
+    def once(kernel: Any, key: Any, signature: Any, device: Any, constants: Any, options: Any, *more: Any) -> Any:
         # Triton 3.6 does not remember pending compilations: each launch would prepare them again, in 0.3 ms.
-        made = start(kernel, key, signature, device, *more)
+        target, folder = kernel.device_caches[device][2], triton.knobs.cache.dir
+        pool.job = Job(kernel, signature, constants, options, more[0], target, folder)
+        made = start(kernel, key, signature, device, constants, options, *more)
         if made is not None:
             kernel.device_caches[device][0].setdefault(key, made)
         return made
 
     start, tune = JITFunction._do_compile, Autotuner.run
-    with _Pool(workers) as pool, triton.AsyncCompileMode(pool, ignore_errors=ignore_errors):
+    with _Pool(workers, server) as pool, triton.AsyncCompileMode(pool, ignore_errors=ignore_errors):
         # Triton's own way to compile in a pool takes one kernel by name, and plugins' kernels are not known here.
         JITFunction.run, JITFunction._do_compile, Autotuner.run = compile_only, once, each_config
         try:
-            with _NewIsZero():
+            with keys_from_sources(), _NewIsZero():
                 yield
         finally:
             JITFunction.run, JITFunction._do_compile, Autotuner.run = launch, start, tune
@@ -58,14 +64,19 @@ def compile_ahead(workers: int, *, ignore_errors: bool = False) -> Iterator[None
 class _Pool(ThreadPoolExecutor):
     """Compiles kernels and prepares their launch on the device that is current where the pool is created."""
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, server: CompileServer | None) -> None:
         super().__init__(workers, thread_name_prefix="compile")
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._server = server
+        self.job: Job
+        """Job of the next call. Written before each `submit`."""
 
     def submit(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        return super().submit(self._ready, call, *args, **kwargs)
+        return super().submit(self._ready, self.job, call, *args, **kwargs)
 
-    def _ready(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _ready(self, job: Job, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._server is not None and not job.stored():
+            self._server.compile(job)
         kernel = call(*args, **kwargs)
         if self._device is not None:
             torch.cuda.set_device(self._device)

@@ -75,7 +75,7 @@ def end_hung(popen: subprocess.Popen[bytes]) -> None:
 def enter(control_fd: int, parent: int, *ignored: signal.Signals) -> Channel:
     """Set up the started process and return its end of the channel. Call it first in the entry function. The parent
     handles the `ignored` signals and ends this process in order."""
-    _die_with(parent)
+    die_with(parent)
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()
@@ -83,7 +83,7 @@ def enter(control_fd: int, parent: int, *ignored: signal.Signals) -> Channel:
     return Channel(socket.socket(fileno=control_fd))
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """Let Linux end this process with its parent, even in a collective. Elsewhere the closed socket shows that end."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

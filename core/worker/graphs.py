@@ -233,18 +233,19 @@ class StepGraphs:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Run what `capture` records. Sizes that are powers of two come first: most kernels differ from one of them to
-        the next, and the sizes in between then run while these compile."""
+        """Run what `capture` records. Draws come first, since they launch little and compile long. Then come sizes that
+        are powers of two: most kernels differ from one of them to the next, and the sizes in between then run while
+        these compile."""
 
         def between(size: int) -> bool:
             return size.bit_count() > 1
 
-        for capacity in sorted(self.capacities, key=lambda c: between(c.tokens if c.chunks else c.decodes)):
-            self._run(capacity, self._padding(capacity))
         for size in sorted(self.sizes, key=between):
             for width in self.widths:
                 for draw in self.draws:
                     self.launch_draw(width, size, draw)
+        for capacity in sorted(self.capacities, key=lambda c: between(c.tokens if c.chunks else c.decodes)):
+            self._run(capacity, self._padding(capacity))
 
     def _padding(self, capacity: Capacity) -> torch.Tensor:
         """Return the input of a step that has padding only."""

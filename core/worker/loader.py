@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,8 @@ from dovetail.core.interfaces import (
 )
 from dovetail.core.memory.pools import make_host_pools
 from dovetail.core.memory.sizing import measure_pages, wanted_tokens
+from dovetail.core.ops.compile_ahead import compile_workers
+from dovetail.core.ops.compile_server import CompileServer
 from dovetail.core.startup_notes import collect_notes, note
 from dovetail.core.tuning.startup import install_choices
 from dovetail.core.worker.build import build_context, build_quantizer, tunables_of, tuned_sizes
@@ -79,17 +83,18 @@ def load_rank(
     """Load one rank of `size`. `address` is "host:port" of rank 0. `on_connect` receives the connection before it is
     made, so that another thread can abort it. If loading fails, the caller closes the connection: other ranks may have
     to be aborted first."""
-    with collect_notes() as notes:
+    device = resolve_device(composition.engine.device, rank, composition.engine.first_gpu)
+    with collect_notes() as notes, _compile_server(device, size) as server:
         phases = _Phases()
         quantizer = build_quantizer(composition)
-        connection = _connect(composition, rank, size, address, progress, on_connect)
+        connection = _connect(composition, device, rank, size, address, progress, on_connect)
         phases.end("connect ranks")
         parts = _build_parts(composition, quantizer, connection, progress, phases)
         try:
             tuning = _tune(composition, parts, progress)
             phases.end("tune")
             why_no_graphs = reason_against_graphs(composition, parts.model.build.spec, connection.device, size)
-            num_pages = _warm_up(parts, why_no_graphs is None, progress, phases)
+            num_pages = _warm_up(parts, why_no_graphs is None, server, progress, phases)
         except BaseException:
             parts.release()
             raise
@@ -111,8 +116,17 @@ class _Phases:
         self.seconds[phase], self._last = now - self._last, now
 
 
+def _compile_server(device: torch.device, ranks: int) -> AbstractContextManager[CompileServer | None]:
+    """Start to import Triton in other processes, which takes seconds, if this rank's kernels can compile in several."""
+    workers = compile_workers(ranks)
+    if device.type != "cuda" or workers == 1 or importlib.util.find_spec("triton") is None:
+        return nullcontext()
+    return CompileServer(workers)
+
+
 def _connect(
     composition: Composition,
+    device: torch.device,
     rank: int,
     size: int,
     address: str,
@@ -120,8 +134,6 @@ def _connect(
     on_connect: Callable[[Connection], None],
 ) -> Connection:
     """Take the rank's device and connect it to the other ranks."""
-    engine = composition.engine
-    device = resolve_device(engine.device, rank, engine.first_gpu)
     if device.type == "cuda":
         from dovetail.core.ops.kernels.launch import keep_shared_memory
 
@@ -227,14 +239,16 @@ def _tune(composition: Composition, parts: RankParts, progress: Progress) -> str
     return install_choices(composition, tunables, parts.connection.collective, parts.connection.device, progress)
 
 
-def _warm_up(parts: RankParts, graphs: bool, progress: Progress, phases: _Phases) -> dict[int, int]:
+def _warm_up(
+    parts: RankParts, graphs: bool, server: CompileServer | None, progress: Progress, phases: _Phases
+) -> dict[int, int]:
     """Compile kernels, then return how many KV pages fit."""
     if parts.connection.device.type == "cuda":
         report_unwarmed_kernels(False)
     # Parts that can be captured accept any values in device memory. Others may use what no kernel wrote as an index.
     if graphs:
         progress("compile kernels", None)
-        compile_kernels(parts)
+        compile_kernels(parts, server)
         phases.end("compile kernels")
     progress("measure memory", None)
     num_pages = _measure_pages(parts)

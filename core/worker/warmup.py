@@ -26,6 +26,7 @@ from dovetail.core.interfaces.plan import DECODE, LATE, SAMPLE
 from dovetail.core.memory.sizing import page_count
 from dovetail.core.ops.choices import installed
 from dovetail.core.ops.compile_ahead import compile_ahead, compile_workers
+from dovetail.core.ops.compile_server import CompileServer
 from dovetail.core.worker.runner import RankParts, Runner, make_graphs
 from dovetail.core.worker.sampler import warm_up_float32
 from dovetail.core.worker.sampling import warm_up_processors
@@ -122,9 +123,9 @@ def run_warmup_steps(parts: RankParts) -> None:
             runner.propose()
 
 
-def compile_kernels(parts: RankParts) -> None:
+def compile_kernels(parts: RankParts, server: CompileServer | None) -> None:
     """Compile the kernels that warm-up steps and graphs launch."""
-    with compile_ahead(compile_workers(parts.connection.size)), torch.inference_mode():
+    with compile_ahead(compile_workers(parts.connection.size), server=server), torch.inference_mode():
         run_warmup_steps(parts)
         with _trial(parts, parts.engine.page_size) as runner:
             make_graphs(parts, runner.state).warm_up()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,13 +12,17 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from dovetail.core.ops import rms_norm, silu_and_mul
 from dovetail.core.ops.compile_ahead import compile_ahead
+from dovetail.core.ops.compile_server import CompileServer, Job
 from dovetail.core.testing.compiling import compiled_for_hopper
 from dovetail.core.worker.warmup import report_unwarmed_kernels
+from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 
 
 @pytest.fixture
@@ -49,7 +54,7 @@ def test_a_kernel_is_prepared_once(compiling: list[str], monkeypatch: pytest.Mon
 
     def forgetful(kernel: Any, key: Any, signature: Any, device: Any, *more: Any) -> Any:
         made = start(kernel, key, signature, device, *more)
-        prepared.append(kernel.device_caches[device][0].pop(key))
+        prepared.append(kernel.device_caches[device][0].pop(key, made))
         return made
 
     monkeypatch.setattr(JITFunction, "_do_compile", forgetful)
@@ -96,3 +101,63 @@ def test_an_error_in_the_block_restores_launches() -> None:
     with pytest.raises(RuntimeError, match="mine"), compile_ahead(1):
         raise RuntimeError("mine")
     assert JITFunction.run is launch
+
+
+VALUE = tl.constexpr(2.0)
+
+
+@triton.jit
+def _inner(x):
+    return x * VALUE
+
+
+@triton.jit
+def _outer(x_ptr):
+    tl.store(x_ptr, _inner(tl.load(x_ptr)))
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Kernels that the server was asked for."""
+    found: list[str] = []
+    compile_job = CompileServer.compile
+
+    def noted(server: CompileServer, job: Job) -> None:
+        found.append(job.kernel.__name__)
+        compile_job(server, job)
+
+    monkeypatch.setattr(CompileServer, "compile", noted)
+    return found
+
+
+def test_a_server_compiles_into_tritons_cache(
+    compiling: list[str], asked: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The encoder of the norm is a constant that is a function. `_outer` calls a function with a global value, which
+    Triton has met in this process and not in the server."""
+    assert _inner.cache_key
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3]))  # The server imports this file.
+    here: list[str] = []
+    knobs.compilation.listener = lambda src, cache_hit, **event: cache_hit or here.append(src.name)
+
+    @triton.jit
+    def without_a_name(x_ptr):
+        tl.store(x_ptr, 1.0)
+
+    def launch_all() -> None:
+        x, weight = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in ((3, 72), (72,)))
+        rms_norm(x, None, weight, 1e-5, (FP8_TOKEN,))
+        _outer[(1,)](x)
+        without_a_name[(1,)](x)
+
+    with CompileServer(2) as server:
+        for _ in range(2):
+            with compiled_for_hopper(), compile_ahead(2, server=server):
+                launch_all()
+        assert sorted(asked) == ["_outer", "_rms_norm", "without_a_name"], "the second start finds all in the cache"
+        assert here == ["without_a_name"], "the other kernels were compiled by the server"
+        server._popen.kill()
+        with compiled_for_hopper(), compile_ahead(2, server=server):
+            silu_and_mul(torch.empty(3, 72, dtype=torch.bfloat16, device="cuda"))
+    assert here == ["without_a_name", "_silu_and_mul"]
+    assert "was killed by SIGKILL" in caplog.text and "kernels compile in threads instead" in caplog.text
