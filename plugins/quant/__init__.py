@@ -14,7 +14,15 @@ from dovetail.plugins.quant.config import (
 COMPONENTS = (
     builtin("quant", "auto", AutoConfig, "none:Unquantized", chooses="auto:choose", api="0.2"),
     builtin("quant", "none", NoneConfig, "none:Unquantized", api="0.2"),
-    builtin("quant", "int8", Int8Config, "int8.quantizer:Int8", capabilities="capabilities:int8", api="0.2"),
+    builtin(
+        "quant",
+        "int8",
+        Int8Config,
+        "int8.quantizer:Int8",
+        capabilities="capabilities:int8",
+        reads="int8.checkpoint:reads",
+        api="0.2",
+    ),
     builtin(
         "quant",
         "int4",

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dovetail.plugins.quant.ignored import Way, modelopt, read_ignored, skips, wrong
+from dovetail.plugins.quant.parsing import Way, linear_group, modelopt, read_ignored, skips, wrong
 
 READS = (
     "quant=fp4 reads compressed-tensors with formats nvfp4-pack-quantized, mxfp4-pack-quantized; modelopt with NVFP4"
@@ -54,12 +54,7 @@ def read_stored(hf: Mapping[str, Any]) -> Stored | None:
         raise wrong("quant_method", config.get("quant_method"), READS)
     if config["quant_method"] == "modelopt":
         return _modelopt(modelopt(config))
-    groups = config.get("config_groups")
-    if not isinstance(groups, Mapping) or len(groups) != 1:
-        raise wrong("config_groups", groups, "it must have one group for all linear layers")
-    (group,) = groups.values()
-    if not isinstance(group, Mapping) or group.get("targets") != ["Linear"]:
-        raise wrong("config_groups", groups, 'its targets must be ["Linear"]')
+    group = linear_group(config)
     weights, block = group.get("weights"), FORMATS[config["format"]]
     wanted = {"num_bits": 4, "type": "float", "group_size": block}
     for key, value in wanted.items():

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dovetail.plugins.quant.ignored import Way, modelopt, read_ignored, skips, wrong
+from dovetail.plugins.quant.parsing import Way, linear_group, modelopt, read_ignored, skips, wrong
 
 READS = "quant=fp8 reads compressed-tensors with format float-quantized, fp8, and modelopt with FP8"
 KV_TENSORS = ("k_scale", "v_scale")
@@ -70,12 +70,7 @@ def read_stored(hf: Mapping[str, Any]) -> Stored | None:
 def _compressed_tensors(config: Mapping[str, Any]) -> Stored:
     if (form := config.get("format")) != "float-quantized":
         raise wrong("format", form, READS)
-    groups = config.get("config_groups")
-    if not isinstance(groups, Mapping) or len(groups) != 1:
-        raise wrong("config_groups", groups, "it must have one group for all linear layers")
-    (group,) = groups.values()
-    if not isinstance(group, Mapping) or group.get("targets") != ["Linear"]:
-        raise wrong("config_groups", groups, 'its targets must be ["Linear"]')
+    group = linear_group(config)
     weights = _eight_bits(group, "weights", ("tensor", "channel", "block"))
     inputs = _eight_bits(group, "input_activations", ("tensor", "token", "group"))
     scheme = config.get("kv_cache_scheme")

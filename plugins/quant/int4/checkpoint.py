@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dovetail.plugins.quant.ignored import read_ignored, skips, wrong
+from dovetail.plugins.quant.parsing import linear_group, read_ignored, skips, wrong
 
 READS = "quant=int4 reads compressed-tensors with format pack-quantized, awq with version gemm, and gptq"
 GROUPS = (32, 64, 128)
@@ -66,12 +66,7 @@ def read_stored(hf: Mapping[str, Any]) -> Stored | None:
 def _compressed_tensors(config: Mapping[str, Any]) -> Stored:
     if (form := config.get("format")) != "pack-quantized":
         raise wrong("format", form, READS)
-    groups = config.get("config_groups")
-    if not isinstance(groups, Mapping) or len(groups) != 1:
-        raise wrong("config_groups", groups, "it must have one group for all linear layers")
-    (group,) = groups.values()
-    if not isinstance(group, Mapping) or group.get("targets") != ["Linear"]:
-        raise wrong("config_groups", groups, 'its targets must be ["Linear"]')
+    group = linear_group(config)
     weights = group.get("weights")
     if not isinstance(weights, Mapping):
         raise wrong("weights", weights, "it must be an object")

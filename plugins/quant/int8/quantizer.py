@@ -1,4 +1,4 @@
-"""quant=int8: W8A8 with the library's int8 matmul; weights are quantized at load time.
+"""quant=int8: W8A8 with the library's int8 matmul, from int8 checkpoints or from weights quantized at load time.
 
 Shapes: T tokens, I input, O output.
 """
@@ -12,9 +12,12 @@ import torch
 import torch.nn.functional as F
 
 from dovetail.core.arithmetic import ceil_div
-from dovetail.core.interfaces import Activation, LinearMethod, LinearShape, Quantizer
+from dovetail.core.errors import ConfigError
+from dovetail.core.interfaces import Activation, Checkpoint, LinearMethod, LinearShape, Quantizer
+from dovetail.core.interfaces.tensor_record import Axis, TensorRecord
 from dovetail.core.layers.plain import PlainLinear
 from dovetail.plugins.quant.config import Int8Config
+from dovetail.plugins.quant.int8.checkpoint import Stored, read_stored
 from dovetail.plugins.quant.int8.format import INT8_TOKEN, quantize_rows
 
 MULTIPLE = 8
@@ -24,12 +27,20 @@ LEAST_ROWS = 24
 
 class Int8(Quantizer):
     config: Int8Config
+    stored: Stored | None = None
+
+    def read_checkpoint(self, checkpoint: Checkpoint) -> None:
+        self.stored = read_stored(checkpoint.config())
+        if self.stored is not None and self.config.skip:
+            raise ConfigError("quant.skip keeps layers plain, but this checkpoint is in int8: set quant.skip=[]")
 
     def linear(self, path: str, shape: LinearShape) -> LinearMethod:
         if any(fnmatch(path, pattern) for pattern in self.config.skip):
             return PlainLinear()
-        shape.check_multiple(MULTIPLE, "quant=int8", path, self.config.skip)
-        return Int8Linear()
+        if self.stored is not None and self.stored.skips(shape.names, path):
+            return PlainLinear()
+        shape.check_multiple(MULTIPLE, "quant=int8", path, self.config.skip if self.stored is None else None)
+        return Int8Linear() if self.stored is None else StoredInt8Linear(path, self.stored)
 
 
 class Int8Linear(LinearMethod):
@@ -53,6 +64,30 @@ class Int8Linear(LinearMethod):
         if bias is not None:
             y_TO = y_TO + bias
         return y_TO.to(self.dtype)
+
+
+class StoredInt8Linear(Int8Linear):
+    """Int8 weights of the checkpoint. Its scales and zero points of inputs are not used: a dynamic scale per token is
+    at least as precise."""
+
+    def __init__(self, path: str, stored: Stored) -> None:
+        self.path = path
+        records = [
+            TensorRecord("weight", dtypes=(torch.int8,)),
+            TensorRecord("weight_scale", (Axis("outputs", 1 if stored.row_scales else 0),)),
+        ]
+        if stored.static:
+            records.append(TensorRecord("input_scale", (Axis("nothing"),)))
+        if stored.static and stored.zero_points:
+            records.append(TensorRecord("input_zero_point", (Axis("nothing"),), (torch.int8, torch.int32)))
+        self.tensors = tuple(records)
+
+    def load(self, params: dict[str, torch.Tensor], part: slice, tensors: Mapping[str, torch.Tensor]) -> None:
+        scale_O = tensors["weight_scale"].float()
+        if not (scale_O.isfinite() & (scale_O > 0)).all():
+            raise ConfigError(f"{self.path}: weight_scale must be positive; the least is {scale_O.min():g}")
+        params["weight"][part] = tensors["weight"]
+        params["scale"][part] = scale_O
 
 
 def _int8_matmul(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from dovetail.plugins.quant.fp4.quantizer import FP4, round_to_fp4
 from dovetail.plugins.quant.fp8.format import E4M3, LARGEST, quantize_rows
 from dovetail.plugins.quant.fp8.quantizer import FP8
 from dovetail.plugins.quant.int4.quantizer import Int4
+from dovetail.plugins.quant.int8.format import quantize_rows as quantize_int8
 from dovetail.plugins.quant.int8.quantizer import Int8
 from dovetail.plugins.quant.none import Unquantized
 
@@ -38,6 +39,26 @@ class TestInt8(QuantizerContract):
 
     def make(self) -> Quantizer:
         return Int8(Int8Config())
+
+
+class TestInt8CompressedTensors(QuantizerContract):
+    """One scale per output channel; static inputs with zero points, which are not used."""
+
+    error = 0.02
+
+    def make(self) -> Quantizer:
+        weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+        inputs = {**weights, "strategy": "tensor", "symmetric": False, "dynamic": False}
+        groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}}
+        said = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": groups}
+        quantizer = Int8(Int8Config())
+        quantizer.read_checkpoint(MemoryCheckpoint({"quantization_config": said}))
+        return quantizer
+
+    def checkpoint(self, method: LinearMethod, weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
+        values, scale_O1 = quantize_int8(weight_OI.float())
+        static = {"input_scale": torch.tensor([0.1]), "input_zero_point": torch.zeros(1, dtype=torch.int8)}
+        return {"weight": values, "weight_scale": scale_O1, **static}
 
 
 class TestFP8(QuantizerContract):

@@ -15,6 +15,17 @@ _REPEATED_GROUP = re.compile(r"\)[*+?{]")
 """Refused, since matching may take exponential time."""
 
 
+def linear_group(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the only entry of `config_groups` of compressed-tensors, which must be for all linear layers."""
+    groups = config.get("config_groups")
+    if not isinstance(groups, Mapping) or len(groups) != 1:
+        raise wrong("config_groups", groups, "it must have one group for all linear layers")
+    (group,) = groups.values()
+    if not isinstance(group, Mapping) or group.get("targets") != ["Linear"]:
+        raise wrong("config_groups", groups, 'its targets must be ["Linear"]')
+    return group
+
+
 def read_ignored(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
     """Return the names of layers at `key` of a quantization_config: checkpoint names, or "re:" and a pattern that
     matches from the start."""
