@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from dovetail.core.layouts.words import AWQ_4, pack_words
+from dovetail.core.ops.weight_formats import NF4_VALUES
 from dovetail.plugins.quant.int4.quantizer import FORMATS
 from dovetail.plugins.quant.int4.rounding import round_to_nearest
+from dovetail.plugins.quant.nf4.quantizer import STATE, round_to_nf4
 
 
 def pack_quantized(**weights: Any) -> dict[str, Any]:
@@ -81,3 +84,21 @@ def gptq(m: Rounded, bits: int = 4, offset: int = 1) -> dict[str, torch.Tensor]:
         "g_idx": m.group,
         "bias": torch.zeros(len(m.codes)),
     }
+
+
+def bitsandbytes(weight_OI: torch.Tensor, nested: bool) -> dict[str, torch.Tensor]:
+    """Return a matrix in NF4 as bitsandbytes stores it. `nested`: scales are quantized, too."""
+    codes, scale = round_to_nf4(weight_OI, 64)
+    flat, scales = codes.flatten(), scale.flatten()
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": list(weight_OI.shape)}
+    tensors = {"weight": (flat[::2] << 4 | flat[1::2])[:, None], "weight.quant_map": torch.tensor(NF4_VALUES)}
+    if nested:
+        offset = float(scales.mean())
+        blocks = F.pad(scales - offset, (0, -len(scales) % 256)).view(-1, 256)
+        absmax, levels = blocks.abs().amax(1), torch.linspace(-1, 1, 256)
+        nearest = (blocks / absmax[:, None].clamp(min=1e-9)).flatten()[: len(scales)]
+        tensors |= {"weight.nested_absmax": absmax, "weight.nested_quant_map": levels}
+        scales = ((nearest + 1) * 127.5).round().to(torch.uint8)
+        state |= {"nested_blocksize": 256, "nested_offset": offset, "nested_dtype": "float32"}
+    encoded = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    return {**tensors, "weight.absmax": scales, STATE: encoded}

@@ -6,7 +6,7 @@ scale for a group of channels, or as blocks of bytes. The layer selects this ran
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -65,6 +65,16 @@ class TensorRecord:
     unpack: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Separates the values of packed axes, before channels are selected: takes whole entries, returns a tensor with one
     entry for each value along every packed axis. Required if an axis is packed."""
+    sources: tuple[str, ...] = ()
+    """Names of the checkpoint tensors that this one is computed from, for layouts that no axes describe, such as flat
+    blocks; () = the tensor `name` itself. They are read whole."""
+    combine: Callable[[Mapping[str, torch.Tensor], int, int], torch.Tensor] | None = None
+    """combine(tensors by name, outputs, inputs) -> a tensor with `axes`, from `sources`."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the checkpoint tensors that are read."""
+        return self.sources or (self.name,)
 
 
 PLAIN_WEIGHT = TensorRecord("weight")

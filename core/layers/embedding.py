@@ -10,11 +10,10 @@ import torch
 from dovetail.core.arithmetic import ceil_div
 from dovetail.core.checkpoint import LazyTensor
 from dovetail.core.interfaces import BuildContext, LinearShape
-from dovetail.core.interfaces.tensor_record import PLAIN_WEIGHT
 from dovetail.core.interfaces.tuning import Tunable
 from dovetail.core.layers.plain import PlainLinear
-from dovetail.core.layers.share import Wanted, read_share
-from dovetail.core.layers.weights import Stored, Taker, Weight, WeightSet
+from dovetail.core.layers.share import Wanted, shares_of, stored_of
+from dovetail.core.layers.weights import Taker, Weight, WeightSet
 from dovetail.core.ops import encode
 
 
@@ -44,27 +43,14 @@ class VocabTable:
         self.params = self.method.create(shape, build.device)
 
     def weights(self) -> Iterator[Taker]:
-        yield WeightSet(
-            tuple(
-                Stored(
-                    f"{self.name}.{record.name}",
-                    (self.vocab, self.channels) if record == PLAIN_WEIGHT else None,
-                    optional=record.optional,
-                )
-                for record in self.method.tensors_of(self.name)
-            ),
-            self._take,
-        )
+        records = self.method.tensors_of(self.name)
+        yield WeightSet(stored_of(self.name, records, self.vocab, self.channels), self._take)
 
     def _take(self, tensors: Mapping[str, LazyTensor]) -> None:
         if self.start == self.stop:
             return
         outputs, inputs = Wanted(self.vocab, self.start, self.stop), Wanted(self.channels, 0, self.channels)
-        share = {
-            record.name: read_share(name, tensors[name], record, outputs, inputs)
-            for record in self.method.tensors_of(self.name)
-            if (name := f"{self.name}.{record.name}") in tensors
-        }
+        share = shares_of(self.name, self.method.tensors_of(self.name), tensors, outputs, inputs)
         self.method.load(self.params, slice(0, self.stop - self.start), share)
         self.method.finish(self.params)
 

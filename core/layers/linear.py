@@ -15,10 +15,10 @@ from dovetail.core.checkpoint import LazyTensor
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import PLAIN, ActFormat, BuildContext, Bundle, LinearShape, Partial
 from dovetail.core.interfaces.model import can_share_heads
-from dovetail.core.interfaces.tensor_record import PLAIN_WEIGHT
+from dovetail.core.interfaces.tensor_record import TensorRecord
 from dovetail.core.interfaces.tuning import Tunable
-from dovetail.core.layers.share import Wanted, read_share
-from dovetail.core.layers.weights import Stored, Taker, Weight, WeightSet
+from dovetail.core.layers.share import Wanted, shares_of, stored_of
+from dovetail.core.layers.weights import Taker, Weight, WeightSet
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,18 +109,7 @@ class Linear:
 
     def weights(self) -> Iterator[Taker]:
         for source, rows in {part.name: part.rows for part in self.parts}.items():
-            yield WeightSet(
-                tuple(
-                    Stored(
-                        f"{source}.{record.name}",
-                        (rows, self.inp) if record == PLAIN_WEIGHT else None,
-                        optional=record.optional,
-                    )
-                    for record in self.method.tensors_of(source)
-                    if not (self.has_bias and record.name == "bias")
-                ),
-                partial(self._take, source),
-            )
+            yield WeightSet(stored_of(source, self._records(source), rows, self.inp), partial(self._take, source))
             if self.has_bias:
                 yield Weight(f"{source}.bias", partial(self._take_bias, source), (rows,), "zeros")
 
@@ -151,16 +140,16 @@ class Linear:
                 yield part, slice(at, at + part.size)
             at += part.size
 
+    def _records(self, source: str) -> list[TensorRecord]:
+        records = self.method.tensors_of(source)
+        return [record for record in records if not (self.has_bias and record.name == "bias")]
+
     def _take(self, source: str, tensors: Mapping[str, LazyTensor]) -> None:
         """Load this rank's share of one checkpoint matrix."""
         inputs = Wanted(self.inp, self.columns.start, self.columns.stop)
         for part, to in self._of(source):
             outputs = Wanted(part.rows, part.start, part.stop, part.order)
-            share = {
-                record.name: read_share(name, tensors[name], record, outputs, inputs)
-                for record in self.method.tensors_of(source)
-                if (name := f"{source}.{record.name}") in tensors
-            }
+            share = shares_of(source, self._records(source), tensors, outputs, inputs)
             self.method.load(self.params, to, share)
 
     def _take_bias(self, source: str, lazy: LazyTensor) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 
 from dovetail.core.checkpoint import LazyTensor
 from dovetail.core.errors import ConfigError, shown
-from dovetail.core.interfaces.tensor_record import Axis, TensorRecord
+from dovetail.core.interfaces.tensor_record import PLAIN_WEIGHT, Axis, TensorRecord
+from dovetail.core.layers.weights import Stored
 
 PLAIN_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -22,6 +25,51 @@ class Wanted:
     start: int
     stop: int
     order: torch.Tensor | None = None
+
+
+def stored_of(prefix: str, records: Iterable[TensorRecord], outputs: int, inputs: int) -> tuple[Stored, ...]:
+    """Return the checkpoint tensors of a matrix. Dummies exist only for plain weights."""
+    found = {}
+    for record in records:
+        shape = (outputs, inputs) if record == PLAIN_WEIGHT else None
+        for name in record.names:
+            found[name] = Stored(f"{prefix}.{name}", shape, optional=record.optional)
+    return tuple(found.values())
+
+
+def shares_of(
+    prefix: str,
+    records: Iterable[TensorRecord],
+    tensors: Mapping[str, LazyTensor],
+    outputs: Wanted,
+    inputs: Wanted,
+) -> dict[str, torch.Tensor]:
+    """Read this rank's share of each tensor that the checkpoint has, by the records' names."""
+    shares = {}
+    for record in records:
+        lazy = [tensors.get(f"{prefix}.{name}") for name in record.names]
+        if None in lazy:
+            continue  # It is optional; otherwise it would have been missed before.
+        (tensor, *_) = lazy
+        if record.combine is not None:
+            whole = {name: each[...] for name, each in zip(record.names, lazy, strict=True) if each is not None}
+            tensor = _Computed(record.combine(whole, outputs.total, inputs.total))
+        assert tensor is not None
+        shares[record.name] = read_share(f"{prefix}.{record.name}", tensor, record, outputs, inputs)
+    return shares
+
+
+class _Computed:
+    """LazyTensor in memory."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._tensor[index]
 
 
 def read_share(name: str, lazy: LazyTensor, record: TensorRecord, outputs: Wanted, inputs: Wanted) -> torch.Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from dovetail.core.interfaces import Activation, LinearMethod
-from dovetail.core.layers.share import Wanted, read_share
+from dovetail.core.layers.share import Wanted, shares_of
 from dovetail.core.ops import encode
 from dovetail.core.testing.model_driver import Lazy
 from dovetail.core.testing.numeric import poisoned_memory
@@ -46,9 +46,10 @@ def load_part(
     """Load checkpoint tensors into the output rows `part` of a layer of one rank, as the core's layers do. Afterwards
     the memory that they were in has other values."""
     outputs, inputs = Wanted(part.stop - part.start, 0, part.stop - part.start), Wanted(inp, 0, inp)
-    records = {record.name: record for record in method.tensors}
-    assert tensors.keys() <= records.keys(), f"{sorted(tensors)} were given; the method reads {sorted(records)}"
-    share = {name: read_share(name, Lazy(tensor), records[name], outputs, inputs) for name, tensor in tensors.items()}
+    names = {name for record in method.tensors for name in record.names}
+    assert tensors.keys() <= names, f"{sorted(tensors)} were given; the method reads {sorted(names)}"
+    lazy = {f"part.{name}": Lazy(tensor) for name, tensor in tensors.items()}
+    share = shares_of("part", method.tensors, lazy, outputs, inputs)
     method.load(params, part, share)
     for tensor in share.values():
         tensor.contiguous().view(-1).view(torch.uint8).fill_(255)

@@ -8,6 +8,7 @@ from dovetail.plugins.quant.config import (
     GGUFConfig,
     Int4Config,
     Int8Config,
+    NF4Config,
     NoneConfig,
 )
 
@@ -39,6 +40,15 @@ COMPONENTS = (
         "fp4.quantizer:FP4",
         capabilities="capabilities:fp4",
         reads="fp4.checkpoint:reads",
+        api="0.2",
+    ),
+    builtin(
+        "quant",
+        "nf4",
+        NF4Config,
+        "nf4.quantizer:NF4Quantizer",
+        capabilities="capabilities:nf4",
+        reads="nf4.checkpoint:reads",
         api="0.2",
     ),
     builtin(

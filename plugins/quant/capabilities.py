@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dovetail.core.compose.capabilities import FP8_HARDWARE, Capabilities, Host, Requires
-from dovetail.plugins.quant.config import FP4Config, FP8Config, GGUFConfig, Int4Config, Int8Config
+from dovetail.plugins.quant.config import FP4Config, FP8Config, GGUFConfig, Int4Config, Int8Config, NF4Config
 
 
 def int8(config: Int8Config, host: Host) -> Capabilities:
@@ -18,6 +18,10 @@ def int4(config: Int4Config, host: Host) -> Capabilities:
 def fp4(config: FP4Config, host: Host) -> Capabilities:
     bits = 4.5 if config.block == 16 else 4.25
     return Capabilities(provides={"weight_bits": bits, "product": "fp8" if config.activations == "fp8" else "model"})
+
+
+def nf4(config: NF4Config, host: Host) -> Capabilities:
+    return Capabilities(provides={"weight_bits": 4.5, "product": "fp8" if config.activations == "fp8" else "model"})
 
 
 def gguf(config: GGUFConfig, host: Host) -> Capabilities:

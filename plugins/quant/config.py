@@ -61,6 +61,18 @@ class FP4Config(Config):
     """Patterns of layer paths that stay plain, for instance "layers.*.mlp.down"."""
 
 
+class NF4Config(Config):
+    """4-bit quantiles of the normal distribution with a scale for each block of 64 weights: those of bitsandbytes, or
+    plain weights rounded as they load."""
+
+    activations: Literal["model", "fp8"] = "model"
+    """Format of the input of matmuls. model: the model's dtype. fp8: E4M3 with a scale per token."""
+    head: Literal["auto", "plain", "fp8"] = "auto"
+    """Format of the matrix of logits. auto: the model's dtype."""
+    skip: tuple[str, ...] = ()
+    """Patterns of layer paths that stay plain, for instance "layers.*.mlp.down"."""
+
+
 class GGUFConfig(Config):
     """Blocks of GGUF files (Q4_0, Q4_K, Q5_K, Q6_K, Q8_0), mixed in a file as its maker chose."""
 

@@ -11,16 +11,17 @@ from dovetail.core.interfaces import LinearMethod, Quantizer
 from dovetail.core.layouts.words import pack_nibbles
 from dovetail.core.testing.checkpoint import MemoryCheckpoint
 from dovetail.core.testing.quant import QuantizerContract
-from dovetail.plugins.quant.config import FP4Config, FP8Config, Int4Config, Int8Config, NoneConfig
+from dovetail.plugins.quant.config import FP4Config, FP8Config, Int4Config, Int8Config, NF4Config, NoneConfig
 from dovetail.plugins.quant.fp4.quantizer import FP4, round_to_fp4
 from dovetail.plugins.quant.fp8.format import E4M3, LARGEST, quantize_rows
 from dovetail.plugins.quant.fp8.quantizer import FP8
 from dovetail.plugins.quant.int4.quantizer import Int4
 from dovetail.plugins.quant.int8.format import quantize_rows as quantize_int8
 from dovetail.plugins.quant.int8.quantizer import Int8
+from dovetail.plugins.quant.nf4.quantizer import NF4Quantizer
 from dovetail.plugins.quant.none import Unquantized
 
-from ...layouts import awq, compressed_tensors, gptq, pack_quantized, rounded
+from ...layouts import awq, bitsandbytes, compressed_tensors, gptq, pack_quantized, rounded
 
 
 def compressed_fp4(form: str, block: int) -> dict[str, Any]:
@@ -195,6 +196,36 @@ class TestMXFP4CompressedTensors(StoredFP4):
         codes, scale_OG, _, _ = round_to_fp4(weight_OI.float(), 32, nvfp4=False)
         packed = pack_nibbles(F.pad(codes, (0, codes.shape[1] % 2)))
         return {"weight_packed": packed, "weight_scale": (scale_OG.log2() + 127).to(torch.uint8)}
+
+
+class TestNF4(QuantizerContract):
+    error = 0.11
+
+    def make(self) -> Quantizer:
+        return NF4Quantizer(NF4Config())
+
+
+class TestNF4Bitsandbytes(QuantizerContract):
+    """Double quantization: scales are 8-bit codes with a scale of their own."""
+
+    error = 0.14
+    nested = True
+    shapes = ((128, (96,)), (256, (64, 64)), (128, (96, 32, 64)))
+
+    def make(self) -> Quantizer:
+        said = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+        quantizer = NF4Quantizer(NF4Config())
+        said |= {"bnb_4bit_use_double_quant": self.nested}
+        quantizer.read_checkpoint(MemoryCheckpoint({"quantization_config": said}))
+        return quantizer
+
+    def checkpoint(self, method: LinearMethod, weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
+        return bitsandbytes(weight_OI.float(), self.nested)
+
+
+class TestNF4BitsandbytesPlainScales(TestNF4Bitsandbytes):
+    error = 0.11
+    nested = False
 
 
 class TestInt4(QuantizerContract):

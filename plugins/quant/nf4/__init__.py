@@ -1,0 +1,1 @@
+"""4-bit weights of bitsandbytes: quantiles of the normal distribution."""

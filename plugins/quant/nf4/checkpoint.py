@@ -1,0 +1,47 @@
+"""Parser of `quantization_config` of bitsandbytes. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dovetail.plugins.quant.parsing import read_ignored, skips, wrong
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A checkpoint whose linear layers are in NF4."""
+
+    nested: bool
+    """Whether scales are quantized, too ("double quantization")."""
+    ignored: tuple[str, ...] = ()
+
+    def skips(self, names: tuple[str, ...], path: str) -> bool:
+        return skips(self.ignored, names, path, "substrings")
+
+
+def reads(hf: Mapping[str, Any]) -> bool:
+    """Whether the method is that of bitsandbytes, with 4 bits."""
+    config = hf.get("quantization_config")
+    if not isinstance(config, Mapping):
+        return False
+    return config.get("quant_method") == "bitsandbytes" and config.get("load_in_4bit") is True
+
+
+def read_stored(hf: Mapping[str, Any]) -> Stored | None:
+    """Return None if the weights are plain. Raises ConfigError naming a value that is not supported."""
+    config = hf.get("quantization_config")
+    if config is None:
+        return None
+    if not isinstance(config, Mapping) or not reads(hf):
+        method = config.get("quant_method") if isinstance(config, Mapping) else config
+        raise wrong("quant_method", method, "quant=nf4 reads bitsandbytes with load_in_4bit")
+    if (kind := config.get("bnb_4bit_quant_type")) != "nf4":
+        raise wrong("bnb_4bit_quant_type", kind, "there is nf4")
+    if (storage := config.get("bnb_4bit_quant_storage", "uint8")) != "uint8":
+        raise wrong("bnb_4bit_quant_storage", storage, "there is uint8")
+    nested = config.get("bnb_4bit_use_double_quant", False)
+    if not isinstance(nested, bool):
+        raise wrong("bnb_4bit_use_double_quant", nested, "it must be true or false")
+    return Stored(nested, read_ignored(config, "llm_int8_skip_modules"))

@@ -1,0 +1,158 @@
+"""quant=nf4: weights in NF4 (Dettmers et al. 2023, QLoRA), from checkpoints of bitsandbytes, also with double
+quantization, or from plain weights as they load. The library is not needed.
+
+Shapes: T tokens, I input, O output, G groups of a row.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from fnmatch import fnmatch
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from dovetail.core.errors import CapabilityError, ConfigError, shown
+from dovetail.core.interfaces import PLAIN, Checkpoint, LinearMethod, LinearShape, Quantizer
+from dovetail.core.interfaces.tensor_record import OUTPUTS, Axis, TensorRecord
+from dovetail.core.layers.packed import PackedLinear
+from dovetail.core.layers.plain import PlainLinear
+from dovetail.core.ops.weight_formats import NF4, NF4_VALUES
+from dovetail.plugins.quant.config import FP8Config, NF4Config
+from dovetail.plugins.quant.fp8.format import FP8_TOKEN
+from dovetail.plugins.quant.fp8.quantizer import FP8Linear
+from dovetail.plugins.quant.nf4.checkpoint import Stored, read_stored
+
+BLOCK = 64
+"""Weights that share a scale."""
+STATE = "weight.quant_state.bitsandbytes__nf4"
+"""JSON in a tensor of bytes."""
+
+
+class NF4Quantizer(Quantizer):
+    config: NF4Config
+    stored: Stored | None = None
+
+    def read_checkpoint(self, checkpoint: Checkpoint) -> None:
+        self.stored = read_stored(checkpoint.config())
+        if self.stored is not None and self.config.skip:
+            raise ConfigError("quant.skip keeps layers plain, but this checkpoint is quantized: set quant.skip=[]")
+
+    def linear(self, path: str, shape: LinearShape) -> LinearMethod:
+        if any(fnmatch(path, pattern) for pattern in self.config.skip):
+            return PlainLinear()
+        if self.stored is None:
+            return RoundedNF4(self.config)
+        if self.stored.skips(shape.names, path):
+            return PlainLinear()
+        if shape.whole_inp % BLOCK:
+            raise CapabilityError(
+                [f"quant=nf4: {path} has {shape.whole_inp} inputs, so that blocks of {BLOCK} weights span rows"]
+            )
+        return StoredNF4(path, self.stored, self.config)
+
+    def table(self, path: str, shape: LinearShape, *, lookup: bool) -> LinearMethod | None:
+        if self.config.head != "fp8" or path != "lm_head":
+            return None
+        shape.check_multiple(16, "quant.head=fp8", path, None)
+        return FP8Linear(FP8Config())
+
+
+class NF4Linear(PackedLinear):
+    def __init__(self, config: NF4Config) -> None:
+        activations = FP8_TOKEN if config.activations == "fp8" else PLAIN
+        super().__init__(NF4, BLOCK, activations=activations, scale_dtype=torch.float32)
+
+
+class RoundedNF4(NF4Linear):
+    """Weights of a plain checkpoint: the nearest value of each block, relative to its largest magnitude."""
+
+    def load(self, params: dict[str, torch.Tensor], part: slice, tensors: Mapping[str, torch.Tensor]) -> None:
+        weight_OI = tensors["weight"].to(params["codes"].device).float()
+        self.store(params, part, *round_to_nf4(weight_OI, self.step))
+
+
+def round_to_nf4(weight_OI: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (codes uint8 [O, I], scale_OG float32) of a float32 matrix."""
+    inputs = weight_OI.shape[1]
+    blocks_OGK = F.pad(weight_OI, (0, -inputs % block)).unflatten(1, (-1, block))
+    scale_OG = blocks_OGK.abs().amax(-1)
+    values = torch.tensor(NF4_VALUES, device=weight_OI.device)
+    bounds = (values[1:] + values[:-1]) / 2
+    codes = torch.bucketize(blocks_OGK / scale_OG.clamp(min=1e-30)[..., None], bounds)
+    return codes.flatten(1)[:, :inputs].to(torch.uint8), scale_OG
+
+
+class StoredNF4(NF4Linear):
+    """Codes of the checkpoint."""
+
+    def __init__(self, path: str, stored: Stored, config: NF4Config) -> None:
+        super().__init__(config)
+        nested = ("weight.nested_absmax", "weight.nested_quant_map") if stored.nested else ()
+        self.tensors = (
+            TensorRecord(
+                "codes",
+                dtypes=(torch.uint8,),
+                sources=("weight", "weight.quant_map", STATE),
+                combine=partial(_codes, path=path),
+            ),
+            TensorRecord(
+                "scale",
+                (OUTPUTS, Axis("inputs", BLOCK)),
+                (torch.float32,),
+                sources=("weight.absmax", *nested, STATE),
+                combine=partial(_scales, path=path),
+            ),
+        )
+
+    def load(self, params: dict[str, torch.Tensor], part: slice, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.store(params, part, tensors["codes"], self.shape.spread_groups(tensors["scale"], self.group))
+
+
+def _codes(tensors: Mapping[str, torch.Tensor], outputs: int, inputs: int, path: str) -> torch.Tensor:
+    """The first of two codes is in the upper bits of a byte."""
+    _state(tensors, outputs, inputs, path)
+    found = tensors["weight.quant_map"].float().cpu()
+    if not torch.equal(found, torch.tensor(NF4_VALUES)):
+        raise ConfigError(f"{path}: weight.quant_map has other values than NF4: {shown(found.tolist())}")
+    packed = tensors["weight"].flatten()
+    if packed.dtype is not torch.uint8 or packed.numel() * 2 != outputs * inputs:
+        raise ConfigError(
+            f"{path}: weight has {packed.numel()} entries of {packed.dtype}; {outputs} x {inputs} weights of 4 bits "
+            f"are {outputs * inputs // 2} bytes"
+        )
+    return torch.stack((packed >> 4, packed & 15), -1).view(outputs, inputs)
+
+
+def _scales(tensors: Mapping[str, torch.Tensor], outputs: int, inputs: int, path: str) -> torch.Tensor:
+    state = _state(tensors, outputs, inputs, path)
+    scales = tensors["weight.absmax"].flatten()
+    if scales.numel() * BLOCK != outputs * inputs:
+        raise ConfigError(f"{path}: weight.absmax has {scales.numel()} entries, not one per {BLOCK} weights")
+    if "weight.nested_absmax" in tensors:
+        size, offset = state.get("nested_blocksize"), state.get("nested_offset")
+        if not isinstance(size, int) or size < 1 or not isinstance(offset, float | int):
+            raise ConfigError(f"{path}: {STATE} has nested_blocksize {shown(size)}, nested_offset {shown(offset)}")
+        each = tensors["weight.nested_absmax"].flatten().float().repeat_interleave(size)
+        if len(each) < len(scales) or scales.dtype is not torch.uint8:
+            raise ConfigError(f"{path}: weight.absmax and weight.nested_absmax do not fit blocks of {size}")
+        scales = tensors["weight.nested_quant_map"].float()[scales.long()] * each[: len(scales)] + offset
+    if not scales.isfinite().all():
+        raise ConfigError(f"{path}: weight.absmax has values that are not finite")
+    return scales.float().view(outputs, inputs // BLOCK)
+
+
+def _state(tensors: Mapping[str, torch.Tensor], outputs: int, inputs: int, path: str) -> Mapping[str, object]:
+    """Return the JSON that bitsandbytes stores with each matrix."""
+    try:
+        state = json.loads(bytes(tensors[STATE].cpu().tolist()))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{path}: {STATE} is not JSON ({shown(error)})") from None
+    wanted = {"quant_type": "nf4", "blocksize": BLOCK, "shape": [outputs, inputs]}
+    for key, value in wanted.items():
+        if not isinstance(state, dict) or state.get(key) != value:
+            found = state.get(key) if isinstance(state, dict) else state
+            raise ConfigError(f"{path}: {STATE} has {key} {shown(found)}; it must be {value}")
+    return state
