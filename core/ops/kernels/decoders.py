@@ -63,8 +63,8 @@ def _integer_words(words, AT: tl.constexpr, OFFSET: tl.constexpr, DTYPE: tl.cons
     RIGHT: tl.constexpr = ("0", "4", "8", "12")[AT % 16 // 4]
     # 128 or 1024, and the same plus the offset.
     BASE: tl.constexpr = "0x43004300" if BF16 else "0x64006400"
-    LAST: tl.constexpr = "8; " if OFFSET == 8 else "0; "
-    LESS: tl.constexpr = ("0x4300430" if BF16 else "0x6400640") + LAST
+    WITH_8: tl.constexpr = "0x43084308; " if BF16 else "0x64086408; "
+    LESS: tl.constexpr = WITH_8 if OFFSET == 8 else BASE + "; "
     MINUS: tl.constexpr = (
         "mov.b32 last, 0xbf80bf80; fma.rn.bf16x2 $0, more, last, code; " if BF16 else "sub.f16x2 $0, code, more; "
     )
