@@ -10,8 +10,13 @@ import pytest
 
 RAN: dict[str, set[str]] = {}
 """Functions that each suite ran, as "module:name"."""
+DECODERS = ("_from", "_integer", "decode_uint4", "decode_int4", "decode_e2m1", "decode_nf4")
 ELSEWHERE = {
     "dovetail.core.ops.kernels.e4m3:decode_e4m3_words": "inline assembly: unit/ops/test_kernels.py on a GPU",
+    **dict.fromkeys(
+        (f"dovetail.core.ops.kernels.decoders:{name}_words" for name in DECODERS),
+        "inline assembly: unit/ops/test_packed_matmul.py on a GPU",
+    ),
     "dovetail.core.ops.kernels.launch:prefetch": "inline assembly without a result",
     "dovetail.core.ops.kernels.draw:better": "runs inside a reduction, which the interpreter does not record",
     "dovetail.plugins.attention.triton.kernels:_unpair": "inline assembly: numerics/test_triton_on_gpu.py",

@@ -29,6 +29,9 @@ class WeightFormat:
     """Bits that a code takes in the int32 words of a packed matrix."""
     reference: Callable[[torch.Tensor], torch.Tensor]
     decode: Any = None
+    decode_words: Any = None
+    """The same for several codes in one instruction of an NVIDIA GPU, `decode_words(words, AT: tl.constexpr, DTYPE:
+    tl.constexpr)`, from the codes at bit AT of int32 words, for bf16 and fp16. None = `decode`."""
     zero: bool = False
     """Whether each group has a zero, in units of decoded values."""
     e4m3: bool = False

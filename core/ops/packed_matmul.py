@@ -107,7 +107,8 @@ def packed_tile(
     `split`, units are distributed equally over the programs, unless there are too many tiles for the counters."""
     if not 0 < rows <= MOST_ROWS:
         return None
-    tokens = max(16, 1 << (rows - 1).bit_length())
+    # Products in E4M3 keep the sums of a group apart, which takes registers.
+    tokens = min(max(16, 1 << (rows - 1).bit_length()), 64 if itemsize == 1 else MOST_ROWS)
     tile = MatmulTile(tokens, 64, LANES * (32 // bits), stages=4)
     while packed_shared(tile, bits, itemsize) > shared:
         # A second tile of rows decodes each weight again.

@@ -35,15 +35,29 @@ def _decoder(name: str) -> object:
     return triton_encode(f"dovetail.core.ops.kernels.decoders:{name}")
 
 
-UINT4 = WeightFormat("uint4", 4, 4, partial(_integer, offset=0), _decoder("decode_uint4"), zero=True, e4m3=True)
-INT4 = WeightFormat("int4", 4, 4, partial(_integer, offset=8), _decoder("decode_int4"), e4m3=True)
+UINT4 = WeightFormat(
+    "uint4", 4, 4, partial(_integer, offset=0), _decoder("decode_uint4"), _decoder("decode_uint4_words"), True, True
+)
+INT4 = WeightFormat(
+    *("int4", 4, 4, partial(_integer, offset=8), _decoder("decode_int4"), _decoder("decode_int4_words")), e4m3=True
+)
 """Codes are offset by 8."""
 INT6 = WeightFormat("int6", 6, 8, partial(_integer, offset=32), _decoder("decode_int6"))
 """Codes are offset by 32, as in Q6_K of GGUF."""
 UINT8 = WeightFormat("uint8", 8, 8, partial(_integer, offset=0), _decoder("decode_uint8"), zero=True)
 INT8 = WeightFormat("int8", 8, 8, partial(_integer, offset=128), _decoder("decode_int8"))
 """Codes are offset by 128."""
-E2M1 = WeightFormat("e2m1", 4, 4, partial(_chosen, values=E2M1_VALUES), _decoder("decode_e2m1"), e4m3=True)
+E2M1 = WeightFormat(
+    "e2m1",
+    4,
+    4,
+    partial(_chosen, values=E2M1_VALUES),
+    _decoder("decode_e2m1"),
+    _decoder("decode_e2m1_words"),
+    e4m3=True,
+)
 """FP4, as in NVFP4 and MXFP4."""
-NF4 = WeightFormat("nf4", 4, 4, partial(_chosen, values=NF4_VALUES), _decoder("decode_nf4"))
+NF4 = WeightFormat(
+    "nf4", 4, 4, partial(_chosen, values=NF4_VALUES), _decoder("decode_nf4"), _decoder("decode_nf4_words")
+)
 E4M3 = WeightFormat("e4m3", 8, 8, _e4m3, _decoder("decode_e4m3_code"), e4m3=True)

@@ -40,6 +40,49 @@ def decode_int4(code, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _from_words(words, AT: tl.constexpr, TO_VALUES: tl.constexpr, DTYPE: tl.constexpr):
+    """Return values of codes of 4 bits. Halves of two words are joined, so that the instructions TO_VALUES serve two
+    codes, at bit AT % 16 of each half of `code`; the compiler joins the halves once for four values of AT.
+
+    There must be a multiple of two words per thread. Triton's interpreter does not support it."""
+    HALVES: tl.constexpr = "0x5410" if AT < 16 else "0x7632"
+    return tl.inline_asm_elementwise(
+        "{.reg .b32 code, more, last; prmt.b32 code, $1, $2, " + HALVES + "; " + TO_VALUES + "}",
+        "=r,r,r",
+        [words],
+        dtype=DTYPE.value,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _integer_words(words, AT: tl.constexpr, OFFSET: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the codes less OFFSET, which is 0 or 8."""
+    BF16: tl.constexpr = DTYPE == tl.bfloat16
+    RIGHT: tl.constexpr = ("0", "4", "8", "12")[AT % 16 // 4]
+    # 128 or 1024, and the same plus the offset.
+    BASE: tl.constexpr = "0x43004300" if BF16 else "0x64006400"
+    WITH_8: tl.constexpr = "0x43084308; " if BF16 else "0x64086408; "
+    LESS: tl.constexpr = WITH_8 if OFFSET == 8 else BASE + "; "
+    MINUS: tl.constexpr = (
+        "mov.b32 last, 0xbf80bf80; fma.rn.bf16x2 $0, more, last, code; " if BF16 else "sub.f16x2 $0, code, more; "
+    )
+    JOINED: tl.constexpr = "shr.u32 code, code, " + RIGHT + "; lop3.b32 code, code, 0x000f000f, " + BASE + ", 0xea; "
+    return _from_words(words, AT, JOINED + "mov.b32 more, " + LESS + MINUS, DTYPE)
+
+
+@triton.jit
+def decode_uint4_words(words, AT: tl.constexpr, DTYPE: tl.constexpr):
+    return _integer_words(words, AT, 0, DTYPE)
+
+
+@triton.jit
+def decode_int4_words(words, AT: tl.constexpr, DTYPE: tl.constexpr):
+    return _integer_words(words, AT, 8, DTYPE)
+
+
+@triton.jit
 def decode_int6(code, DTYPE: tl.constexpr):
     """Codes are offset by 32."""
     return _integer(code, 32, 6, DTYPE)
@@ -91,3 +134,60 @@ def decode_nf4(code, DTYPE: tl.constexpr):
 def _one_of_four(code, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
     """Select by the last two bits."""
     return tl.where((code & 2) == 0, tl.where((code & 1) == 0, A, B), tl.where((code & 1) == 0, C, D))
+
+
+@triton.jit
+def decode_e2m1_words(words, AT: tl.constexpr, DTYPE: tl.constexpr):
+    BF16: tl.constexpr = DTYPE == tl.bfloat16
+    SIGN: tl.constexpr = ("12", "8", "4", "0")[AT % 16 // 4]
+    # Exponent and mantissa to bit 6 or 9.
+    FIELD: tl.constexpr = (
+        ("shl.b32 code, code, 6", "shl.b32 code, code, 2", "shr.u32 code, code, 2", "shr.u32 code, code, 6")
+        if BF16
+        else ("shl.b32 code, code, 9", "shl.b32 code, code, 5", "shl.b32 code, code, 1", "shr.u32 code, code, 3")
+    )[AT % 16 // 4]
+    MASK: tl.constexpr = "0x01c001c0" if BF16 else "0x0e000e00"
+    # 2^126 and 2^14, the ratios of the exponents' biases; the summand is -0.
+    TIMES: tl.constexpr = "fma.rn.bf16x2 $0, code, more, last; " if BF16 else "fma.rn.f16x2 $0, code, more, last; "
+    RATIO: tl.constexpr = "mov.b32 last, 0x80008000; mov.b32 more, " + ("0x7e807e80; " if BF16 else "0x74007400; ")
+    JOINED: tl.constexpr = (
+        "shl.b32 more, code, " + SIGN + "; and.b32 more, more, 0x80008000; " + FIELD + "; lop3.b32 code, code, "
+        + MASK + ", more, 0xea; "
+    )  # fmt: skip
+    return _from_words(words, AT, JOINED + RATIO + TIMES, DTYPE)
+
+
+@triton.jit
+def decode_nf4_words(words, AT: tl.constexpr, DTYPE: tl.constexpr):
+    """Look up four codes at a time: a permutation selects four of eight bytes, so the lower and the upper bytes of the
+    16 values take two each, and the codes' last bits choose between these. There must be a multiple of four words per
+    thread."""
+    BF16: tl.constexpr = DTYPE == tl.bfloat16
+    HALVES: tl.constexpr = "0x5410; " if AT < 16 else "0x7632; "
+    RIGHT: tl.constexpr = ("0; ", "4; ", "8; ", "12; ")[AT % 16 // 4]
+    RIGHT_LESS_4: tl.constexpr = ("shl.b32 b, b, 4; ", "", "shr.u32 b, b, 4; ", "shr.u32 b, b, 8; ")[AT % 16 // 4]
+    # Lower bytes of values 0 to 3, 4 to 7 and so on, then upper bytes.
+    TABLE: tl.constexpr = (
+        "mov.b32 l0, 0xca063280; mov.b32 l1, 0x00ba3d92; mov.b32 l2, 0xad7c25a3; mov.b32 l3, 0x803910e2; "
+        "mov.b32 u0, 0xbebfbfbf; mov.b32 u1, 0x00bdbebe; mov.b32 u2, 0x3e3e3e3d; mov.b32 u3, 0x3f3f3f3e; "
+        if BF16
+        else "mov.b32 l0, 0x52339200; mov.b32 l1, 0x00d4ea8d; mov.b32 l2, 0x68e02618; mov.b32 l3, 0x00c9800d; "
+        "mov.b32 u0, 0xb6b8b9bc; mov.b32 u1, 0x00adb1b4; mov.b32 u2, 0x3533312d; mov.b32 u3, 0x3c393837; "
+    )
+    return tl.inline_asm_elementwise(
+        "{.reg .b32 a, b, last, l0, l1, l2, l3, u0, u1, u2, u3; " + TABLE
+        + "prmt.b32 a, $2, $3, " + HALVES + "prmt.b32 b, $4, $5, " + HALVES
+        # One selector with the codes 0, 2, 1, 3.
+        + "shr.u32 a, a, " + RIGHT + "and.b32 a, a, 0x000f000f; " + RIGHT_LESS_4
+        + "lop3.b32 a, b, 0x00f000f0, a, 0xea; prmt.b32 a, a, 0, 0x4420; "
+        # Bytes of ones where the last bit is set.
+        + "shr.u32 last, a, 3; and.b32 last, last, 0x1111; prmt.b32 last, 0x0000ff00, 0, last; and.b32 a, a, 0x7777; "
+        + "prmt.b32 l0, l0, l1, a; prmt.b32 l2, l2, l3, a; lop3.b32 l0, l2, l0, last, 0xe4; "
+        + "prmt.b32 u0, u0, u1, a; prmt.b32 u2, u2, u3, a; lop3.b32 u0, u2, u0, last, 0xe4; "
+        + "prmt.b32 $0, l0, u0, 0x6240; prmt.b32 $1, l0, u0, 0x7351;}",
+        "=r,=r,r,r,r,r",
+        [words],
+        dtype=DTYPE.value,
+        is_pure=True,
+        pack=4,
+    )  # fmt: skip

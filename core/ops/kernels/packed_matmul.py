@@ -3,8 +3,8 @@
 The work is divided as in matmul.py (Stream-K): each program processes an equal range of the (tile, input block) units,
 and the last program to arrive at a split tile sums it.
 
-The same bits of the words of a block are LANES consecutive inputs (core.ops.packing), so the kernel multiplies one
-such strip after the other, and decoded weights never move between threads. Scales are applied in one of two ways:
+The same bits of the LANES words of a block are consecutive inputs (core.ops.packing), so the kernel multiplies one such
+strip after the other, and decoded weights never move between threads. Scales are applied in one of two ways:
 
 - SUMS: to float32 sums over strips of one group. With few rows there are fewer sums than weights, and integers with
   their zeros subtracted are exact in 16 bits and in E4M3.
@@ -44,20 +44,21 @@ def of_strip(source_ptr, o, outputs, groups, first, GROUP: tl.constexpr, STRIP: 
 @triton.jit
 def _range_of_tile(x_ptr, codes_ptr, scale_ptr, zero_ptr, first, last, row_o, row_t, size, words, groups,
                    BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, EVEN: tl.constexpr,
-                   BITS: tl.constexpr, GROUP: tl.constexpr, STRIP: tl.constexpr, RUN: tl.constexpr,
-                   SUMS: tl.constexpr, DECODE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                   BITS: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, STRIP: tl.constexpr, RUN: tl.constexpr,
+                   SUMS: tl.constexpr, DECODE: tl.constexpr, WORDS: tl.constexpr,
+                   PRECISION: tl.constexpr):  # fmt: skip
     """Return weight @ x^T of input blocks [first, last), float32 [BLOCK_O, BLOCK_T]. RUN: strips summed together."""
     tokens, outputs, inputs = size
     EACH: tl.constexpr = 32 // BITS
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     SCALE: tl.constexpr = scale_ptr.dtype.element_ty
-    # The product with a scale of few bits is rounded once in 16 bits, too. E4M3 has no arithmetic, so zeros are
-    # subtracted in float16.
-    VALUE: tl.constexpr = (
-        (tl.float16 if DTYPE == tl.float8e4nv and zero_ptr is not None else DTYPE)
-        if SUMS or SCALE == DTYPE or SCALE == tl.float8e4nv
-        else tl.float32
-    )
+    # E4M3 has no arithmetic, so words are decoded to float16, which holds its numbers.
+    CODE: tl.constexpr = tl.float16 if DTYPE == tl.float8e4nv and (WORDS or zero_ptr is not None) else DTYPE
+    # Whole zeros are exact in 16 bits, and the product with a scale of few bits is rounded once.
+    WHOLE_ZEROS: tl.constexpr = zero_ptr is None or zero_ptr.dtype.element_ty == tl.uint8
+    NARROW: tl.constexpr = WHOLE_ZEROS and (SUMS or SCALE == DTYPE or SCALE == tl.float8e4nv)
+    VALUE: tl.constexpr = CODE if NARROW else tl.float32
+    FACTOR: tl.constexpr = tl.float32 if SUMS else VALUE
     o = row_o + tl.arange(0, BLOCK_O)
     t = row_t + tl.arange(0, BLOCK_T)
     i = tl.arange(0, STRIP)
@@ -66,26 +67,39 @@ def _range_of_tile(x_ptr, codes_ptr, scale_ptr, zero_ptr, first, last, row_o, ro
     acc = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
     for block in range(first, last):
         for part in tl.static_range(BLOCK_I // (EACH * STRIP)):
-            column = block * BLOCK_I + part * (EACH * STRIP)
-            word = tl.load(code_at + column // EACH, mask=(o < outputs)[:, None] & (column < inputs), other=0,
-                           eviction_policy="evict_first")  # fmt: skip
+            # Words of a block that are loaded together: LANES, or STRIP at this place.
+            place = part // (LANES // STRIP)
+            lane = part % (LANES // STRIP) * STRIP
+            word_column = block * (BLOCK_I // EACH) + place * LANES + lane
+            column = block * BLOCK_I + place * (LANES * EACH) + lane
+            ok_OI = (o < outputs)[:, None] & (word_column < words)
+            word = tl.load(code_at + word_column, mask=ok_OI, other=0, eviction_policy="evict_first")
+            # Loads before the products, which order memory accesses, so that latency overlaps with them.
+            scales, zeros = (), ()
+            for run in tl.static_range(EACH // RUN):
+                start = column + run * RUN * LANES
+                scales += (of_strip(scale_ptr, o, outputs, groups, start, GROUP, STRIP, FACTOR),)
+                if zero_ptr is not None:
+                    zeros += (of_strip(zero_ptr, o, outputs, groups, start, GROUP, STRIP, VALUE),)
             for run in tl.static_range(EACH // RUN):
                 total = tl.zeros((BLOCK_O, BLOCK_T), tl.float32) if SUMS else acc
                 for strip in tl.static_range(run * RUN, run * RUN + RUN):
-                    start = column + strip * STRIP
+                    start = column + strip * LANES
                     ok = (t < tokens)[None, :]
                     if not EVEN:
                         ok = ok & (start + i < inputs)[:, None]
                     x_IT = tl.load(x_at + start, mask=ok, other=0.0, eviction_policy="evict_last")
-                    w_OI = DECODE((word >> (strip * BITS)) & ((1 << BITS) - 1), VALUE)
+                    if WORDS:
+                        w_OI = DECODE(word, strip * BITS, CODE).to(VALUE)
+                    else:
+                        w_OI = DECODE((word >> (strip * BITS)) & ((1 << BITS) - 1), CODE).to(VALUE)
                     if zero_ptr is not None:
-                        w_OI -= of_strip(zero_ptr, o, outputs, groups, start, GROUP, STRIP, VALUE)
+                        w_OI -= zeros[run]
                     if not SUMS:
-                        w_OI *= of_strip(scale_ptr, o, outputs, groups, start, GROUP, STRIP, VALUE)
+                        w_OI *= scales[run]
                     total = tl.dot(w_OI.to(DTYPE), x_IT, total, input_precision=PRECISION)
                 if SUMS:
-                    start = column + run * RUN * STRIP
-                    acc += total * of_strip(scale_ptr, o, outputs, groups, start, GROUP, STRIP, tl.float32)
+                    acc += total * scales[run]
                 else:
                     acc = total
     return acc
@@ -119,14 +133,17 @@ def _packed_matmul(
     EVEN: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
+    LANES: tl.constexpr,
     STRIP: tl.constexpr,
     RUN: tl.constexpr,
     SUMS: tl.constexpr,
     DECODE: tl.constexpr,
+    WORDS: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """EVEN: the block width divides the number of inputs. GROUP: inputs of a scale."""
+    """EVEN: the block width divides the number of inputs. GROUP: inputs of a scale. WORDS: whether DECODE
+    takes words and the bit of its codes in them."""
     epilogue = (x_scale_ptr, x_scale_st, row_scale_ptr, 1, bias_ptr, out_ptr)
     size = (tokens, outputs, inputs)
     cut = (t_tiles, blocks, units, programs)
@@ -140,8 +157,8 @@ def _packed_matmul(
         row_o = tile // t_tiles * BLOCK_O
         row_t = tile % t_tiles * BLOCK_T
         total = _range_of_tile(x_ptr, codes_ptr, scale_ptr, zero_ptr, first, last, row_o, row_t, size, words, groups,
-                               BLOCK_T, BLOCK_O, BLOCK_I, EVEN, BITS, GROUP, STRIP, RUN, SUMS, DECODE,
-                               PRECISION)  # fmt: skip
+                               BLOCK_T, BLOCK_O, BLOCK_I, EVEN, BITS, GROUP, LANES, STRIP, RUN, SUMS, DECODE,
+                               WORDS, PRECISION)  # fmt: skip
         if part_ptr is None:
             _write(total, row_o, row_t, epilogue, size, BLOCK_T, BLOCK_O)
         elif last - first == blocks:
@@ -153,6 +170,8 @@ def _packed_matmul(
 
 WHOLE = 1 << 30
 """GROUP of a matrix with one scale for each row: a multiple of every block."""
+LEAST_STRIP = 16
+"""Inputs of a 16-bit matrix instruction, which are a strip of groups smaller than LANES."""
 
 
 def packed_matmul_triton(
@@ -185,6 +204,7 @@ def packed_matmul_triton(
             raise ValueError(f"{tiles} split tiles need one counter each; `counts` has {have}")
         parts = torch.empty(2 * programs * tile.tokens * tile.outputs, dtype=torch.float32, device=x_TI.device)
     run = gcd(group, block) // LANES if group % LANES == 0 else 1
+    by_words = x_TI.is_cuda and packed.format.decode_words is not None and x_TI.dtype != torch.float32
     _packed_matmul[(programs,)](
         x_TI,
         packed.codes,
@@ -212,10 +232,12 @@ def packed_matmul_triton(
         EVEN=inputs % tile.inputs == 0,
         BITS=bits,
         GROUP=group,
-        STRIP=LANES,
+        LANES=LANES,
+        STRIP=LANES if group % LANES == 0 else LEAST_STRIP,
         RUN=run,
         SUMS=group % LANES == 0 and (fp8 or 2 * tile.tokens <= LANES * run),
-        DECODE=packed.format.decode,
+        DECODE=packed.format.decode_words if by_words else packed.format.decode,
+        WORDS=by_words,
         PRECISION="ieee" if x_TI.dtype == torch.float32 else "tf32",
         num_warps=tile.warps,
         num_stages=tile.stages,

@@ -38,6 +38,7 @@ from dovetail.core.ops.choices import temporarily
 from dovetail.core.ops.decoded_matmul import decoded_matmul
 from dovetail.core.ops.formats import encode
 from dovetail.core.ops.gated import silu_and_mul
+from dovetail.core.ops.kernels import decoders
 from dovetail.core.ops.kernels.matmul import matmul_triton
 from dovetail.core.ops.layernorm import layer_norm
 from dovetail.core.ops.logprobs import best_logprobs, logprobs_of
@@ -228,20 +229,37 @@ PACKED = (
 """Format, inputs, group and dtype of scales."""
 
 
+@triton.jit
+def decode_everything(words_ptr, out_ptr):
+    at = tl.arange(0, 512)
+    words = tl.load(words_ptr + at)
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    total = decoders.decode_uint4(words, DTYPE) + decoders.decode_int4(words, DTYPE)
+    total += decoders.decode_uint8(words, DTYPE) + decoders.decode_int8(words, DTYPE)
+    total += decoders.decode_e2m1(words, DTYPE) + decoders.decode_nf4(words, DTYPE)
+    total += decoders.decode_e4m3_code(words, DTYPE)
+    for half in tl.static_range(2):
+        total += decoders.decode_uint4_words(words, half * 16, DTYPE) + decoders.decode_int4_words(words, 4, DTYPE)
+        total += decoders.decode_e2m1_words(words, half * 16 + 8, DTYPE) + decoders.decode_nf4_words(words, 12, DTYPE)
+    tl.store(out_ptr + at, total)
+
+
 def packed_products() -> None:
-    """Packed weights: scales that apply to sums, to strips of weights and to single weights; many rows; E4M3."""
+    """Packed weights: few rows, an embedding's lookup and E4M3; all formats and numbers of rows if EVERYTHING."""
     WORKSPACES.clear()
     counts = cuda(MOST_SHARED_TILES, dtype=INT32)
     weights = [packed_weight(fmt, 4096, *how) for fmt, *how in PACKED]
     packed_matmul(cuda(1, 4096), weights[0], cuda(4096), BF16, counts=counts)
-    packed_matmul(cuda(64, 4096), weights[1], None, BF16, counts=counts)
-    packed_matmul(cuda(512, 4096), weights[0], None, BF16)
-    for weight in weights:
-        packed_rows(weight, cuda(16, dtype=INT64), BF16)
+    packed_rows(weights[0], cuda(16, dtype=INT64), BF16)
+    decode_everything[(1,)](cuda(512, dtype=INT32), cuda(512))
     if has_fp8():
         packed_matmul(cuda(64, 4096, dtype=E4M3), weights[0], None, BF16, cuda(64, 1, dtype=FP32), counts)
+    if EVERYTHING:
+        packed_matmul(cuda(512, 4096), weights[0], None, BF16)
+        decode_everything[(1,)](cuda(512, dtype=INT32), cuda(512, dtype=FP16))
     for weight, rows in product(weights, (1, 16, 32, 64, 128)) if EVERYTHING else ():
         packed_matmul(cuda(rows, weight.inputs), weight, None, BF16, counts=counts)
+        packed_rows(weight, cuda(rows, dtype=INT64), BF16)
         if has_fp8() and multiplies_e4m3(weight):
             x = cuda(rows, weight.inputs, dtype=E4M3)
             packed_matmul(x, weight, None, BF16, cuda(rows, 1, dtype=FP32), counts)

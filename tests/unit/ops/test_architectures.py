@@ -39,15 +39,12 @@ from .launches import (
     EVERYTHING,
     FP32,
     INT32,
-    INT64,
     LONG,
-    PACKED,
     SCARCE,
     attention,
     cuda,
     jit_functions,
     multiply,
-    packed_weight,
     spilling,
 )
 
@@ -71,8 +68,6 @@ def chosen(fp8: bool) -> Iterator[Callable[[], object]]:
     yield lambda: decoded_matmul(
         cuda(8, 64, dtype=FP32), cuda(64, 64, dtype=E4M3), cuda(64, dtype=FP32), None, cuda(1, dtype=INT32)
     )
-    for fmt, *how in PACKED:
-        yield lambda fmt=fmt, how=how: packed_rows(packed_weight(fmt, 64, *how), cuda(1, dtype=INT64), FP32)
     if fp8:
         yield CASES["attention: single tokens, e4m3"]
         for rows, outputs in ((1, 1280), (64, 14336), (64, 200064)):

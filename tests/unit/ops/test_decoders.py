@@ -1,0 +1,119 @@
+"""Decoders in inline assembly, compiled for Hopper and executed here instruction by instruction, without a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import re
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("needs Triton's compiler", allow_module_level=True)
+
+import triton
+import triton.language as tl
+
+from dovetail.core.interfaces.weight import WeightFormat
+from dovetail.core.ops.weight_formats import E2M1, INT4, NF4, UINT4
+from dovetail.core.testing.compiling import compiled_for_hopper
+
+WORD = 0xFFFFFFFF
+
+
+EVERYTHING = os.environ.get("DOVETAIL_KERNELS") == "all"
+
+
+@triton.jit
+def decode_all_bits(words_ptr, out_ptr, DECODE: tl.constexpr):
+    at = tl.arange(0, 128)
+    words = tl.load(words_ptr + at)
+    for shift in tl.static_range(0, 32, 4):
+        tl.store(out_ptr + shift * 32 + at, DECODE(words, shift, out_ptr.dtype.element_ty))
+
+
+def permuted(low: int, high: int, selector: int) -> int:
+    """prmt.b32: four of eight bytes; a selector with its last bit set repeats the byte's sign."""
+    both, found = low | high << 32, 0
+    for n in range(4):
+        choice = selector >> 4 * n & 15
+        byte = both >> 8 * (choice & 7) & 0xFF
+        found |= (255 * (byte >> 7) if choice & 8 else byte) << 8 * n
+    return found
+
+
+def looked_up(a: int, b: int, c: int, table: int) -> int:
+    """lop3.b32: any function of three bits."""
+    return sum((table >> ((a >> n & 1) << 2 | (b >> n & 1) << 1 | c >> n & 1) & 1) << n for n in range(32))
+
+
+def pairs(word: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor([word], dtype=torch.uint32).view(dtype).double()
+
+
+def joined(values: torch.Tensor, dtype: torch.dtype) -> int:
+    return values.to(dtype).view(torch.uint32).item()
+
+
+def run(block: str, inputs: dict[str, int], dtype: torch.dtype) -> dict[str, int]:
+    """Execute the instructions of a block and return the registers."""
+    registers = dict(inputs)
+    for line in block.split(";"):
+        name, _, operands = line.strip().partition(" ")
+        if not operands or name == ".reg":
+            continue
+        into, *rest = (one.strip() for one in operands.split(","))
+        args = [registers[one] if one in registers else int(one, 0) for one in rest]
+        match name:
+            case "mov.b32":
+                registers[into] = args[0]
+            case "prmt.b32":
+                registers[into] = permuted(*args)
+            case "lop3.b32":
+                registers[into] = looked_up(*args)
+            case "and.b32":
+                registers[into] = args[0] & args[1]
+            case "shr.u32":
+                registers[into] = args[0] >> args[1]
+            case "shl.b32":
+                registers[into] = args[0] << args[1] & WORD
+            case "sub.f16x2":
+                registers[into] = joined(pairs(args[0], dtype) - pairs(args[1], dtype), dtype)
+            case "fma.rn.bf16x2" | "fma.rn.f16x2":
+                a, b, c = (pairs(one, dtype) for one in args)
+                registers[into] = joined(a * b + c, dtype)
+            case _:
+                raise ValueError(f"no such instruction here: {line}")
+    return registers
+
+
+CASES = [(fmt, dtype) for fmt in (INT4, UINT4, E2M1, NF4) for dtype in (torch.bfloat16, torch.float16)]
+
+
+@pytest.mark.parametrize(("fmt", "dtype"), CASES if EVERYTHING else CASES[::2] + CASES[1:2])
+def test_codes_in_words(fmt: WeightFormat, dtype: torch.dtype):
+    with compiled_for_hopper() as compiled:
+        words, out = (torch.empty(1024, dtype=kind, device="cuda") for kind in (torch.int32, dtype))
+        decode_all_bits[(1,)](words, out, fmt.decode_words, num_warps=1)
+    ((_, kernel),) = compiled.kernels
+    blocks = re.findall(r"begin inline asm\s*\{(.*?)\}\s*//\s*end inline asm", kernel.asm["ptx"], re.DOTALL)
+    served: list[int] = []
+    for block in (block for block in blocks if "prmt" in block):
+        names = list(dict.fromkeys(re.findall(r"%r\d+", block)))
+        outputs = [name for name in names if re.search(rf"(fma|sub)\S* {name},|prmt\.b32 {name},", block)]
+        first = re.findall(r"prmt\.b32 \w+, (%r\d+), (%r\d+)", block)
+        inputs = [name for pair in first for name in pair]
+        tries = [[random.getrandbits(32) for _ in inputs] for _ in range(20)]
+        got = []
+        for try_ in tries:
+            registers = run(block, dict(zip(inputs, try_, strict=True)), dtype)
+            got.append(torch.cat([pairs(registers[name], dtype) for name in outputs]))
+        for at in range(0, 32, 4):
+            codes = torch.tensor([[word >> at & 15 for word in try_] for try_ in tries], dtype=torch.uint8)
+            if torch.equal(torch.stack(got), fmt.reference(codes).to(dtype).double()):
+                served.append(at)
+    each = len(served) // 8
+    assert each and sorted(served) == [at for at in range(0, 32, 4) for _ in range(each)]
+    assert len(served) == sum("prmt" in block for block in blocks)
