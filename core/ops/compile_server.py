@@ -3,7 +3,8 @@ run in turn, and for which a launching thread would wait.
 
 A server process imports torch and Triton while the engine loads weights, then forks workers: it has no CUDA context. A
 worker compiles into Triton's cache on disk, and the engine's own compilation reads the result from there. The engine
-thus depends on no worker: it compiles itself whatever a worker could not.
+thus depends on no worker: it compiles itself whatever a worker could not. Each rank of a host has a server with as many
+workers as there are cores. A worker waits while another one compiles the same variant, so most ranks only wait.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from dovetail.core.parallel.channel import Channel, ChannelClosed
@@ -45,16 +47,31 @@ class Job(NamedTuple):
     def source(self) -> Any:
         return self.kernel.ASTSource(self.kernel, self.signature, self.constants, self.attributes)
 
-    def stored(self) -> bool:
-        """Whether Triton's cache has the compiled job."""
+    def digest(self) -> str:
+        """Return the job's name in Triton's cache."""
         from triton._C.libtriton import get_cache_invalidating_env_vars
         from triton.compiler import get_cache_key, make_backend
+
+        variables = get_cache_invalidating_env_vars()
+        key = get_cache_key(self.source(), make_backend(self.target), self.options, variables)
+        return hashlib.sha256(key.encode()).hexdigest()
+
+    def stored(self) -> bool:
+        """Whether Triton's cache has the compiled job."""
         from triton.runtime.cache import get_cache_manager
 
-        source, backend = self.source(), make_backend(self.target)
-        key = get_cache_key(source, backend, self.options, get_cache_invalidating_env_vars())
-        folder = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
-        return folder.get_group(f"{source.name[:150]}.json") is not None
+        return get_cache_manager(self.digest()).get_group(f"{self.source().name[:150]}.json") is not None
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keep other processes that use this cache from compiling the job meanwhile."""
+        import fcntl
+
+        os.makedirs(self.cache_folder, exist_ok=True)
+        with open(Path(self.cache_folder) / "dovetail.lock", "wb") as file:
+            # One file has a lock for each job, at an offset. The bytes need not exist.
+            fcntl.lockf(file, fcntl.LOCK_EX, 1, int(self.digest()[:15], 16))
+            yield
 
 
 @contextmanager
@@ -80,14 +97,14 @@ class CompileServer:
     """Server process with `workers` workers. Use it as a context; the thread that enters has to outlive it."""
 
     def __init__(self, workers: int) -> None:
-        self._workers = workers
+        self.workers = workers
         self._numbers = itertools.count()
         self._pending: dict[int, threading.Event] = {}
         self._ended = False
 
     def __enter__(self) -> Self:
         self._popen, self._channel = start_process("dovetail.core.ops.compile_server:serve")
-        self._channel.send({"workers": self._workers})
+        self._channel.send({"workers": self.workers})
         threading.Thread(target=self._receive, name="compile-server", daemon=True).start()
         return self
 
@@ -164,7 +181,8 @@ def _compile(raw: bytes) -> None:
     knobs.cache.dir = job.cache_folder
     driver.set_active(_TargetOnly(job.target))
     job.kernel.create_binder()  # Sets the kernel's `ASTSource` and `compile`.
-    job.kernel.compile(job.source(), target=job.target, options=job.options.__dict__)
+    with job.lock():
+        job.kernel.compile(job.source(), target=job.target, options=job.options.__dict__)
 
 
 class _TargetOnly:

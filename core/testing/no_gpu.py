@@ -51,7 +51,7 @@ def no_gpu(machine_code: bool = True) -> Iterator[Compiled]:
         swap(loader, "detect_host", lambda device: HOST)
         swap(loader, "reason_against_graphs", lambda *given: None)
         swap(warmup, "compile_ahead", _one_after_another)
-        swap(loader, "CompileServer", nullcontext)
+        swap(loader, "_compile_server", lambda device: nullcontext())
         swap(cache, "cache_folder", lambda: Path("/nowhere"))
         swap(startup, "share", lambda text, *ranks: text)
         swap(loader, "Recorder", _NoGraphs)
@@ -136,5 +136,5 @@ def _without_values(self: DummyTensor, index: Any) -> torch.Tensor:
 
 
 @contextmanager
-def _one_after_another(workers: int, server: object) -> Iterator[None]:
+def _one_after_another(workers: int, server: None) -> Iterator[None]:
     yield

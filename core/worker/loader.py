@@ -84,7 +84,7 @@ def load_rank(
     made, so that another thread can abort it. If loading fails, the caller closes the connection: other ranks may have
     to be aborted first."""
     device = resolve_device(composition.engine.device, rank, composition.engine.first_gpu)
-    with collect_notes() as notes, _compile_server(device, size) as server:
+    with collect_notes() as notes, _compile_server(device) as server:
         phases = _Phases()
         quantizer = build_quantizer(composition)
         connection = _connect(composition, device, rank, size, address, progress, on_connect)
@@ -116,9 +116,9 @@ class _Phases:
         self.seconds[phase], self._last = now - self._last, now
 
 
-def _compile_server(device: torch.device, ranks: int) -> AbstractContextManager[CompileServer | None]:
-    """Start to import Triton in other processes, which takes seconds, if this rank's kernels can compile in several."""
-    workers = compile_workers(ranks)
+def _compile_server(device: torch.device) -> AbstractContextManager[CompileServer | None]:
+    """Start to import Triton in other processes, which takes seconds, if kernels can compile in several."""
+    workers = compile_workers(1)
     if device.type != "cuda" or workers == 1 or importlib.util.find_spec("triton") is None:
         return nullcontext()
     return CompileServer(workers)

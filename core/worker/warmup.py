@@ -125,7 +125,8 @@ def run_warmup_steps(parts: RankParts) -> None:
 
 def compile_kernels(parts: RankParts, server: CompileServer | None) -> None:
     """Compile the kernels that warm-up steps and graphs launch."""
-    with compile_ahead(compile_workers(parts.connection.size), server=server), torch.inference_mode():
+    workers = compile_workers(parts.connection.size) if server is None else server.workers
+    with compile_ahead(workers, server=server), torch.inference_mode():
         run_warmup_steps(parts)
         with _trial(parts, parts.engine.page_size) as runner:
             make_graphs(parts, runner.state).warm_up()

@@ -161,3 +161,26 @@ def test_a_server_compiles_into_tritons_cache(
             silu_and_mul(torch.empty(3, 72, dtype=torch.bfloat16, device="cuda"))
     assert here == ["without_a_name", "_silu_and_mul"]
     assert "was killed by SIGKILL" in caplog.text and "kernels compile in threads instead" in caplog.text
+
+
+def test_processes_wait_for_one_that_compiles_the_same(
+    compiling: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3]))
+    compile_job, jobs = CompileServer.compile, []
+    monkeypatch.setattr(CompileServer, "compile", lambda server, job: jobs.append(job))
+    with CompileServer(1) as server:
+        with compiled_for_hopper(), compile_ahead(1, server=server):
+            for dtype in (torch.float32, torch.int32):
+                _outer[(1,)](torch.empty(3, device="cuda", dtype=dtype))
+        monkeypatch.setattr(knobs.cache, "dir", str(tmp_path / "other"))
+        first, second = (job._replace(cache_folder=knobs.cache.dir) for job in jobs)
+        compile_job(server, first)
+        assert first.stored(), "the server is ready"
+        waiting = threading.Thread(target=compile_job, args=(server, second))
+        with second.lock():
+            waiting.start()
+            waiting.join(1.0)
+            assert waiting.is_alive() and not second.stored()
+        waiting.join()
+        assert second.stored()
