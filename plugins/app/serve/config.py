@@ -28,9 +28,9 @@ class ServeConfig(AppConfig):
     """Seconds without an event-loop iteration after which a front-end process counts as hung and is restarted. Applies
     if `processes` > 1. null: no limit."""
     model_names: tuple[str, ...] = ()
-    """Model names accepted in requests; answers state the first. Empty: the name of the model's folder or component."""
+    """Model names accepted in requests; answers state the first. Empty: the name of the checkpoint or component."""
     chat_template: str | None = None
-    """File with a Jinja chat template; null: the template in the model's folder."""
+    """File with a Jinja chat template; null: the template of the checkpoint."""
     template_timeout: float = Field(5.0, gt=0)
     """Maximum seconds for which the chat template may run for one request; then the request is refused. The template
     runs in a separate process, which is killed then, with a memory limit of 1 GiB."""

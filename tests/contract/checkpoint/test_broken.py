@@ -17,7 +17,7 @@ from dovetail.core.testing.checkpoint import CheckpointContract
 from dovetail.core.testing.suite import failures
 
 from ..faults import each, rejects, suite, variant
-from .test_builtin import TestOneFile
+from . import test_builtin
 
 fault = partial(variant, FolderCheckpoint)
 
@@ -99,7 +99,7 @@ BROKEN: dict[str, list[type[FolderCheckpoint]]] = {
 
 
 def suite_of(reader: type[FolderCheckpoint]) -> CheckpointContract:
-    return suite(CheckpointContract, reader=reader, save=TestOneFile.save)
+    return suite(CheckpointContract, reader=reader, save=test_builtin.TestOneFile.save)
 
 
 @each(BROKEN)
@@ -108,4 +108,5 @@ def test_the_suite_rejects(broken: type[FolderCheckpoint], test: str) -> None:
 
 
 def test_the_unbroken_one_passes() -> None:
-    assert failures(suite_of(FolderCheckpoint)) == {}
+    """TestOneFile runs the test that is skipped, which starts a process."""
+    assert failures(suite_of(FolderCheckpoint), skip=("test_headers_load_no_torch",)) == {}

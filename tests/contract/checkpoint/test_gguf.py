@@ -58,7 +58,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_plain_file_generates_what_its_folder_does(tiny: Path) -> None:
-    prompts, sampling = [[0, 5, 9, 100], [0, 77]], SamplingParams(temperature=0.0, max_tokens=24)
+    prompts, sampling = [[0, 5, 9, 100], [0, 77]], SamplingParams(temperature=0.0, max_tokens=8)
     texts = []
     for model in (tiny, TINY):
         with LLM(str(model), overrides=["engine.device=cpu", "engine.kv_pages=64"]) as llm:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from dovetail.core.checkpoint import FolderCheckpoint, locate
 from dovetail.core.errors import ConfigError
 from dovetail.core.testing.executor_scripts import quiet, small_composition
+from dovetail.core.worker import loader
 from dovetail.core.worker.loader import load_rank
 from dovetail.core.worker.weight_check import WeightCheck
 
@@ -94,3 +95,12 @@ def test_a_rank_does_not_start_with_such_weights(quant: str, tmp_path: Path) -> 
         load_rank(
             small_composition(f"quant={quant}", "model.load=auto", "model.hf=null", f"model.path={tmp_path}"), quiet
         )
+
+
+def test_a_truncated_file_is_refused_before_a_device_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for file in TINY.iterdir():
+        content = file.read_bytes()
+        (tmp_path / file.name).write_bytes(content[:-1000] if file.suffix == ".safetensors" else content)
+    monkeypatch.setattr(loader, "resolve_device", lambda *_: pytest.fail("a device is used"))
+    with pytest.raises(ConfigError, match=r"model\.safetensors: cannot be read as safetensors"):
+        load_rank(small_composition("model.load=auto", "model.hf=null", f"model.path={tmp_path}"), quiet)
