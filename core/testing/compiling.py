@@ -133,6 +133,7 @@ def compiled_for(gpu: EmulatedGpu, machine_code: bool = True, one_each: bool = F
                 shared_memory_per_block_optin=gpu.shared_bytes,
             )
             stack.enter_context(patch.object(torch.cuda, "get_device_properties", lambda device=None: properties))
+            stack.enter_context(patch.object(torch.cuda, "current_device", lambda: 0))
             stack.enter_context(warnings.catch_warnings())
             # Triton reads the address to check its alignment; without data it is 0.
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")

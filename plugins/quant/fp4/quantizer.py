@@ -89,7 +89,7 @@ def round_to_fp4(
     else:
         exponent_OG = amax_OG.clamp(min=2.0**-120).log2().floor() - 2
         stored_OG = scale_OG = torch.exp2(exponent_OG)
-    values_OGK = blocks_OGK / scale_OG[..., None]
+    values_OGK = blocks_OGK / scale_OG.unsqueeze(-1)
     codes = torch.bucketize(values_OGK.abs(), torch.tensor(BOUNDS, device=weight_OI.device))
     codes = codes + 8 * (values_OGK < 0)
     return codes.flatten(1)[:, :inputs].to(torch.uint8), stored_OG, None, row_scale_O

@@ -24,7 +24,7 @@ def round_to_nearest(
     else:
         scale_OG = _usable(groups_OGK.abs().amax(-1) * 2 / levels, scale_dtype)
         zero_OG = torch.full_like(scale_OG, 2 ** (fmt.bits - 1))
-    codes_OGK = (groups_OGK / scale_OG[..., None] + zero_OG[..., None]).round().clamp(0, levels)
+    codes_OGK = (groups_OGK / scale_OG.unsqueeze(-1) + zero_OG.unsqueeze(-1)).round().clamp(0, levels)
     codes_OI = codes_OGK.flatten(1)[:, :inputs].to(torch.uint8)
     return codes_OI, scale_OG, zero_OG.to(torch.uint8) if fmt.zero else None
 

@@ -81,7 +81,7 @@ def round_to_nf4(weight_OI: torch.Tensor, block: int) -> tuple[torch.Tensor, tor
     scale_OG = blocks_OGK.abs().amax(-1)
     values = torch.tensor(NF4_VALUES, device=weight_OI.device)
     bounds = (values[1:] + values[:-1]) / 2
-    codes = torch.bucketize(blocks_OGK / scale_OG.clamp(min=1e-30)[..., None], bounds)
+    codes = torch.bucketize(blocks_OGK / scale_OG.clamp(min=1e-30).unsqueeze(-1), bounds)
     return codes.flatten(1)[:, :inputs].to(torch.uint8), scale_OG
 
 
