@@ -29,7 +29,8 @@ OUTLIER_GATES = {
 
 WINDOWS = int(os.environ.get("DOVETAIL_WINDOWS", "10"))
 """Windows of 256 tokens. With 10, a rise has a standard error of about 0.2 %; it falls with the root of the number."""
-if WINDOWS >= 64:
+THOROUGH = WINDOWS >= 64
+if THOROUGH:
     GATES |= {"quant=fp8 quant.scales=tensor": 0.7, "quant=fp8 engine.kv_dtype=fp8_e4m3": 1.0}
 
 TINY = resolve("pkg://dovetail.plugins.model.bundled/tiny")
@@ -63,7 +64,7 @@ def rises(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     """Rise of the perplexity in % for each line of overrides, all against the bundled model in float32."""
     folder = tmp_path_factory.mktemp("quality")
     write_outliers(folder / "outliers")
-    lines = [*GATES, *(outliers(folder, line) for line in OUTLIER_GATES)]
+    lines = [*GATES, *(outliers(folder, line) for line in (*OUTLIER_GATES, *["quant=int8"] * THOROUGH))]
     words = [f"quality.variants={json.dumps(lines)}", f"quality.windows={WINDOWS}", "quality.tokens=0"]
     cpu = ["engine.device=cpu", "engine.dtype=float32", "engine.kv_pages=512"]
     with pytest.MonkeyPatch.context() as patch:
@@ -86,6 +87,11 @@ def test_formats(rises: dict[str, float], line: str) -> None:
 @pytest.mark.parametrize("line", OUTLIER_GATES)
 def test_formats_with_outliers(rises: dict[str, float], line: str) -> None:
     assert rises[outliers("", line)] < OUTLIER_GATES[line]
+
+
+@pytest.mark.skipif(not THOROUGH, reason="takes a minute; the nightly tests run it")
+def test_outliers_cost_integers_much(rises: dict[str, float]) -> None:
+    assert rises[outliers("", "quant=int8")] > 1.0
 
 
 def test_outliers_leave_the_function_unchanged(tmp_path: Path) -> None:
