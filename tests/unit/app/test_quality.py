@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from dovetail import LLM, SamplingParams
-from dovetail.core.checkpoint import resolve
+from dovetail.core.compose import compose
 from dovetail.core.compose.cli import main
 from dovetail.core.errors import ConfigError, DovetailError
 from dovetail.core.tokenizer import Tokenizer
+from dovetail.plugins.app.bench.inprocess import EngineTarget
 from dovetail.plugins.app.quality import app as app_module
 from dovetail.plugins.app.quality import measure as measure_module
 from dovetail.plugins.app.quality.compare import equal_tokens, figures
@@ -25,7 +26,6 @@ from dovetail.plugins.app.quality.measure import Answers
 from dovetail.plugins.app.quality.rows import Rows, check_bytes
 from dovetail.plugins.app.quality.text import documents, windows
 
-TINY = "pkg://dovetail.plugins.model.bundled/tiny"
 CPU = ("engine.device=cpu", "engine.dtype=float32", "engine.max_len=64", "engine.kv_pages=64", "engine.max_seqs=4")
 SMALL = ("quality.windows=3", "quality.length=24", "quality.tokens=4")
 VOCAB = 40
@@ -33,7 +33,7 @@ VOCAB = 40
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer(resolve(TINY))
+    return EngineTarget(compose(["model=tiny"], app="quality")).tokenizer
 
 
 # Scores
@@ -150,7 +150,7 @@ def test_equal_tokens(mine: list[int], same: int) -> None:
 # Runs
 
 
-def test_a_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run(tmp_path: Path, tokenizer: Tokenizer, capfd: pytest.CaptureFixture[str]) -> None:
     """In float32 the parts of the engine make no difference, a number format does, and another model a large one."""
     lines = ["engine.token_budget=16 engine.page_size=8", "quant=fp8", "model=tiny_draft", "attention=triton"]
     words = ["app=quality", f"quality.variants={json.dumps(lines)}", *CPU, *SMALL, f"quality.out={tmp_path / 'out'}"]
@@ -169,7 +169,7 @@ def test_a_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
     # The engine's own log-probabilities of the same windows.
     config = QualityConfig(windows=3, length=24, tokens=4)
-    read = windows(config, documents(config), Tokenizer(resolve(TINY)))
+    read = windows(config, documents(config), tokenizer)
     with LLM("tiny", overrides=CPU) as llm:
         found = llm.generate(read, SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0))
     nll = [-sum(entry.logprob for entry in one.prompt_logprobs) / 24 for one in found]
