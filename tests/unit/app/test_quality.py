@@ -50,20 +50,20 @@ def filled(windows: list[tuple[int, ...]], logits_WPV: torch.Tensor, reference: 
 
 def test_scores_are_those_of_torch() -> None:
     ids_WP = torch.randint(VOCAB, (2, 41))
-    read = [tuple(row) for row in ids_WP.tolist()]
-    theirs_WPV, logits_WPV = (torch.randn(2, 40, VOCAB) * 3 for _ in range(2))
+    theirs_WPV = 3 * torch.randn(2, 40, VOCAB)
+    logits_WPV = theirs_WPV + 2 * torch.randn(2, 40, VOCAB)
     theirs_WPV[:, :, 7] = logits_WPV[:, :, 7] = -math.inf  # A token that the model never produces.
     ids_WP[ids_WP == 7] = 8
     read = [tuple(row) for row in ids_WP.tolist()]
     reference = filled(read, theirs_WPV)
     rows = filled(read, logits_WPV, reference)
     rows.check()
-    logprobs_NV = logits_WPV.reshape(-1, VOCAB).log_softmax(-1)
+    logprobs_NV = logits_WPV.double().reshape(-1, VOCAB).log_softmax(-1)
     nll_N = torch.nn.functional.nll_loss(logprobs_NV, ids_WP[:, 1:].reshape(-1), reduction="none")
-    assert rows.nll_WP.reshape(-1) == pytest.approx(nll_N.numpy(), rel=1e-5)
-    p_NV = theirs_WPV.reshape(-1, VOCAB).softmax(-1)
+    assert rows.nll_WP.reshape(-1) == pytest.approx(nll_N.numpy(), rel=1e-8)
+    p_NV = theirs_WPV.double().reshape(-1, VOCAB).softmax(-1)
     terms_NV = torch.xlogy(p_NV, p_NV) - torch.where(p_NV > 0, p_NV * logprobs_NV, 0.0)
-    assert rows.kl_WP.reshape(-1) == pytest.approx(terms_NV.sum(-1).numpy(), rel=1e-3)
+    assert rows.kl_WP.reshape(-1) == pytest.approx(terms_NV.sum(-1).numpy(), rel=1e-8)
     assert (rows.same_top_WP == (theirs_WPV.argmax(-1) == logits_WPV.argmax(-1)).numpy()).all()
     assert 0 < rows.same_top_WP.mean() < 1
     assert not reference.kl_WP.any() and reference.same_top_WP.all()
