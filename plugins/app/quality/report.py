@@ -76,13 +76,15 @@ def draw(path: str, result: Mapping[str, Any]) -> None:
         return
     figure = Figure(figsize=(3.6 * len(columns), 1.4 + 0.32 * len(drawn)), layout="constrained")
     panels = figure.subplots(1, len(columns), squeeze=False, sharey=True)[0]
-    for axis, (key, title, _) in zip(panels, columns, strict=True):
+    for axis, (key, title, words) in zip(panels, columns, strict=True):
         for place, one in enumerate(drawn):
             found = Estimate(**one["figures"][key])
             sides = None if found.low is None else [[found.value - found.low], [found.high - found.value]]
             axis.errorbar(found.value, place, xerr=sides, fmt="o", capsize=3, color="C0")
         if key == "perplexity_change":
             axis.axvline(0.0, color="gray", linewidth=0.8)
+        axis.tick_params("x", labelsize=8)
+        axis.xaxis.set_major_formatter(lambda value, _, words=words: words(value))
         axis.set_xlabel(f"{title}\nagainst {result['variants'][0]['name']}", fontsize=8)
     panels[0].set_yticks(range(len(drawn)), [one["name"] for one in drawn], fontsize=8)
     panels[0].invert_yaxis()

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from dovetail import LLM, SamplingParams
-from dovetail.core.checkpoint import resolve
+from dovetail.core.compose import compose
 from dovetail.core.compose.cli import main
 from dovetail.core.errors import ConfigError, DovetailError
 from dovetail.core.tokenizer import Tokenizer
+from dovetail.plugins.app.bench.inprocess import EngineTarget
 from dovetail.plugins.app.quality import app as app_module
 from dovetail.plugins.app.quality import measure as measure_module
 from dovetail.plugins.app.quality.compare import equal_tokens, figures
@@ -25,7 +26,6 @@ from dovetail.plugins.app.quality.measure import Answers
 from dovetail.plugins.app.quality.rows import Rows, check_bytes
 from dovetail.plugins.app.quality.text import documents, windows
 
-TINY = "pkg://dovetail.plugins.model.bundled/tiny"
 CPU = ("engine.device=cpu", "engine.dtype=float32", "engine.max_len=64", "engine.kv_pages=64", "engine.max_seqs=4")
 SMALL = ("quality.windows=3", "quality.length=24", "quality.tokens=4")
 VOCAB = 40
@@ -33,7 +33,7 @@ VOCAB = 40
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer(resolve(TINY))
+    return EngineTarget(compose(["model=tiny"], app="quality")).tokenizer
 
 
 # Scores
@@ -50,20 +50,20 @@ def filled(windows: list[tuple[int, ...]], logits_WPV: torch.Tensor, reference: 
 
 def test_scores_are_those_of_torch() -> None:
     ids_WP = torch.randint(VOCAB, (2, 41))
-    read = [tuple(row) for row in ids_WP.tolist()]
-    theirs_WPV, logits_WPV = (torch.randn(2, 40, VOCAB) * 3 for _ in range(2))
+    theirs_WPV = 3 * torch.randn(2, 40, VOCAB)
+    logits_WPV = theirs_WPV + 2 * torch.randn(2, 40, VOCAB)
     theirs_WPV[:, :, 7] = logits_WPV[:, :, 7] = -math.inf  # A token that the model never produces.
     ids_WP[ids_WP == 7] = 8
     read = [tuple(row) for row in ids_WP.tolist()]
     reference = filled(read, theirs_WPV)
     rows = filled(read, logits_WPV, reference)
     rows.check()
-    logprobs_NV = logits_WPV.reshape(-1, VOCAB).log_softmax(-1)
+    logprobs_NV = logits_WPV.double().reshape(-1, VOCAB).log_softmax(-1)
     nll_N = torch.nn.functional.nll_loss(logprobs_NV, ids_WP[:, 1:].reshape(-1), reduction="none")
-    assert rows.nll_WP.reshape(-1) == pytest.approx(nll_N.numpy(), rel=1e-5)
-    p_NV = theirs_WPV.reshape(-1, VOCAB).softmax(-1)
+    assert rows.nll_WP.reshape(-1) == pytest.approx(nll_N.numpy(), rel=1e-8)
+    p_NV = theirs_WPV.double().reshape(-1, VOCAB).softmax(-1)
     terms_NV = torch.xlogy(p_NV, p_NV) - torch.where(p_NV > 0, p_NV * logprobs_NV, 0.0)
-    assert rows.kl_WP.reshape(-1) == pytest.approx(terms_NV.sum(-1).numpy(), rel=1e-3)
+    assert rows.kl_WP.reshape(-1) == pytest.approx(terms_NV.sum(-1).numpy(), rel=1e-8)
     assert (rows.same_top_WP == (theirs_WPV.argmax(-1) == logits_WPV.argmax(-1)).numpy()).all()
     assert 0 < rows.same_top_WP.mean() < 1
     assert not reference.kl_WP.any() and reference.same_top_WP.all()
@@ -150,7 +150,7 @@ def test_equal_tokens(mine: list[int], same: int) -> None:
 # Runs
 
 
-def test_a_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run(tmp_path: Path, tokenizer: Tokenizer, capfd: pytest.CaptureFixture[str]) -> None:
     """In float32 the parts of the engine make no difference, a number format does, and another model a large one."""
     lines = ["engine.token_budget=16 engine.page_size=8", "quant=fp8", "model=tiny_draft", "attention=triton"]
     words = ["app=quality", f"quality.variants={json.dumps(lines)}", *CPU, *SMALL, f"quality.out={tmp_path / 'out'}"]
@@ -169,7 +169,7 @@ def test_a_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
     # The engine's own log-probabilities of the same windows.
     config = QualityConfig(windows=3, length=24, tokens=4)
-    read = windows(config, documents(config), Tokenizer(resolve(TINY)))
+    read = windows(config, documents(config), tokenizer)
     with LLM("tiny", overrides=CPU) as llm:
         found = llm.generate(read, SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0))
     nll = [-sum(entry.logprob for entry in one.prompt_logprobs) / 24 for one in found]
