@@ -21,6 +21,9 @@ GATES = {
     "quant=fp8": 0.7,
     "quant=int8": 0.3,
     "engine.kv_dtype=fp8_e4m3": 1.0,
+    "quant=int4 quant.group=128": 4.5,
+    "quant=nf4": 3.5,
+    "quant=fp4": 3.7,
 }
 """Overrides -> maximum rise of the bundled model's perplexity, %."""
 OUTLIER_GATES = {
@@ -39,7 +42,14 @@ WINDOWS = int(os.environ.get("DOVETAIL_WINDOWS", "10"))
 """Windows of 256 tokens. With 10, a rise has a standard error of about 0.2 %; it falls with the root of the number."""
 THOROUGH = WINDOWS >= 64
 if THOROUGH:
-    GATES |= {"quant=fp8 quant.scales=tensor": 0.7, "quant=fp8 engine.kv_dtype=fp8_e4m3": 1.0}
+    GATES |= {
+        "quant=fp8 quant.scales=tensor": 0.7,
+        "quant=fp8 engine.kv_dtype=fp8_e4m3": 1.0,
+        "quant=fp8 quant.skip=['layers.*'] quant.head=fp8": 0.4,
+        "quant=int4 quant.group=128 quant.symmetric=true": 4.5,
+        "quant=fp4 quant.block=32": 6.0,
+        "quant=w4a8": 5.0,
+    }
 
 TINY = Path(bundled.__file__).parent / "tiny"
 OUTLIERS, FACTOR = 6, 30.0
