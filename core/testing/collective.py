@@ -79,8 +79,8 @@ class CollectiveContract:
             collective.close()
 
     def on_ranks(self, method: Callable[[int, int, str], object], may_die: tuple[int, ...] = ()) -> list[Any]:
-        # Ranks on GPUs compile kernels first.
-        timeout = 60.0 if self.device.type == "cpu" else 240.0
+        # Ranks on GPUs compile kernels first. On a busy CPU, the start of the processes takes most of the time.
+        timeout = 150.0 if self.device.type == "cpu" else 240.0
         return on_ranks(self, method.__name__, self.size, timeout=timeout, may_die=may_die)
 
     # Connect

@@ -78,7 +78,7 @@ class _Pool:
 _pools: dict[int, _Pool] = {}
 
 
-def on_ranks(suite: object, method: str, size: int, *, timeout: float = 60.0, may_die: Sequence[int] = ()) -> list[Any]:
+def on_ranks(suite: object, method: str, size: int, *, timeout: float = 150, may_die: Sequence[int] = ()) -> list[Any]:
     """Run `suite.method(rank, size, address)` on `size` processes and return the results. `address` has a free port.
 
     Raise RankFailed with the message of the first failed rank. A rank in `may_die` may exit; its result is None.

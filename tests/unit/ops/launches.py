@@ -137,7 +137,6 @@ def steps() -> None:
         floats = [cuda(rows, dtype=FP32) for _ in range(3)]
         keys, keys_S, reals_S = cuda(rows, dtype=INT64), cuda(257, dtype=INT64), cuda(257, dtype=FP32)
         step.gather_params(slots, reals_S, keys_S, reals_S, reals_S, keys_S)
-        # Rows in turn with dtypes: each kernel compiles for both of each.
         for dtype in (BF16, FP32) if EVERYTHING else (BF16,) if rows > 1 else (FP32,):
             logits = cuda(rows, VOCAB, dtype=dtype)
             step.draw_filtered(logits, keys, keys, floats[0], keys, *floats[1:])
@@ -167,12 +166,7 @@ def products() -> None:
         for rows, tile in by_rows.items() if gpu == torch.cuda.get_device_properties(0).name else ():
             if tile is None:
                 continue
-            early = tile.prefetch > 0
-            ways = {
-                (kind, early, tile.tokens),
-                (kind, tile.tma, tile.swap),
-                (kind, early, tile.outputs, tile.split > 1),
-            }
+            ways = {(kind, tile.tma, tile.swap, tile.split > 1, tile.prefetch > 0)}
             if tile.specialized:
                 ways = {("specialized", kind, tile.warp_groups)}
             if EVERYTHING or not ways <= seen:
