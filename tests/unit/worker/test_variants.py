@@ -49,6 +49,7 @@ if EVERYTHING:
 CASES = [f"+preset={preset} model={model}" for preset in PRESETS for model in MODELS]
 RANKS = ["+preset=h200_fp8_tp8 engine.max_seqs=24 engine.graph_tokens=32"]
 SIMULATED = ["executor=simulated", "engine.device=cpu", "attention=sdpa", "cost=none", "engine.kv_dtype=auto"]
+MOST_VARIANTS = 85
 KINDS = {
     "greedy": dict(temperature=0.0),
     "random": dict(temperature=0.7),
@@ -162,4 +163,5 @@ def launched_uncompiled(composition: Composition, calls: Iterable[Do], **place: 
             call(runner)
         uncompiled = list(compiled.variants)[ready:]
     assert ready > 30, "start-up launched kernels"
+    assert EVERYTHING or ready <= MOST_VARIANTS, "start-up compiles more variants than it did"
     return uncompiled
