@@ -78,9 +78,9 @@ def _range_of_tile(x_ptr, codes_ptr, scale_ptr, zero_ptr, first, last, row_o, ro
             scales, zeros = (), ()
             for run in tl.static_range(EACH // RUN):
                 start = column + run * RUN * LANES
-                scales += (of_strip(scale_ptr, o, outputs, groups, start, GROUP, STRIP, FACTOR),)
+                scales += (of_strip(scale_ptr, o, outputs, groups, start, GROUP, STRIP, FACTOR),)  # type: ignore[assignment]
                 if zero_ptr is not None:
-                    zeros += (of_strip(zero_ptr, o, outputs, groups, start, GROUP, STRIP, VALUE),)
+                    zeros += (of_strip(zero_ptr, o, outputs, groups, start, GROUP, STRIP, VALUE),)  # type: ignore[assignment]
             for run in tl.static_range(EACH // RUN):
                 total = tl.zeros((BLOCK_O, BLOCK_T), tl.float32) if SUMS else acc
                 for strip in tl.static_range(run * RUN, run * RUN + RUN):
