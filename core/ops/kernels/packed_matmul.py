@@ -34,7 +34,7 @@ def of_strip(source_ptr, o, outputs, groups, first, GROUP: tl.constexpr, STRIP: 
     at = source_ptr + o.to(tl.int64) * groups
     group = first // GROUP
     values = tl.load(at + group, mask=(o < outputs) & (group < groups), other=0.0).to(DTYPE)[:, None]
-    for more in tl.static_range(1, tl.cdiv(STRIP, GROUP)):
+    for more in tl.static_range(1, (STRIP + GROUP - 1) // GROUP):
         ok = (o < outputs) & (group + more < groups)
         of_next = tl.load(at + group + more, mask=ok, other=0.0).to(DTYPE)[:, None]
         values = tl.where((tl.arange(0, STRIP) < more * GROUP)[None, :], values, of_next)
