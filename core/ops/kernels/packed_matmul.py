@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 
 from dovetail.core.interfaces.weight import PackedWeight
-from dovetail.core.ops.kernels.launch import announce, dependent, wait
-from dovetail.core.ops.kernels.matmul import _reduce_split, _write
+from dovetail.core.ops.kernels.launch import announce, dependent, prefetch, wait
+from dovetail.core.ops.kernels.matmul import PREFETCH_LINES, _reduce_split, _write
 from dovetail.core.ops.packing import LANES
 from dovetail.core.ops.tiles import MatmulTile
 
@@ -150,6 +150,11 @@ def _packed_matmul(
     mine = tl.program_id(0)
     lo = mine * units // programs
     hi = (mine + 1) * units // programs
+    if PDL:
+        # Prefetch the first words while the preceding kernel ends: a cache line holds the words of a block.
+        row = lo // blocks // t_tiles * BLOCK_O + tl.arange(0, BLOCK_O)[:, None]
+        column = lo % blocks * (BLOCK_I * BITS // 32) + tl.arange(0, PREFETCH_LINES)[None, :] * LANES
+        prefetch(codes_ptr + row.to(tl.int64) * words + column, (row < outputs) & (column < words))
     wait(PDL)
     for tile in range(lo // blocks, tl.cdiv(hi, blocks)):
         first = tl.maximum(lo - tile * blocks, 0)
