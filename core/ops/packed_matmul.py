@@ -9,20 +9,15 @@ Shapes: T tokens, I input, O output.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache, lru_cache
 
 import torch
 import torch.nn.functional as F
 
-from dovetail.core.host import shared_bytes
+from dovetail.core.interfaces.tuning import Key
 from dovetail.core.interfaces.weight import PackedWeight
+from dovetail.core.ops.matmul import device_facts
+from dovetail.core.ops.packed_tiles import choose_packed, packed_key
 from dovetail.core.ops.packing import LANES, dequantize
-from dovetail.core.ops.tiles import MOST_SHARED_TILES, RESERVED, MatmulTile
-
-MOST_ROWS = 128
-"""Number of rows up to which our kernel runs. They fit into one tile: with more, each weight would be decoded twice."""
-PROGRAMS = 2
-"""Programs per SM."""
 
 E4M3 = torch.float8_e4m3fn
 
@@ -43,19 +38,19 @@ def packed_matmul(
         return packed_matmul_reference(x_TI, packed, bias_O, dtype, x_scale_T1)
     from dovetail.core.ops.kernels.packed_matmul import packed_matmul_triton
 
-    if x_TI.dtype is E4M3 and not multiplies_e4m3(packed):
-        x_TI = x_TI.bfloat16()
+    x_TI = x_TI.to(multiplied_dtype(x_TI.dtype, packed))
     tile = None
     if x_TI.dtype is not torch.float32:
-        shape = len(x_TI), *packed.codes.shape[:1], packed.inputs
-        bits, itemsize = packed.format.stored_bits, x_TI.element_size()
-        tile = packed_tile(*shape, bits, itemsize, *_device(x_TI.device), split=counts is not None)
+        name, processors, _, shared = device_facts(x_TI.device)
+        tile = choose_packed(len(x_TI), key_of(packed, x_TI.element_size()), name, processors, shared)
+    if tile is not None and counts is None and tile.splits_tiles(len(x_TI), len(packed.codes), packed.inputs):
+        tile = replace(tile, programs=0, split=1)
     if tile is not None:
         return packed_matmul_triton(x_TI.contiguous(), packed, tile, counts, bias_O, x_scale_T1, dtype)
     if x_TI.dtype is E4M3:
         x_TI = x_TI.bfloat16()
     if x_scale_T1 is None:
-        return F.linear(x_TI, decoded(packed, x_TI.dtype), bias_O)
+        return F.linear(x_TI, decoded(packed, x_TI.dtype), bias_O).to(dtype)
     y_TO = F.linear(x_TI, decoded(packed, x_TI.dtype)).float() * x_scale_T1
     return (y_TO if bias_O is None else y_TO + bias_O).to(dtype)
 
@@ -90,38 +85,15 @@ def multiplies_e4m3(packed: PackedWeight) -> bool:
     return packed.format.e4m3 and whole_zeros and packed.group % LANES == 0
 
 
-@lru_cache(maxsize=1 << 14)
-def packed_tile(
-    rows: int,
-    outputs: int,
-    inputs: int,
-    bits: int,
-    itemsize: int,
-    processors: int,
-    shared: int,
-    split: bool = True,
-) -> MatmulTile | None:
-    """Return the kernel's tile for x [rows, inputs] and weight [outputs, inputs]; None = use the library.
-
-    `bits`: of a stored code. `itemsize`: bytes of a number of x. `shared`: shared memory of a program in bytes. With
-    `split`, units are distributed equally over the programs, unless there are too many tiles for the counters."""
-    if not 0 < rows <= MOST_ROWS:
-        return None
-    # Products in E4M3 keep the sums of a group apart, which takes registers.
-    tokens = min(max(16, 1 << (rows - 1).bit_length()), 64 if itemsize == 1 else MOST_ROWS)
-    tile = MatmulTile(tokens, 64, LANES * (32 // bits), stages=4)
-    while packed_shared(tile, bits, itemsize) > shared:
-        # A second tile of rows decodes each weight again.
-        tile = replace(tile, stages=tile.stages - 1) if tile.stages > 2 else replace(tile, tokens=tile.tokens // 2)
-    _, tiles, _, _ = tile.launch(rows, outputs, inputs)
-    if split and tiles <= MOST_SHARED_TILES:
-        tile = replace(tile, programs=PROGRAMS * processors)
-    return tile if tile.fits_32_bits(rows, outputs, inputs) else None
+def multiplied_dtype(dtype: torch.dtype, packed: PackedWeight) -> torch.dtype:
+    """Return the dtype in which the kernel multiplies x of this dtype."""
+    return torch.bfloat16 if dtype is E4M3 and not multiplies_e4m3(packed) else dtype
 
 
-def packed_shared(tile: MatmulTile, bits: int, itemsize: int) -> int:
-    """Upper estimate of a program's shared memory in bytes."""
-    return (tile.tokens * itemsize * 8 + tile.outputs * bits) * tile.inputs * tile.stages // 8 + RESERVED
+def key_of(packed: PackedWeight, itemsize: int) -> Key:
+    """Return the product's key in tuning tables. `itemsize`: bytes of a number of x as it is multiplied."""
+    fmt = packed.format
+    return packed_key(fmt.name, fmt.stored_bits, packed.group, len(packed.codes), packed.inputs, itemsize)
 
 
 WORKSPACES: dict[torch.device, torch.Tensor] = {}
@@ -143,9 +115,3 @@ def decoded(packed: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
 
     weight_OI = reserve(len(packed.codes), packed.inputs, dtype, packed.codes.device)
     return packed_rows_triton(packed, None, weight_OI)
-
-
-@cache
-def _device(device: torch.device) -> tuple[int, int]:
-    """Number of SMs, and shared memory of a program in bytes."""
-    return torch.cuda.get_device_properties(device).multi_processor_count, shared_bytes(device)

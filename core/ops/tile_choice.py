@@ -104,6 +104,24 @@ def check_matmul(key: Key, rows: int, choice: Choice) -> None:
     facts: Mapping[str, Any] = dict(key)
     if set(facts) != {"weight", "outputs", "inputs"}:
         raise ValueError(f"the key of a matmul has weight, outputs and inputs; this one has {', '.join(facts)}")
+    check_fields(choice)
+    tile = tile_of(choice)
+    if tile.specialized and tile.tokens not in (GROUP_ROWS, 2 * GROUP_ROWS, 3 * GROUP_ROWS):
+        raise ValueError(f"tokens is {tile.tokens}; a specialized tile has one to three times {GROUP_ROWS}")
+    if tile.specialized and tile.outputs not in (64, 128, 256):
+        raise ValueError(f"outputs is {tile.outputs}; a specialized tile has 64, 128 or 256")
+    itemsize = 1 if facts["weight"] == "fp8" else 2
+    if tile.needs_hopper and tile.inputs * itemsize % BOX_BYTES:
+        raise ValueError(f"inputs is {tile.inputs}; kernels for Hopper read {BOX_BYTES // itemsize} columns at a time")
+    if (tile.needs_hopper or tile.tma) and facts["inputs"] * itemsize % 16:
+        raise ValueError(f"a tensor map cannot read rows of {facts['inputs'] * itemsize} bytes, not a multiple of 16")
+    shape = rows, facts["outputs"], facts["inputs"]
+    if tile.counters(*shape) > MOST_SHARED_TILES:
+        raise ValueError(f"it needs {tile.counters(*shape)} counters, and there are {MOST_SHARED_TILES}")
+
+
+def check_fields(choice: Choice) -> None:
+    """Raise ValueError if a choice has other fields than a tile, or values that no tile can have."""
     known = {field.name: field for field in fields(MatmulTile)}
     for name, value in choice.items():
         if name not in known:
@@ -118,17 +136,5 @@ def check_matmul(key: Key, rows: int, choice: Choice) -> None:
         if side not in (16, 32, 64, 128, 256, 512, 1024) and not (choice.get("specialized") and name == "tokens"):
             raise ValueError(f"{name} is {side}, not a power of two from 16 to 1024")
     tile = tile_of(choice)
-    if tile.specialized and tile.tokens not in (GROUP_ROWS, 2 * GROUP_ROWS, 3 * GROUP_ROWS):
-        raise ValueError(f"tokens is {tile.tokens}; a specialized tile has one to three times {GROUP_ROWS}")
-    if tile.specialized and tile.outputs not in (64, 128, 256):
-        raise ValueError(f"outputs is {tile.outputs}; a specialized tile has 64, 128 or 256")
-    itemsize = 1 if facts["weight"] == "fp8" else 2
-    if tile.needs_hopper and tile.inputs * itemsize % BOX_BYTES:
-        raise ValueError(f"inputs is {tile.inputs}; kernels for Hopper read {BOX_BYTES // itemsize} columns at a time")
-    if (tile.needs_hopper or tile.tma) and facts["inputs"] * itemsize % 16:
-        raise ValueError(f"a tensor map cannot read rows of {facts['inputs'] * itemsize} bytes, not a multiple of 16")
     if tile.warps not in (1, 2, 4, 8, 16) or not 1 <= tile.stages <= 16 or not 1 <= tile.split:
         raise ValueError(f"warps={tile.warps}, stages={tile.stages}, split={tile.split} cannot be launched")
-    shape = rows, facts["outputs"], facts["inputs"]
-    if tile.counters(*shape) > MOST_SHARED_TILES:
-        raise ValueError(f"it needs {tile.counters(*shape)} counters, and there are {MOST_SHARED_TILES}")

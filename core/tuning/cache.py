@@ -20,10 +20,13 @@ import torch
 import triton
 
 from dovetail.core.errors import ConfigError, shown
-from dovetail.core.ops.tile_choice import OP, check_matmul
+from dovetail.core.ops import packed_tiles, tile_choice
 from dovetail.core.tuning.table import Check, TuningTable, merged, read_table, write_file
 
-CHECKS: Mapping[str, Check] = {OP: check_matmul}
+CHECKS: Mapping[str, Check] = {
+    tile_choice.OP: tile_choice.check_matmul,
+    packed_tiles.OP: packed_tiles.check_packed,
+}
 """Checks of the core's own operations."""
 
 Report = Callable[[str], None]

@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 
 from dovetail.core.interfaces.weight import PackedWeight
-from dovetail.core.ops.kernels.launch import announce, dependent, wait
-from dovetail.core.ops.kernels.matmul import _reduce_split, _write
+from dovetail.core.ops.kernels.launch import announce, dependent, prefetch, wait
+from dovetail.core.ops.kernels.matmul import PREFETCH_LINES, _reduce_split, _write
 from dovetail.core.ops.packing import LANES
 from dovetail.core.ops.tiles import MatmulTile
 
@@ -34,7 +34,7 @@ def of_strip(source_ptr, o, outputs, groups, first, GROUP: tl.constexpr, STRIP: 
     at = source_ptr + o.to(tl.int64) * groups
     group = first // GROUP
     values = tl.load(at + group, mask=(o < outputs) & (group < groups), other=0.0).to(DTYPE)[:, None]
-    for more in tl.static_range(1, tl.cdiv(STRIP, GROUP)):
+    for more in tl.static_range(1, (STRIP + GROUP - 1) // GROUP):
         ok = (o < outputs) & (group + more < groups)
         of_next = tl.load(at + group + more, mask=ok, other=0.0).to(DTYPE)[:, None]
         values = tl.where((tl.arange(0, STRIP) < more * GROUP)[None, :], values, of_next)
@@ -78,9 +78,9 @@ def _range_of_tile(x_ptr, codes_ptr, scale_ptr, zero_ptr, first, last, row_o, ro
             scales, zeros = (), ()
             for run in tl.static_range(EACH // RUN):
                 start = column + run * RUN * LANES
-                scales += (of_strip(scale_ptr, o, outputs, groups, start, GROUP, STRIP, FACTOR),)
+                scales += (of_strip(scale_ptr, o, outputs, groups, start, GROUP, STRIP, FACTOR),)  # type: ignore[assignment]
                 if zero_ptr is not None:
-                    zeros += (of_strip(zero_ptr, o, outputs, groups, start, GROUP, STRIP, VALUE),)
+                    zeros += (of_strip(zero_ptr, o, outputs, groups, start, GROUP, STRIP, VALUE),)  # type: ignore[assignment]
             for run in tl.static_range(EACH // RUN):
                 total = tl.zeros((BLOCK_O, BLOCK_T), tl.float32) if SUMS else acc
                 for strip in tl.static_range(run * RUN, run * RUN + RUN):
@@ -150,6 +150,11 @@ def _packed_matmul(
     mine = tl.program_id(0)
     lo = mine * units // programs
     hi = (mine + 1) * units // programs
+    if PDL:
+        # Prefetch the first words while the preceding kernel ends: a cache line holds the words of a block.
+        row = lo // blocks // t_tiles * BLOCK_O + tl.arange(0, BLOCK_O)[:, None]
+        column = lo % blocks * (BLOCK_I * BITS // 32) + tl.arange(0, PREFETCH_LINES)[None, :] * LANES
+        prefetch(codes_ptr + row.to(tl.int64) * words + column, (row < outputs) & (column < words))
     wait(PDL)
     for tile in range(lo // blocks, tl.cdiv(hi, blocks)):
         first = tl.maximum(lo - tile * blocks, 0)

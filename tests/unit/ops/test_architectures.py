@@ -21,7 +21,7 @@ from dovetail.core.compose.capabilities import FP8_HARDWARE, Host
 from dovetail.core.ops import decoded_matmul, encode, matmul
 from dovetail.core.ops.decoded_matmul import decoding_tile, shared_of
 from dovetail.core.ops.kernels import launch
-from dovetail.core.ops.packed_matmul import packed_rows, packed_shared, packed_tile
+from dovetail.core.ops.packed_tiles import packed_shared, packed_tile
 from dovetail.core.ops.tile_choice import choose
 from dovetail.core.ops.tiles import HOPPER_SHARED, MOST_SHARED_TILES
 from dovetail.core.testing.compiling import GPUS, H200, EmulatedGpu, compiled_for
@@ -82,9 +82,8 @@ def fresh(tmp_path, monkeypatch) -> Iterator[None]:
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     module = importlib.import_module(matmul.__module__)
     decoding = importlib.import_module(decoded_matmul.__module__)
-    packed = importlib.import_module(packed_rows.__module__)
     cached = (
-        *(module.device_facts, decoding._device, packed._device, launch._capable),
+        *(module.device_facts, decoding._device, launch._capable),
         *(backend._processors, backend._shared_bytes, backend._has_hopper),
     )
     for one in cached:
@@ -147,8 +146,6 @@ def test_tiles_of_packed_weights_fit_every_gpu(rows, bits, itemsize):
             tile = packed_tile(rows, outputs, 4096, bits, itemsize, gpu.processors, gpu.shared_bytes)
             assert packed_shared(tile, bits, itemsize) <= gpu.shared_bytes
             assert tile.counters(rows, outputs, 4096) <= MOST_SHARED_TILES
-            whole = packed_tile(rows, outputs, 4096, bits, itemsize, gpu.processors, gpu.shared_bytes, split=False)
-            assert not whole.splits_tiles(rows, outputs, 4096)
 
 
 def test_eight_bit_keys_need_a_gpu_that_converts_them() -> None:

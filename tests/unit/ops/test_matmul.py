@@ -9,7 +9,8 @@ from dovetail.core.interfaces.weight import PackedWeight
 from dovetail.core.ops.choices import temporarily
 from dovetail.core.ops.decoded_matmul import decoded_matmul, decoding_tile
 from dovetail.core.ops.matmul import matmul, scaled_matmul
-from dovetail.core.ops.packed_matmul import packed_matmul, packed_rows, packed_tile
+from dovetail.core.ops.packed_matmul import packed_matmul, packed_rows
+from dovetail.core.ops.packed_tiles import packed_tile
 from dovetail.core.ops.packing import pack, unpack, words_of_row
 from dovetail.core.ops.tile_choice import MOST_ROWS, choose
 from dovetail.core.ops.tiles import MOST_SHARED_TILES

@@ -1,0 +1,85 @@
+"""Launches of the kernels for packed weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+
+import torch
+import triton
+import triton.language as tl
+
+from dovetail.core.interfaces.weight import PackedWeight, WeightFormat
+from dovetail.core.ops import weight_formats
+from dovetail.core.ops.kernels import decoders
+from dovetail.core.ops.packed_matmul import WORKSPACES, multiplies_e4m3, packed_matmul, packed_rows
+from dovetail.core.ops.packing import words_of_row
+from dovetail.core.ops.tiles import MOST_SHARED_TILES
+
+BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+INT32, INT64 = torch.int32, torch.int64
+Cuda = Callable[..., torch.Tensor]
+"""cuda(*shape, dtype=BF16) allocates on the GPU."""
+
+
+def packed_weight(
+    cuda: Cuda, fmt: WeightFormat, outputs: int, inputs: int, group: int, scale: torch.dtype
+) -> PackedWeight:
+    groups = -(-inputs // group) if group else 1
+    return PackedWeight(
+        fmt,
+        inputs,
+        group,
+        cuda(outputs, words_of_row(inputs, fmt.stored_bits), dtype=INT32),
+        cuda(outputs, groups, dtype=scale),
+        cuda(outputs, groups, dtype=torch.uint8) if fmt.zero else None,
+    )
+
+
+PACKED = (
+    (weight_formats.UINT4, 4096, 128, BF16),
+    (weight_formats.E2M1, 4096, 16, FP32),
+    (weight_formats.INT4, 8192, 128, FP32),
+    (weight_formats.NF4, 4096, 64, FP32),
+    (weight_formats.UINT8, 4096, 32, FP16),
+    (weight_formats.INT8, 688, 0, BF16),
+    (weight_formats.E4M3, 4096, 0, FP32),
+)
+"""Format, inputs, group and dtype of scales."""
+
+
+@triton.jit
+def decode_everything(words_ptr, out_ptr):
+    at = tl.arange(0, 512)
+    words = tl.load(words_ptr + at)
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    total = decoders.decode_uint4(words, DTYPE) + decoders.decode_int4(words, DTYPE)
+    total += decoders.decode_uint8(words, DTYPE) + decoders.decode_int8(words, DTYPE)
+    total += decoders.decode_e2m1(words, DTYPE) + decoders.decode_nf4(words, DTYPE)
+    total += decoders.decode_e4m3_code(words, DTYPE)
+    for half in tl.static_range(2):
+        total += decoders.decode_uint4_words(words, half * 16, DTYPE) + decoders.decode_int4_words(words, 4, DTYPE)
+        total += decoders.decode_e2m1_words(words, half * 16 + 8, DTYPE) + decoders.decode_nf4_words(words, 12, DTYPE)
+    tl.store(out_ptr + at, total)
+
+
+def packed_products(cuda: Cuda, has_fp8: Callable[[], bool], everything: bool) -> None:
+    """Few rows, an embedding's lookup and E4M3; all formats and numbers of rows if `everything`."""
+    WORKSPACES.clear()
+    counts = cuda(MOST_SHARED_TILES, dtype=INT32)
+    weights = [packed_weight(cuda, fmt, 4096, *how) for fmt, *how in PACKED]
+    packed_matmul(cuda(1, 4096), weights[0], cuda(4096), BF16, counts=counts)
+    packed_rows(weights[0], cuda(16, dtype=INT64), BF16)
+    decode_everything[(1,)](cuda(512, dtype=INT32), cuda(512))
+    if has_fp8():
+        packed_matmul(cuda(64, 4096, dtype=E4M3), weights[0], None, BF16, cuda(64, 1, dtype=FP32), counts)
+    if everything:
+        packed_matmul(cuda(512, 4096), weights[0], None, BF16)
+        decode_everything[(1,)](cuda(512, dtype=INT32), cuda(512, dtype=FP16))
+    for weight, rows in product(weights, (1, 16, 32, 64, 128)) if everything else ():
+        packed_matmul(cuda(rows, weight.inputs), weight, None, BF16, counts=counts)
+        packed_rows(weight, cuda(rows, dtype=INT64), BF16)
+        if has_fp8() and multiplies_e4m3(weight):
+            x = cuda(rows, weight.inputs, dtype=E4M3)
+            packed_matmul(x, weight, None, BF16, cuda(rows, 1, dtype=FP32), counts)
+    WORKSPACES.clear()

@@ -1,0 +1,69 @@
+"""The matmul with a packed weight as the tuner sees it, without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dovetail.core.interfaces.weight import PackedWeight, WeightFormat
+from dovetail.core.ops.choices import Choices, temporarily
+from dovetail.core.ops.packed_matmul import key_of
+from dovetail.core.ops.packed_tiles import OP, check_packed, choose_packed, packed_shared, packed_tile
+from dovetail.core.ops.packing import words_of_row
+from dovetail.core.ops.tile_choice import choice_of, tile_of
+from dovetail.core.ops.weight_formats import INT4, UINT8
+from dovetail.core.tuning.cache import CHECKS
+from dovetail.core.tuning.gpu import Gpu
+from dovetail.core.tuning.packed_matmul import PackedMatmulTunable, packed_tunables
+
+
+def weight(fmt: WeightFormat, group: int = 128, outputs: int = 4096, inputs: int = 4096) -> PackedWeight:
+    codes = torch.empty(outputs, words_of_row(inputs, fmt.stored_bits), dtype=torch.int32, device="meta")
+    groups = -(-inputs // group) if group else 1
+    return PackedWeight(fmt, inputs, group, codes, torch.empty(outputs, groups, dtype=torch.bfloat16, device="meta"))
+
+
+@pytest.mark.parametrize("fmt", [INT4, UINT8], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize(("rows", "e4m3"), [(1, False), (24, True), (100, False), (256, False)])
+def test_candidates_can_be_launched(fmt, rows, e4m3):
+    gpu = Gpu()
+    tunable = PackedMatmulTunable(weight(fmt), rows, torch.bfloat16, e4m3=e4m3, gpu=gpu)
+    found = list(tunable.candidates())
+    assert len(found) >= 10 and all(tunable.admits(choice) for choice in found)
+    for choice in found:
+        check_packed(tunable.key, rows, choice)
+        assert packed_shared(tile_of(choice), fmt.stored_bits, tunable.itemsize) <= gpu.shared
+    ruled = packed_tile(rows, 4096, 4096, fmt.stored_bits, tunable.itemsize, gpu.processors, gpu.shared)
+    assert ruled is None if rows > 128 else found[0] == choice_of(ruled)
+
+
+def test_installed_choices_apply():
+    key = key_of(weight(INT4), 2)
+    tile = {"tokens": 16, "outputs": 128, "inputs": 512, "split": 2}
+    facts = ("a GPU", 132, 227 << 10)
+    with temporarily(Choices({(OP, "a GPU", key): {16: tile, 64: None}})):
+        assert choice_of(choose_packed(3, key, *facts)) == tile
+        assert choose_packed(17, key, *facts) is None and choose_packed(65, key, *facts) is None
+        other = key_of(weight(INT4, group=64), 2)
+        assert choose_packed(3, other, *facts) == packed_tile(3, 4096, 4096, 4, 2, *facts[1:])
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"tokens": 16, "outputs": 64, "inputs": 128}, "128, not a multiple of the 256 codes"),
+        ({"tokens": 16, "outputs": 64, "inputs": 256, "tma": True}, "has no 'tma'"),
+        ({"tokens": 16, "outputs": 64, "inputs": 256, "warps": 3}, "warps=3"),
+        ({"tokens": 16, "outputs": 16, "inputs": 256, "split": 2, "height": 1}, "has no 'height'"),
+    ],
+)
+def test_tables_are_checked(choice, message):
+    with pytest.raises(ValueError, match=message):
+        CHECKS[OP](key_of(weight(INT4), 2), 16, choice)
+
+
+def test_keys_are_checked_and_float32_is_not_tuned():
+    with pytest.raises(ValueError, match="has format, bits"):
+        check_packed((("outputs", 4096),), 16, {"tokens": 16, "outputs": 64, "inputs": 256})
+    assert packed_tunables(weight(INT4), 1, torch.float32) == []
+    assert len(packed_tunables(weight(INT4), 1, torch.bfloat16)) == 1
