@@ -8,6 +8,7 @@ from dovetail.plugins.quant.config import (
     GGUFConfig,
     Int4Config,
     Int8Config,
+    MixedConfig,
     NF4Config,
     NoneConfig,
 )
@@ -49,6 +50,15 @@ COMPONENTS = (
         "nf4.quantizer:NF4Quantizer",
         capabilities="capabilities:nf4",
         reads="nf4.checkpoint:reads",
+        api="0.2",
+    ),
+    builtin(
+        "quant",
+        "mixed",
+        MixedConfig,
+        "mixed.quantizer:Mixed",
+        capabilities="capabilities:mixed",
+        reads="mixed.checkpoint:reads",
         api="0.2",
     ),
     builtin(

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from dovetail.core.compose.capabilities import FP8_HARDWARE, Capabilities, Host, Requires
-from dovetail.plugins.quant.config import FP4Config, FP8Config, GGUFConfig, Int4Config, Int8Config, NF4Config
+from dovetail.plugins.quant.config import (
+    FP4Config,
+    FP8Config,
+    GGUFConfig,
+    Int4Config,
+    Int8Config,
+    MixedConfig,
+    NF4Config,
+)
 
 
 def int8(config: Int8Config, host: Host) -> Capabilities:
@@ -22,6 +30,13 @@ def fp4(config: FP4Config, host: Host) -> Capabilities:
 
 def nf4(config: NF4Config, host: Host) -> Capabilities:
     return Capabilities(provides={"weight_bits": 4.5, "product": "fp8" if config.activations == "fp8" else "model"})
+
+
+def mixed(config: MixedConfig, host: Host) -> Capabilities:
+    """The requirements of both; weights and products are those of the layers that no pattern matches."""
+    those, rest = config.those.capabilities(host), config.rest.capabilities(host)
+    requires = tuple(dict.fromkeys((*those.requires, *rest.requires)))
+    return Capabilities(provides=rest.provides, requires=requires, lacks=(*those.lacks, *rest.lacks))
 
 
 def gguf(config: GGUFConfig, host: Host) -> Capabilities:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from dovetail.core.compose import Config
+from dovetail.core.compose import Config, Part, Selected
 
 
 class AutoConfig(Config):
@@ -78,6 +78,18 @@ class GGUFConfig(Config):
 
     activations: Literal["model", "fp8"] = "model"
     """Format of the input of matmuls. model: the model's dtype. fp8: E4M3 with a scale per token."""
+
+
+class MixedConfig(Config):
+    """Several quantizers in one model: by patterns of layers for a plain checkpoint, or those of the `config_groups` of
+    a checkpoint of compressed-tensors."""
+
+    layers: tuple[str, ...] = ()
+    """Patterns of layer paths that have `those`, for instance "layers.*.mlp.down"."""
+    those: Selected = Part("quant", default="fp8")
+    """Quantizer of the layers that match."""
+    rest: Selected = Part("quant", default="none")
+    """Quantizer of all other layers, embedding and logits. quant=mixed again nests a third one."""
 
 
 class FP8Config(Config):

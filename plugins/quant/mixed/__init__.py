@@ -1,0 +1,1 @@
+"""Several quantizers in one model."""

@@ -1,0 +1,107 @@
+"""quant=mixed: layers whose paths match patterns have one quantizer, all others another one. More than two are nested."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from fnmatch import fnmatch
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from dovetail.core.compose.choice import readers
+from dovetail.core.compose.discovery import installed
+from dovetail.core.errors import ConfigError
+from dovetail.core.interfaces import Checkpoint, LinearMethod, LinearShape, Quantizer
+from dovetail.core.interfaces.checkpoint import WeightSource
+from dovetail.core.layers.plain import PlainLinear
+from dovetail.core.layers.stacked import StackedLinear
+from dovetail.plugins.quant.auto import choose
+from dovetail.plugins.quant.config import AutoConfig, MixedConfig
+from dovetail.plugins.quant.mixed.checkpoint import matches, reads, split_groups
+
+
+class Mixed(Quantizer):
+    config: MixedConfig
+
+    def __init__(self, config: MixedConfig) -> None:
+        super().__init__(config)
+        self.those: Quantizer = config.those.build()
+        self.rest: Quantizer = config.rest.build()
+        self.groups: list[tuple[tuple[str, ...], Quantizer]] = []
+        """Targets and quantizer of each group of a checkpoint."""
+
+    def read_checkpoint(self, checkpoint: Checkpoint) -> None:
+        hf = checkpoint.config()
+        if not reads(hf):
+            for quantizer in (self.those, self.rest):
+                quantizer.read_checkpoint(checkpoint)
+            return
+        if self.config.layers:
+            raise ConfigError(
+                "quant.layers chooses quantizers, but this checkpoint states formats: set quant.layers=[]"
+            )
+        registry = installed()
+        for targets, config in split_groups(hf["quantization_config"]):
+            view = _OneGroup(checkpoint, {**hf, "quantization_config": config})
+            name = choose(AutoConfig(), SimpleNamespace(hf=view.config()), readers("quant", registry))
+            component = registry.get("quant", name)
+            quantizer = component.target()(component.component.config())
+            quantizer.read_checkpoint(view)
+            self.groups.append((targets, quantizer))
+            self.kv_scale_tensors = self.kv_scale_tensors or quantizer.kv_scale_tensors
+
+    def linear(self, path: str, shape: LinearShape) -> LinearMethod:
+        if not self.groups:
+            chosen = any(fnmatch(path, pattern) for pattern in self.config.layers)
+            return (self.those if chosen else self.rest).linear(path, shape)
+        methods = [(self._of(part.names[0]), part) for part in _parts(shape)]
+        if len({id(quantizer) for quantizer, _ in methods}) == 1:
+            return _method(methods[0][0], path, shape)
+        return StackedLinear(path, shape, [(_method(quantizer, path, part), 1) for quantizer, part in methods])
+
+    def table(self, path: str, shape: LinearShape, *, lookup: bool) -> LinearMethod | None:
+        quantizer = self._of(shape.names[0]) if self.groups else self.rest
+        return None if quantizer is None else quantizer.table(path, shape, lookup=lookup)
+
+    def kv_scales(self, layer: int) -> tuple[float, float]:
+        return self.rest.kv_scales(layer)
+
+    def _of(self, name: str) -> Quantizer | None:
+        """Return the quantizer of a matrix of the checkpoint; None = it is plain."""
+        named = (quantizer for targets, quantizer in self.groups if matches(name, targets))
+        others = (quantizer for targets, quantizer in self.groups if "Linear" in targets)
+        return next(named, None) or next(others, None)
+
+
+def _method(quantizer: Quantizer | None, path: str, shape: LinearShape) -> LinearMethod:
+    return PlainLinear() if quantizer is None else quantizer.linear(path, shape)
+
+
+def _parts(shape: LinearShape) -> Iterator[LinearShape]:
+    for size, name in zip(shape.parts, shape.names, strict=True):
+        yield replace(shape, out=size, parts=(size,), names=(name,))
+
+
+class _OneGroup(Checkpoint):
+    """A checkpoint with one group of its quantization_config."""
+
+    def __init__(self, whole: Checkpoint, hf: dict[str, Any]) -> None:
+        super().__init__(whole.path)
+        self._whole, self._hf = whole, hf
+
+    @classmethod
+    def recognizes(cls, path: Path) -> bool:
+        return False
+
+    def text(self, name: str) -> str | None:
+        return self._whole.text(name)
+
+    def tensors(self) -> Mapping[str, Any]:
+        return self._whole.tensors()
+
+    def open(self) -> WeightSource:
+        return self._whole.open()
+
+    def config(self) -> dict[str, Any]:
+        return self._hf
