@@ -308,7 +308,13 @@ def attention_cases() -> Iterator[tuple[str, Callable[[], None]]]:
         "partly rotated, wide heads": dict(host=MIXED, heads=(16, 16, 256), rotary=64),
         "one kv head, odd dim, no rotary": dict(host=MIXED, dtype=FP16, heads=(71, 1, 80), rotary=0),
     }
-    more = {"decode", "mixed, window, head scales", "keys per warp", "partly rotated, wide heads"}
+    more = {
+        "decode",
+        "prompts, narrow heads",
+        "mixed, window, head scales",
+        "keys per warp",
+        "partly rotated, wide heads",
+    }
     for name, case in some.items():
         if name in more and not EVERYTHING:
             continue
