@@ -67,6 +67,8 @@ FEW_TOKENS = "generate.max_tokens=4"
 """Added to commands that do not set the length of outputs."""
 FEW_PAGES = "engine.kv_pages=512"
 """Added to commands that are run, because a large KV cache would dominate their time. Scripts use the default."""
+FEW_WARMUPS = "ablate.warmup=1"
+"""Added to ablations that are run: the default would take more requests than the measurement."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,8 @@ class Command:
             limited = app != "app=generate" or any(word.startswith("generate.max_tokens") for word in before)
             before += [] if limited else [FEW_TOKENS]
             before += ["--cfg", "job"] if any(words in " ".join(before) for words in COMPOSED_ONLY) else [FEW_PAGES]
+        if app == "app=ablate" and "ablate.warmup" not in self.line and "--cfg" not in before:
+            before += [FEW_WARMUPS]
         if app in ("app=serve", "app=tune") and "--cfg" not in before:
             before += ["--cfg", "job"]  # A server would run until it is stopped, and tuning needs a GPU.
         return before + after

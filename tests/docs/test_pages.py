@@ -17,11 +17,20 @@ import pytest
 from .commands import Command, blocks, commands, pages, scripts
 
 # Everything runs in two processes before the first test; this takes less than a minute on two free cores.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 COMMANDS = commands()
 TO_RUN = [c for c in COMMANDS if not c.why_not_run and not c.is_pytest]
 SCRIPTS = scripts()
+
+FEW_EXAMPLES = """
+from hypothesis import settings
+from dovetail.core.testing.kv_cache import KVAllocatorContract
+
+KVAllocatorContract.machine_settings = settings(KVAllocatorContract.machine_settings, max_examples=15)
+"""
+"""conftest.py of the pages' suites: their allocators differ in a few lines from built-in ones, whose tests have more
+examples."""
 
 
 @dataclass
@@ -63,17 +72,19 @@ def run_pages(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(site), *extra_path()]), "OMP_NUM_THREADS": "1"}
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
     ours = start([sys.executable, *driver], work, env)
+    (work / "conftest.py").write_text(FEW_EXAMPLES)
     tests = sorted(str(file) for file in work.rglob("test_*.py"))
     # The same as tests/conftest.py does for tests with processes.
     once_more = ["--reruns", "1", "--only-rerun", "RankFailed"]
-    suites = start([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *once_more, *tests], work, env)
+    quiet = ["-q", "-p", "no:cacheprovider", "--confcutdir", str(work)]
+    suites = start([sys.executable, "-m", "pytest", *quiet, *once_more, *tests], work, env)
     results = {}
     for command in (c for c in TO_RUN if c.is_shell):
         shell = start(["bash", "-c", command.shell], folder_of(work, command.page), env)
-        out = shell.communicate(timeout=300)[0]
+        out = shell.communicate(timeout=800)[0]
         results[f"{command.page}: {command.line}"] = {"code": shell.returncode, "out": out}
-    told = suites.communicate(timeout=300)[0]
-    said = ours.communicate(timeout=300)[0]
+    told = suites.communicate(timeout=800)[0]
+    said = ours.communicate(timeout=800)[0]
     assert ours.returncode == 0, said
     for job, result in zip(jobs, json.loads((work / "results.json").read_text()), strict=True):
         results[f"{job['page']}: {job['text']}"] = result

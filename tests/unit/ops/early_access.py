@@ -11,6 +11,26 @@ STATEMENT = re.compile(r"(?:[{}\s]|\$?\w+:\s)*(?:@!?%?\w+\s+)?([a-z][\w.:]*)\s+(
 MEMORY = re.compile(r"(?:ld|st|atom|red|prefetch|cp|multimem)\b[\w.:]*\.global\b")
 UNKNOWN = "an address that was read from memory"
 
+CONSTANTS = {
+    "dovetail.core.ops.kernels.norm:_rms_norm": {"weight_ptr"},
+    "dovetail.core.ops.kernels.layernorm:_layer_norm": {"weight_ptr", "bias_ptr"},
+    "dovetail.core.ops.kernels.matmul:_matmul": {"weight_ptr"},
+    "dovetail.core.ops.kernels.prefetch_matmul:matmul_prefetching": {"weight_source", "weight_ptr"},
+    "dovetail.core.ops.kernels.specialized_matmul:matmul_specialized": {"weight_source"},
+    # Addresses of mailboxes.
+    "dovetail.plugins.collective.symm_mem.kernels:one_shot": {"weight_ptr", "peers_ptr"},
+    "dovetail.plugins.collective.symm_mem.kernels:two_shot": {"weight_ptr", "peers_ptr"},
+    "dovetail.plugins.collective.symm_mem.kernels:argmax_over_ranks": {"peers_ptr"},
+    # Mapping of outputs to parts.
+    "dovetail.plugins.adapter.lora.kernel:_expand": {"blocks_ptr"},
+    # The plan and keys of earlier steps, both older than the preceding kernel.
+    "dovetail.plugins.attention.triton.hopper.decode:attend_decode": {
+        *("items_ptr", "first_pages_ptr", "table_ptr", "k_ptr", "v_ptr", "k_scale", "v_scale"),
+        *("rope_ptr", "q_weight_ptr", "k_weight_ptr"),
+    },
+}
+"""Parameters that kernels may read before the preceding kernel has ended, since no running kernel writes them."""
+
 
 def touched_before_waiting(kernel: CompiledKernel) -> set[str]:
     """Parameters through which global memory is read, or "written", before griddepcontrol.wait. A kernel launched with

@@ -40,7 +40,7 @@ from dovetail.plugins.attention.triton.backend import _has_hopper
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 
 from ..nowhere import lone_copies, lone_reducer
-from .early_access import touched_before_waiting
+from .early_access import CONSTANTS, touched_before_waiting
 from .launches import (
     BF16,
     CASES,
@@ -89,27 +89,6 @@ def test_every_kernel_compiles(cache):
     for name, kernel in compiled.kernels:
         too_early = touched_before_waiting(kernel)
         assert too_early <= CONSTANTS.get(name, set()), f"{name} accesses {too_early} before the preceding kernel ends"
-
-
-CONSTANTS = {
-    "dovetail.core.ops.kernels.norm:_rms_norm": {"weight_ptr"},
-    "dovetail.core.ops.kernels.layernorm:_layer_norm": {"weight_ptr", "bias_ptr"},
-    "dovetail.core.ops.kernels.matmul:_matmul": {"weight_ptr"},
-    "dovetail.core.ops.kernels.prefetch_matmul:matmul_prefetching": {"weight_source", "weight_ptr"},
-    "dovetail.core.ops.kernels.specialized_matmul:matmul_specialized": {"weight_source"},
-    # Addresses of mailboxes.
-    "dovetail.plugins.collective.symm_mem.kernels:one_shot": {"weight_ptr", "peers_ptr"},
-    "dovetail.plugins.collective.symm_mem.kernels:two_shot": {"weight_ptr", "peers_ptr"},
-    "dovetail.plugins.collective.symm_mem.kernels:argmax_over_ranks": {"peers_ptr"},
-    # Mapping of outputs to parts.
-    "dovetail.plugins.adapter.lora.kernel:_expand": {"blocks_ptr"},
-    # The plan and keys of earlier steps, both older than the preceding kernel.
-    "dovetail.plugins.attention.triton.hopper.decode:attend_decode": {
-        *("items_ptr", "first_pages_ptr", "table_ptr", "k_ptr", "v_ptr", "k_scale", "v_scale"),
-        *("rope_ptr", "q_weight_ptr", "k_weight_ptr"),
-    },
-}
-"""Parameters that kernels may read before the preceding kernel has ended, since no running kernel writes them."""
 
 
 @triton.jit
