@@ -6,6 +6,7 @@ from dovetail.plugins.app.bench.config import BenchConfig
 from dovetail.plugins.app.generate.config import GenerateConfig
 from dovetail.plugins.app.plan.config import PlanConfig
 from dovetail.plugins.app.plugins.config import PluginsConfig
+from dovetail.plugins.app.quantize.config import QuantizeConfig
 from dovetail.plugins.app.serve.config import ServeConfig
 from dovetail.plugins.app.tune.config import TuneConfig
 
@@ -17,6 +18,7 @@ COMPONENTS: tuple[Component, ...] = tuple(
         ("generate", GenerateConfig, "GenerateApp"),
         ("plan", PlanConfig, "PlanApp"),
         ("plugins", PluginsConfig, "PluginsApp"),
+        ("quantize", QuantizeConfig, "QuantizeApp"),
         ("serve", ServeConfig, "ServeApp"),
         ("tune", TuneConfig, "TuneApp"),
     )
