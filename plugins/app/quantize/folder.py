@@ -48,7 +48,7 @@ class OutputFolder:
 
     def _check(self, settings: Mapping[str, Any]) -> None:
         before = read_json(self.path / SETTINGS)
-        if changed := sorted(key for key in before | settings if before.get(key) != settings.get(key)):
+        if changed := sorted(key for key in {*before, *settings} if before.get(key) != settings.get(key)):
             was = ", ".join(f"{key}={before.get(key)} (now {settings.get(key)})" for key in changed)
             raise ConfigError(
                 f"quantize.output={self.path}: a run before made files in it with {was}: repeat its options, or give a "
