@@ -7,6 +7,7 @@ from dovetail.plugins.app.generate.config import GenerateConfig
 from dovetail.plugins.app.plan.config import PlanConfig
 from dovetail.plugins.app.plugins.config import PluginsConfig
 from dovetail.plugins.app.quality.config import QualityConfig
+from dovetail.plugins.app.quantize.config import QuantizeConfig
 from dovetail.plugins.app.serve.config import ServeConfig
 from dovetail.plugins.app.tune.config import TuneConfig
 
@@ -19,6 +20,7 @@ COMPONENTS: tuple[Component, ...] = tuple(
         ("plan", PlanConfig, "PlanApp"),
         ("plugins", PluginsConfig, "PluginsApp"),
         ("quality", QualityConfig, "QualityApp"),
+        ("quantize", QuantizeConfig, "QuantizeApp"),
         ("serve", ServeConfig, "ServeApp"),
         ("tune", TuneConfig, "TuneApp"),
     )

@@ -15,6 +15,13 @@ _REPEATED_GROUP = re.compile(r"\)[*+?{]")
 """Refused, since matching may take exponential time."""
 
 
+def has_format(config: Mapping[str, Any], *formats: str) -> bool:
+    """Whether a quantization_config is that of compressed-tensors with one of these formats for all layers."""
+    groups = config.get("config_groups")
+    several = isinstance(groups, Mapping) and len(groups) > 1
+    return config.get("quant_method") == "compressed-tensors" and config.get("format") in formats and not several
+
+
 def linear_group(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the only entry of `config_groups` of compressed-tensors, which must be for all linear layers."""
     groups = config.get("config_groups")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dovetail.plugins.quant.parsing import Way, linear_group, modelopt, read_ignored, skips, wrong
+from dovetail.plugins.quant.parsing import Way, has_format, linear_group, modelopt, read_ignored, skips, wrong
 
 READS = (
     "quant=fp4 reads compressed-tensors with formats nvfp4-pack-quantized, mxfp4-pack-quantized; modelopt with NVFP4"
@@ -37,10 +37,9 @@ def reads(hf: Mapping[str, Any]) -> bool:
     config = hf.get("quantization_config")
     if not isinstance(config, Mapping):
         return False
-    method = config.get("quant_method")
-    if method == "modelopt":
+    if config.get("quant_method") == "modelopt":
         return modelopt(config).get("quant_algo") == "NVFP4"
-    return method == "compressed-tensors" and config.get("format") in FORMATS
+    return has_format(config, *FORMATS)
 
 
 def read_stored(hf: Mapping[str, Any]) -> Stored | None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dovetail.plugins.quant.parsing import Way, linear_group, modelopt, read_ignored, skips, wrong
+from dovetail.plugins.quant.parsing import Way, has_format, linear_group, modelopt, read_ignored, skips, wrong
 
 READS = "quant=fp8 reads compressed-tensors with format float-quantized, fp8, and modelopt with FP8"
 KV_TENSORS = ("k_scale", "v_scale")
@@ -48,9 +48,9 @@ def reads(hf: Mapping[str, Any]) -> bool:
     config = hf.get("quantization_config")
     if not isinstance(config, Mapping):
         return False
-    method, form = config.get("quant_method"), config.get("format")
-    formed = method == "compressed-tensors" and form == "float-quantized"
-    return method == "fp8" or formed or (method == "modelopt" and modelopt(config).get("quant_algo") == "FP8")
+    if config.get("quant_method") == "modelopt":
+        return modelopt(config).get("quant_algo") == "FP8"
+    return config.get("quant_method") == "fp8" or has_format(config, "float-quantized")
 
 
 def read_stored(hf: Mapping[str, Any]) -> Stored | None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dovetail.plugins.quant.parsing import linear_group, read_ignored, skips, wrong
+from dovetail.plugins.quant.parsing import has_format, linear_group, read_ignored, skips, wrong
 
 READS = "quant=int4 reads compressed-tensors with format pack-quantized, awq with version gemm, and gptq"
 GROUPS = (32, 64, 128)
@@ -42,8 +42,7 @@ def reads(hf: Mapping[str, Any]) -> bool:
     config = hf.get("quantization_config")
     if not isinstance(config, Mapping):
         return False
-    method, form = config.get("quant_method"), config.get("format")
-    return method in ("awq", "gptq") or (method == "compressed-tensors" and form == "pack-quantized")
+    return config.get("quant_method") in ("awq", "gptq") or has_format(config, "pack-quantized")
 
 
 def read_stored(hf: Mapping[str, Any]) -> Stored | None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dovetail.plugins.quant.parsing import linear_group, read_ignored, skips, wrong
+from dovetail.plugins.quant.parsing import has_format, linear_group, read_ignored, skips, wrong
 
 READS = "quant=int8 reads compressed-tensors with format int-quantized"
 
@@ -32,7 +32,7 @@ def reads(hf: Mapping[str, Any]) -> bool:
     config = hf.get("quantization_config")
     if not isinstance(config, Mapping):
         return False
-    return config.get("quant_method") == "compressed-tensors" and config.get("format") == "int-quantized"
+    return has_format(config, "int-quantized")
 
 
 def read_stored(hf: Mapping[str, Any]) -> Stored | None:

@@ -1,4 +1,4 @@
-"""quant=mixed: layers whose paths match patterns have one quantizer, all others another one. More than two are nested."""
+"""quant=mixed: layers whose paths match patterns have one quantizer, all others another one. It can be nested."""
 
 from __future__ import annotations
 
@@ -38,9 +38,7 @@ class Mixed(Quantizer):
                 quantizer.read_checkpoint(checkpoint)
             return
         if self.config.layers:
-            raise ConfigError(
-                "quant.layers chooses quantizers, but this checkpoint states formats: set quant.layers=[]"
-            )
+            raise ConfigError("quant.layers is set, but this checkpoint states the format of each layer: leave it out")
         registry = installed()
         for targets, config in split_groups(hf["quantization_config"]):
             view = _OneGroup(checkpoint, {**hf, "quantization_config": config})

@@ -31,3 +31,10 @@ class TestPlugins(AppContract):
 class TestBench(AppContract):
     def make(self) -> Composition:
         return compose([*SMALL, "workload=fixed", "workload.requests=2"], app="bench")
+
+
+class TestQuantize(AppContract):
+    writes = False
+
+    def make(self) -> Composition:
+        return compose(["engine.device=cpu", "quantize.output=made"], app="quantize")

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dovetail.core.checkpoint import open_checkpoint
 from dovetail.core.compose import compose
+from dovetail.core.errors import CapabilityError, ConfigError
 from dovetail.core.testing.model_driver import build_context
 from dovetail.plugins.model.config import LlamaConfig
 from dovetail.plugins.model.llama.decoder import Llama
 
+from ...layouts import compressed_tensors, rounded
+from ...numerics.checkpoints import save_random
+from ...numerics.driver import load_model
 from ...numerics.test_int4_checkpoints import logits
 
 TINY = "pkg://dovetail.plugins.model.bundled/tiny"
@@ -52,3 +56,64 @@ def test_needs_of_both_are_stated():
     words = ["quant=mixed", "quant.those.activations=fp8", "quant@quant.rest=int4"]
     stated = compose(words).part("quant").capabilities(old)
     assert stated.requires and stated.provides["weight_bits"] < 5
+
+
+def weights(bits: int, **more: object) -> dict[str, object]:
+    return {"num_bits": bits, "type": "int", "symmetric": bits == 8, **more}
+
+
+GROUPS = {
+    "group_0": {"targets": [r"re:.*\.(down_proj|v_proj)$"], "weights": weights(8, strategy="channel")},
+    "group_1": {"targets": ["Linear"], "weights": weights(4, strategy="group", group_size=32)},
+}
+SAID = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": GROUPS,
+    "ignore": ["lm_head"],
+}
+
+
+@pytest.fixture
+def grouped(tmp_path):
+    """A checkpoint with 8 bits in `down` and v, 4 bits elsewhere, and a folder with its values."""
+    save_random(tmp_path, "gqa", hidden_size=128)
+    plain = {name: t for file in tmp_path.glob("*.safetensors") for name, t in load_file(file).items()}
+    stored = dict(plain)
+    for name in [name for name in plain if name.endswith("_proj.weight")]:
+        eight = "down" in name or ".v_proj" in name
+        matrix = rounded(stored.pop(name), 8 if eight else 4, 0 if eight else 32, not eight)
+        plain[name] = matrix.weight()
+        tensors = compressed_tensors(matrix, 8 if eight else 4, not eight)
+        stored |= {f"{name.removesuffix('weight')}{key}": tensor.contiguous() for key, tensor in tensors.items()}
+    hf = json.loads((tmp_path / "config.json").read_text())
+    for kind, content, more in (("stored", stored, {"quantization_config": SAID}), ("plain", plain, {})):
+        (tmp_path / kind).mkdir()
+        save_file(content, tmp_path / kind / "model.safetensors")
+        (tmp_path / kind / "config.json").write_text(json.dumps({**hf, **more}))
+    return tmp_path
+
+
+def test_groups_of_a_checkpoint(grouped):
+    """quant=auto chooses it; q|k|v is merged from 4 and 8 bits."""
+    words = ["model=llama", f"model.path={grouped}/stored"]
+    assert compose(words).part("quant").name == "mixed"
+    made = model(path=str(grouped / "stored"))
+    assert type(made.blocks[0].attention.qkv.method).__name__ == "StackedLinear"
+    torch.testing.assert_close(logits(made), logits(load_model(grouped / "plain")), atol=2e-4, rtol=0)
+
+
+def test_patterns_beside_groups_are_an_error(grouped):
+    with pytest.raises(ConfigError, match=r"quant\.layers is set, but this checkpoint states the format"):
+        model("quant=mixed", "quant.layers=[layers.0.*]", path=str(grouped / "stored"))
+
+
+def test_parts_of_a_merged_layer_have_one_input_format(grouped):
+    config = grouped / "stored/config.json"
+    hf = json.loads(config.read_text())
+    group = {**GROUPS["group_0"], "format": "int-quantized", "targets": [r"re:.*v_proj$"]}
+    group["input_activations"] = {**weights(8, strategy="token"), "dynamic": True}
+    groups = {"group_0": group, "group_1": GROUPS["group_1"]}
+    config.write_text(json.dumps({**hf, "quantization_config": {**SAID, "config_groups": groups}}))
+    with pytest.raises(CapabilityError, match=r"attn\.qkv: its matrices need inputs in int8_token and plain"):
+        model(path=str(grouped / "stored"))
