@@ -48,6 +48,7 @@ class Decoder:
         """Raises ConfigError for a model whose blocks differ from Llama's."""
         if spec.architecture not in FAMILIES:
             raise ConfigError(f"app=quantize calibrates {', '.join(FAMILIES)}; config.json states {spec.architecture}")
+        assert spec.hf is not None, "a spec of a checkpoint has its config.json"
         config = ConfigJson(spec.hf, "config.json")
         eps = config.number("rms_norm_eps", 1e-6, at_most=1.0)
         return cls(spec, eps, read_rope(config, spec.head_dim, spec.max_len, None))
