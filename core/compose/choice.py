@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dovetail.core.compose.config import Config
+from dovetail.core.compose.config import Config, part_fields
 from dovetail.core.compose.registry import Registry
 from dovetail.core.compose.selected import Selected
 from dovetail.core.compose.wording import listing, show
@@ -21,7 +21,7 @@ def chosen(part: Selected, facts: object, registry: Registry) -> Selected:
     assert reference is not None
     name = part.registered.load(reference)(part.config, facts, readers(kind, registry))
     registered = registry.get(kind, name)
-    return Selected(registered, _options(kind, part, registered.component.config, name))
+    return Selected(registered, _options(kind, part, registered.component.config, name, registry))
 
 
 def readers(kind: str, registry: Registry) -> dict[str, Reader]:
@@ -30,7 +30,7 @@ def readers(kind: str, registry: Registry) -> dict[str, Reader]:
     return {name: one.load(one.component.reads) for name, one in found.items() if one.component.reads is not None}
 
 
-def _options(kind: str, part: Selected, config: type[Config], name: str) -> Config:
+def _options(kind: str, part: Selected, config: type[Config], name: str, registry: Registry) -> Config:
     """Return the options of the chosen component. Each option that was set must be one of its own."""
     given = {key: value for key, value in part.config if value != type(part.config).model_fields[key].default}
     if unknown := sorted(given.keys() - config.model_fields.keys()):
@@ -39,4 +39,19 @@ def _options(kind: str, part: Selected, config: type[Config], name: str) -> Conf
             f"{texts}: {kind}={part.name} chose {kind}={name}, which has no such option. Options of {name}: "
             f"{listing(config.model_fields)}"
         )
-    return config(**given)
+    return _default(config, registry, **given)
+
+
+def _default(config: type[Config], registry: Registry, **given: Any) -> Config:
+    return config(**_default_parts(config, registry), **given)
+
+
+def _default_parts(config: type[Config], registry: Registry) -> dict[str, Any]:
+    """Return the default of each field that holds another component."""
+    parts: dict[str, Any] = {}
+    for field, (kind, default) in part_fields(config).items():
+        names = [default] if isinstance(default, str) else default
+        found = {name: registry.get(kind, name) for name in names}
+        made = {name: Selected(one, _default(one.component.config, registry)) for name, one in found.items()}
+        parts[field] = made[default] if isinstance(default, str) else made
+    return parts

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from dovetail.core.compose import Composition
-    from dovetail.core.interfaces import ModelSpec
+    from dovetail.core.interfaces import Checkpoint, ModelSpec
     from dovetail.plugins.app.quantize.calibration import BlockStatistics
     from dovetail.plugins.app.quantize.decoder import Decoder
     from dovetail.plugins.app.quantize.folder import OutputFolder
@@ -30,27 +30,25 @@ class QuantizeApp(App):
     def run(self, composition: Composition, prompts: Sequence[str]) -> int:
         import torch
 
-        from dovetail.core.checkpoint import read_json
         from dovetail.core.worker.dtypes import resolve_device
         from dovetail.plugins.app.quantize.decoder import Decoder
         from dovetail.plugins.app.quantize.folder import OutputFolder
 
         model = composition.part("model")
         spec, source = model.target().spec(model.config), model.target().source(model.config)
-        if source.folder is None or source.dummy:
+        checkpoint = source.weights
+        if checkpoint is None or not checkpoint.path.is_dir():
             raise ConfigError("app=quantize reads a checkpoint: set model.path=<its folder>, without model.load=dummy")
-        hf = read_json(source.folder / "config.json")
+        hf, folder = checkpoint.config(), checkpoint.path
         if hf.get("quantization_config") is not None:
-            raise ConfigError(
-                f"{source.folder}: config.json has a quantization_config, and app=quantize reads plain weights"
-            )
+            raise ConfigError(f"{folder}: it has a quantization_config, and app=quantize reads plain weights")
         self.console = line_console()
         self.device = resolve_device(composition.engine.device, 0, composition.engine.first_gpu)
-        self.tensors = _openers(str(source.folder))
+        self.tensors = _openers(checkpoint)
         decoder = Decoder.read(spec)
         self._check(spec)
-        sequences_SL = self._sequences(spec, source.folder)
-        output = OutputFolder(self.config.output, self._settings(source.folder), spec.layers)
+        sequences_SL = self._sequences(spec, checkpoint)
+        output = OutputFolder(self.config.output, self._settings(folder), spec.layers)
         if output.finished:
             self.console.print(f"{output.path} is finished, with the same options", markup=False)
             return 0
@@ -59,7 +57,7 @@ class QuantizeApp(App):
             outside = {n: open_() for n, open_ in self.tensors.items() if not n.startswith("model.layers.")}
         from dovetail.plugins.app.quantize.writing import quantization_config
 
-        output.finish(outside, {**hf, "quantization_config": quantization_config(self.config)}, source.folder)
+        output.finish(outside, {**hf, "quantization_config": quantization_config(self.config)}, folder)
         self.console.print(f"{spec.layers} layers are in {output.path}", markup=False)
         return 0
 
@@ -91,13 +89,13 @@ class QuantizeApp(App):
                     "inputs or outputs: use layout=compressed-tensors"
                 )
 
-    def _sequences(self, spec: ModelSpec, folder: Path) -> torch.Tensor | None:
+    def _sequences(self, spec: ModelSpec, checkpoint: Checkpoint) -> torch.Tensor | None:
         from dovetail.plugins.app.quantize.calibration import read_sequences
 
         if not self._calibrates:
             return None
         wanted, length = self.config.samples, min(self.config.length, spec.max_len)
-        sequences_SL = read_sequences(self.config.text, folder, wanted, length)
+        sequences_SL = read_sequences(self.config.text, checkpoint, wanted, length)
         if len(sequences_SL) < wanted:
             self.console.print(f"note: the text has {len(sequences_SL)} sequences of {length} tokens, not {wanted}")
         return sequences_SL
@@ -148,13 +146,11 @@ class QuantizeApp(App):
         return {prefix + name: x for name, x in {**others, **made, **scales}.items()}, hidden_SLC
 
 
-def _openers(folder: str) -> dict[str, Callable[[], torch.Tensor]]:
-    from dovetail.core.checkpoint import open_weights
-
+def _openers(checkpoint: Checkpoint) -> dict[str, Callable[[], torch.Tensor]]:
     def reader(open_: Callable[[], Any]) -> Callable[[], torch.Tensor]:
         return lambda: open_()[...]
 
-    return {name: reader(open_) for name, open_ in open_weights(folder)}
+    return {name: reader(open_) for name, open_ in checkpoint.open()}
 
 
 def _run(

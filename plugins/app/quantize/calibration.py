@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from dovetail.core.errors import ConfigError
+from dovetail.core.interfaces import Checkpoint
 from dovetail.core.tokenizer import Tokenizer
 
 BUNDLED = (
@@ -19,10 +20,10 @@ BUNDLED = (
 """Modules of Python's standard library, 2 MB; the first has English text."""
 
 
-def read_sequences(path: str | None, folder: Path, samples: int, length: int) -> torch.Tensor:
+def read_sequences(path: str | None, checkpoint: Checkpoint, samples: int, length: int) -> torch.Tensor:
     """Return up to `samples` sequences of tokens [S, L], evenly spaced in the text. Raises ConfigError for a text that
     cannot be read or that is shorter than one sequence."""
-    tokenizer = Tokenizer(folder)
+    tokenizer = Tokenizer(checkpoint)
     tokens_T = torch.tensor(tokenizer.encode(_bundled() if path is None else _text(path), special=False))
     whole = len(tokens_T) // length
     if not whole:

@@ -13,8 +13,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from dovetail.core.checkpoint import read_json
 from dovetail.core.errors import ConfigError
+from dovetail.core.files import read_object
 
 PROGRESS, SETTINGS = "progress.safetensors", "quantize.json"
 INDEX = "model.safetensors.index.json"
@@ -47,7 +47,7 @@ class OutputFolder:
         self.done, self.hidden = self._progress() if PROGRESS in found else (0, None)
 
     def _check(self, settings: Mapping[str, Any]) -> None:
-        before = read_json(self.path / SETTINGS)
+        before = read_object(self.path / SETTINGS)
         if changed := sorted(key for key in {*before, *settings} if before.get(key) != settings.get(key)):
             was = ", ".join(f"{key}={before.get(key)} (now {settings.get(key)})" for key in changed)
             raise ConfigError(

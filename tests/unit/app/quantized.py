@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from dovetail.core.checkpoint import resolve
+from dovetail.core.checkpoint import locate
 from dovetail.core.compose.cli import main
 from dovetail.core.layouts import awq, compressed_tensors, gptq
 
@@ -24,7 +24,7 @@ READERS = {
     "input_layernorm": ("self_attn.q", "self_attn.k", "self_attn.v"),
     "post_attention_layernorm": ("mlp.gate", "mlp.up"),
 }
-TINY = resolve("pkg://dovetail.plugins.model.bundled/tiny")
+TINY = locate("pkg://dovetail.plugins.model.bundled/tiny")
 
 
 def quantize(output: Path, *words: str, source: Path = TINY) -> int:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
 from dovetail.core.checkpoint import open_checkpoint
 from dovetail.core.compose import compose
 from dovetail.core.errors import CapabilityError, ConfigError
