@@ -3,16 +3,18 @@ groups."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from dovetail.core.arithmetic import ceil_div
 from dovetail.core.interfaces import PLAIN, ActFormat, Activation, LinearMethod, LinearShape
+from dovetail.core.interfaces.tuning import Tunable
 from dovetail.core.interfaces.weight import PackedWeight, WeightFormat
 from dovetail.core.ops.packed_matmul import packed_matmul, packed_rows, reserve
 from dovetail.core.ops.packing import pack, words_of_row
 from dovetail.core.ops.tiles import MOST_SHARED_TILES
+from dovetail.core.tuning.packed_matmul import packed_tunables
 
 
 class PackedLinear(LinearMethod):
@@ -86,6 +88,10 @@ class PackedLinear(LinearMethod):
 
     def apply(self, params: dict[str, torch.Tensor], x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
         return packed_matmul(x.values, self.packed(params), bias, self.dtype, x.scale, params["counts"])
+
+    def tunables(self, params: dict[str, torch.Tensor], rows: int, *, defers: bool = False) -> Sequence[Tunable]:
+        e4m3 = self.input.dtype is torch.float8_e4m3fn
+        return packed_tunables(self.packed(params), rows, self.dtype, e4m3=e4m3)
 
     def rows(self, params: dict[str, torch.Tensor], ids_T: torch.Tensor) -> torch.Tensor:
         return packed_rows(self.packed(params), ids_T, self.dtype)

@@ -36,9 +36,12 @@ from dovetail.core.interfaces import (
 )
 from dovetail.core.interfaces.tensor_record import PLAIN_WEIGHT, TensorRecord
 from dovetail.core.interfaces.tuning import Key, make_key
+from dovetail.core.interfaces.weight import PackedWeight
 from dovetail.core.layers import ColumnParallel, Linear, RowParallel, load_weights
-from dovetail.core.ops import encode
+from dovetail.core.layers.packed import PackedLinear
+from dovetail.core.ops import encode, weight_formats
 from dovetail.core.ops.formats import encode_reference, why_unfused
+from dovetail.core.ops.packing import pack
 from dovetail.core.testing.host_sync import NoHostSync
 from dovetail.core.testing.interpreter import mend_interpreter
 from dovetail.core.testing.loaded_layer import Loaded, exact_product, load_part
@@ -312,6 +315,24 @@ class QuantizerContract:
             if expected.scale is not None and got.scale is not None:
                 assert got.scale.stride() == expected.scale.stride(), f"{fmt.name}: memory order of the scales"
                 assert_near(got.scale, expected.scale, 1e-5, f"the scale tensor of {fmt.name}")
+
+    def test_triton_decode_agrees_with_the_reference(self) -> None:
+        """Every code of a weight format of the package's own."""
+        method, _ = self._method(*self.shapes[0])
+        fmt = method.format if isinstance(method, PackedLinear) else None
+        if fmt is None or fmt.decode is None or fmt in vars(weight_formats).values():
+            pytest.skip("no packed weights, or a format of the core")
+        if torch.device(self.device).type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            return run_in_interpreter(self, "test_triton_decode_agrees_with_the_reference")
+        if torch.device(self.device).type != "cuda":
+            mend_interpreter()
+        from dovetail.core.ops.kernels.packed_rows import packed_rows_triton
+
+        codes_OI = torch.arange(2**fmt.bits, dtype=torch.uint8, device=self.device)[None]
+        one_OG = torch.ones(1, 1, device=self.device)
+        packed = PackedWeight(fmt, codes_OI.shape[1], 0, pack(codes_OI, fmt.stored_bits), one_OG)
+        got = packed_rows_triton(packed, None, torch.empty(1, codes_OI.shape[1], device=self.device))
+        assert torch.equal(got, fmt.reference(codes_OI)), f"{fmt.name}: `decode` gives {got}"
 
     # Shards
 

@@ -5,17 +5,20 @@ import itertools
 import random
 
 import pytest
-from dovetail_lighthouse.config import LighthouseConfig, NoRepeatNgramConfig, StepCsvConfig
+from dovetail_lighthouse.config import LighthouseConfig, NoRepeatNgramConfig, StepCsvConfig, ThreeBitsConfig
 from dovetail_lighthouse.no_repeat_ngram import NoRepeatNgram
 from dovetail_lighthouse.scheduler import Lighthouse
 from dovetail_lighthouse.step_csv import StepCsv
+from dovetail_lighthouse.three_bits import GROUP, ThreeBits, round_weights
 from hypothesis import settings
 
 from dovetail import SamplingParams, compose
+from dovetail.core.testing.checkpoint import MemoryCheckpoint
 from dovetail.core.testing.kv_cache import KVAllocatorContract
 from dovetail.core.testing.logits import LogitsProcessorContract
 from dovetail.core.testing.observer import ObserverContract
 from dovetail.core.testing.package import PackageContract
+from dovetail.core.testing.quant import QuantizerContract
 from dovetail.core.testing.scheduler import SchedulerContract
 
 
@@ -77,6 +80,26 @@ class TestTrigrams(NoRepeatNgramContract):
     def history(self, outputs, seed=0):
         rng = random.Random(seed)
         return [*self.prompt, *(rng.choice((1, 2)) for _ in range(outputs))]
+
+
+class TestThreeBits(QuantizerContract):
+    error = 0.3
+
+    def make(self):
+        return ThreeBits(ThreeBitsConfig())
+
+
+class TestThreeBitsCheckpoint(QuantizerContract):
+    error = 0.3
+
+    def make(self):
+        quantizer = ThreeBits(ThreeBitsConfig())
+        quantizer.read_checkpoint(MemoryCheckpoint({"quantization_config": {"quant_method": "lighthouse"}}))
+        return quantizer
+
+    def checkpoint(self, method, weight_OI):
+        codes, scale_OG = round_weights(weight_OI.float(), GROUP)
+        return {"weight_codes": codes, "weight_scale": scale_OG}
 
 
 class TestStepCsv(ObserverContract):

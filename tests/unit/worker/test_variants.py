@@ -44,7 +44,7 @@ if not EVERYTHING:
     SHAPES += ["engine.max_seqs=160", "engine.graph_tokens=64", "engine.token_budget=4096"]
 PRESETS, MODELS = ["h200_fp8_tp1"], ["llama3_8b"]
 if EVERYTHING:
-    PRESETS += ["h200_bf16_tp1"]
+    PRESETS += ["h200_bf16_tp1", "h200_int4_tp1", "h200_w4a8_tp1"]
     MODELS += ["llama2_7b", "llama3_70b", "mistral_7b", "qwen25_7b", "qwen3_8b", "falcon_7b", "gptj_6b"]
 CASES = [f"+preset={preset} model={model}" for preset in PRESETS for model in MODELS]
 RANKS = ["+preset=h200_fp8_tp8 engine.max_seqs=24 engine.graph_tokens=32"]

@@ -1,7 +1,7 @@
 """Example plugin for Dovetail, which calls the three hooks when it composes. Nothing heavy is imported here."""
 
 from dovetail import Component, hookimpl
-from dovetail_lighthouse.config import LighthouseConfig, NoRepeatNgramConfig, StepCsvConfig
+from dovetail_lighthouse.config import LighthouseConfig, NoRepeatNgramConfig, StepCsvConfig, ThreeBitsConfig
 
 
 @hookimpl
@@ -27,6 +27,14 @@ def dovetail_components():
             config=StepCsvConfig,
             target="dovetail_lighthouse.step_csv:StepCsv",
             api="observer/0.1",
+        ),
+        Component(
+            kind="quant",
+            name="three_bits",
+            config=ThreeBitsConfig,
+            target="dovetail_lighthouse.three_bits:ThreeBits",
+            reads="dovetail_lighthouse.three_bits_checkpoint:reads",
+            api="quant/0.2",
         ),
     ]
 

@@ -34,6 +34,10 @@ class NoRepeatNgramParams(Config):
     """n, in tokens; 0 = off; null = the option `size`."""
 
 
+class ThreeBitsConfig(Config):
+    """Weights of 3 bits with a scale for each group of 32 inputs, inputs in E4M3."""
+
+
 class StepCsvConfig(Config):
     """Writes one line of CSV per engine step, after a header line."""
 
