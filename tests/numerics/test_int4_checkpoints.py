@@ -60,13 +60,13 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
-def quantize(folder: Path, layout: Layout) -> None:
+def quantize(folder: Path, layout: Layout, heads: tuple[str, ...] = ()) -> None:
     """Round the linear layers of a plain checkpoint; write it to `folder`/stored, and its values to `folder`/plain."""
     config, how, store = layout
     tensors = {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
     stored, plain = dict(tensors), dict(tensors)
     for name in tensors:
-        if name.endswith(("_proj.weight", "fc_in.weight", "fc_out.weight")):
+        if name.endswith(("_proj.weight", "fc_in.weight", "fc_out.weight", *heads)):
             matrix = rounded(stored.pop(name), **how)
             plain[name] = matrix.weight()
             prefix = name.removesuffix("weight")
@@ -105,6 +105,17 @@ def test_values_of_the_checkpoint(layout, variant, tmp_path):
     found += on_threads(2, lambda collective: logits(load(tmp_path / "stored", collective=collective)))
     for got in found:
         torch.testing.assert_close(got, expected, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "gptq"])
+def test_logits_may_be_quantized(layout, tmp_path):
+    """The file decides, not the config: checkpoints differ in whether they list lm_head."""
+    save_random(tmp_path, "gqa", hidden_size=128)
+    config, how, store = LAYOUTS[layout]
+    quantize(tmp_path, (config, how, store), heads=("lm_head.weight",))
+    model = load(tmp_path / "stored")
+    assert type(model.head.table.method).__name__ == "StoredLinear"
+    torch.testing.assert_close(logits(model), logits(load_model(tmp_path / "plain")), atol=2e-4, rtol=0)
 
 
 def test_it_is_chosen_and_generates(tmp_path):

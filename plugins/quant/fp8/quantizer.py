@@ -6,7 +6,7 @@ Shapes: T tokens, I input, O output.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from fnmatch import fnmatch
 
 import torch
@@ -33,15 +33,22 @@ MULTIPLE = 16
 class FP8(Quantizer):
     config: FP8Config
     stored: Stored | None = None
+    in_fp8: Set[str] = frozenset()
+    """Tensors that the checkpoint has in E4M3."""
 
     def read_checkpoint(self, checkpoint: Checkpoint) -> None:
         self.stored = read_stored(checkpoint.config())
+        self.in_fp8 = {name for name, header in checkpoint.tensors().items() if header.dtype == "F8_E4M3"}
         if self.stored is not None and self.config.skip:
             raise ConfigError("quant.skip keeps layers plain, but this checkpoint is in FP8: set quant.skip=[]")
         if self.stored is not None:
             self.kv_scale_tensors = self.stored.kv_tensors
 
     def table(self, path: str, shape: LinearShape, *, lookup: bool) -> LinearMethod | None:
+        if self.stored is not None and f"{shape.names[0]}.weight" in self.in_fp8:
+            if self.config.head == "plain":
+                raise ConfigError("quant.head=plain: the checkpoint has logits in FP8; set quant.head=auto")
+            return self._stored(path, self.stored)
         if self.config.head != "fp8" or path != "lm_head":
             return None
         shape.check_multiple(MULTIPLE, "quant.head=fp8", path, None)
@@ -52,12 +59,13 @@ class FP8(Quantizer):
             return PlainLinear()
         if self.stored is not None and self.stored.skips(shape.names, path):
             return PlainLinear()
-        if self.stored is not None and self.stored.blocks:
-            return BlockFP8Linear(path, self.stored, self.config)
-        shape.check_multiple(MULTIPLE, "quant=fp8", path, self.config.skip if self.stored is None else None)
-        if self.stored is not None:
-            return StoredFP8Linear(path, self.stored, self.config)
-        return FP8Linear(self.config)
+        if self.stored is None or not self.stored.blocks:
+            shape.check_multiple(MULTIPLE, "quant=fp8", path, self.config.skip if self.stored is None else None)
+        return FP8Linear(self.config) if self.stored is None else self._stored(path, self.stored)
+
+    def _stored(self, path: str, stored: Stored) -> LinearMethod:
+        method = BlockFP8Linear if stored.blocks else StoredFP8Linear
+        return method(path, stored, self.config)
 
 
 class FP8Linear(LinearMethod):

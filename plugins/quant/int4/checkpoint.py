@@ -30,8 +30,6 @@ class Stored:
     zero_offset: int = 0
     """Added to stored zero points: 1 in GPTQ v1."""
     ignored: tuple[str, ...] = ()
-    head: bool = False
-    """Whether the matrix of logits may be quantized, too: unless it is in `ignored`."""
 
     def skips(self, names: tuple[str, ...], path: str) -> bool:
         return skips(self.ignored, names, path, "substrings" if self.layout == "awq" else "names")
@@ -80,7 +78,6 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Stored:
         # With "weight", columns were quantized in another order, but groups are consecutive.
         act_order=order in ("group", "dynamic"),
         ignored=read_ignored(config, "ignore"),
-        head=True,
     )
 
 
@@ -107,8 +104,6 @@ def _gptq(config: Mapping[str, Any]) -> Stored:
         zeros=True,
         act_order=_one_of(config, "desc_act", (True, False), default=False),
         zero_offset=1 if version == "gptq" else 0,
-        ignored=() if _one_of(config, "lm_head", (True, False), default=False) else ("lm_head",),
-        head=bool(config.get("lm_head")),
     )
 
 

@@ -6,7 +6,7 @@ Shapes: T tokens, I input, O output, G groups.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from fnmatch import fnmatch
 
 import torch
@@ -32,9 +32,13 @@ FORMATS = {(4, True): UINT4, (4, False): INT4, (8, True): UINT8, (8, False): INT
 class Int4(Quantizer):
     config: Int4Config
     stored: Stored | None = None
+    packed: Set[str] = frozenset()
+    """Matrices that the checkpoint has in integers."""
 
     def read_checkpoint(self, checkpoint: Checkpoint) -> None:
         self.stored = read_stored(checkpoint.config())
+        packed = (".weight_packed", ".qweight")
+        self.packed = {name.rpartition(".")[0] for name in checkpoint.tensors() if name.endswith(packed)}
         if self.stored is not None and self.config.skip:
             raise ConfigError("quant.skip keeps layers plain, but this checkpoint is quantized: set quant.skip=[]")
 
@@ -51,12 +55,11 @@ class Int4(Quantizer):
     def table(self, path: str, shape: LinearShape, *, lookup: bool) -> LinearMethod | None:
         if path != "lm_head":
             return None
-        stored = self.stored is not None and self.stored.head and not self.stored.skips(shape.names, path)
-        if stored and self.config.head != "auto":
-            raise ConfigError(
-                f"quant.head={self.config.head}: the checkpoint has quantized logits; set quant.head=auto"
-            )
-        if stored:
+        if self.stored is not None and shape.names[0] in self.packed:
+            if self.config.head != "auto":
+                raise ConfigError(
+                    f"quant.head={self.config.head}: the checkpoint has quantized logits; set quant.head=auto"
+                )
             return StoredLinear(path, self.stored, shape, PLAIN)
         if self.config.head == "fp8":
             shape.check_multiple(16, "quant.head=fp8", path, None)
