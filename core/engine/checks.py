@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from dovetail.core import host, tokenizer
 from dovetail.core.compose import Host, Selected
+from dovetail.core.compose.config import part_fields
 from dovetail.core.engine.adapters import check_folders
 from dovetail.core.engine.cost import number_format
 from dovetail.core.errors import CapabilityError, CapacityError, DovetailError
@@ -141,8 +142,8 @@ class _WeightMemory:
         engine = self.composition.engine
         if engine.memory_fraction < 0.95 and self.missing(bits, engine.tp, 0.95) <= 0:
             yield "engine.memory_fraction=0.95"
-        smaller = list(self._smaller(bits))
-        for name, fewer in smaller:
+        smaller = [one for one in quantizers(self.composition, self.host) if one[1] < bits]
+        for name, fewer in smaller[:MOST_QUANTIZERS]:
             if self.missing(fewer, engine.tp, engine.memory_fraction) <= 0:
                 yield f"quant={name}"
         for words, each in [("", bits), *((f" quant={name}", fewer) for name, fewer in smaller)]:
@@ -151,21 +152,33 @@ class _WeightMemory:
                     yield f"engine.tp={tp} executor=multiproc{words}"
                     break
 
-    def _smaller(self, bits: float) -> Iterator[tuple[str, float]]:
-        registry = self.composition.registry
-        for name in registry.options("quant"):
-            try:
-                registered = registry.get("quant", name)
-                fewer = _weight_bits(Selected(registered, registered.component.config()), self.host)
-            except (DovetailError, ValueError):
-                continue  # a quantizer that is unusable, or needs options, is no remedy
-            if fewer is not None and fewer < bits:
-                yield name, fewer
-
     def _ranks(self) -> list[int]:
         if self.host.device != "cuda":
             return []
         return [tp for tp in model_ranks(self.composition, self.host, MOST_GPUS) if tp > self.composition.engine.tp]
+
+
+MOST_QUANTIZERS = 2
+"""Quantizers that are proposed by themselves: those that change the weights least."""
+
+
+def quantizers(composition: Composition, host: Host) -> list[tuple[str, float]]:
+    """Return (name, bits per weight) of the quantizers that run on this host with default options and quantize plain
+    weights as they load, most bits first."""
+    found, registry = [], composition.registry
+    for name in registry.options("quant"):
+        try:
+            registered = registry.get("quant", name)
+            if part_fields(registered.component.config):
+                continue
+            selected = Selected(registered, registered.component.config())
+            bits = _weight_bits(selected, host)
+            only_reads = selected.capabilities(host).provides.get("plain_weights") is False
+        except (DovetailError, ValueError):
+            continue  # a quantizer that is unusable, or needs options, is no remedy
+        if bits is not None and not only_reads:
+            found.append((name, bits))
+    return sorted(found, key=lambda one: -one[1])
 
 
 def model_ranks(composition: Composition, host: Host, most: int) -> list[int]:

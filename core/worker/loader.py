@@ -83,10 +83,11 @@ def load_rank(
     """Load one rank of `size`. `address` is "host:port" of rank 0. `on_connect` receives the connection before it is
     made, so that another thread can abort it. If loading fails, the caller closes the connection: other ranks may have
     to be aborted first."""
-    device = resolve_device(composition.engine.device, rank, composition.engine.first_gpu)
-    with collect_notes() as notes, _compile_server(device) as server:
-        phases = _Phases()
+    with collect_notes() as notes:
         quantizer = build_quantizer(composition)
+    device = resolve_device(composition.engine.device, rank, composition.engine.first_gpu)
+    with collect_notes() as more, _compile_server(device) as server:
+        phases = _Phases()
         connection = _connect(composition, device, rank, size, address, progress, on_connect)
         phases.end("connect ranks")
         parts = _build_parts(composition, quantizer, connection, progress, phases)
@@ -100,7 +101,7 @@ def load_rank(
             raise
         if why_no_graphs is not None and connection.device.type == "cuda":
             note(f"steps run without CUDA graphs: {why_no_graphs}")
-        info = _info(parts, num_pages, phases.seconds, tuple(notes), tuning)
+        info = _info(parts, num_pages, phases.seconds, (*notes, *more), tuning)
     return LoadedRank(parts, info, phases.seconds, why_no_graphs is None, progress)
 
 

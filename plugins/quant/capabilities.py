@@ -41,7 +41,8 @@ def mixed(config: MixedConfig, host: Host) -> Capabilities:
 
 def gguf(config: GGUFConfig, host: Host) -> Capabilities:
     # Of Q4_K_M, the most common mixture: 4.5 bits, and a zero for each scale.
-    return Capabilities(provides={"weight_bits": 5.5, "product": "fp8" if config.activations == "fp8" else "model"})
+    product = "fp8" if config.activations == "fp8" else "model"
+    return Capabilities(provides={"weight_bits": 5.5, "product": product, "plain_weights": False})
 
 
 def fp8(config: FP8Config, host: Host) -> Capabilities:

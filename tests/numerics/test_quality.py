@@ -22,8 +22,6 @@ GATES = {
     "quant=int8": 0.3,
     "engine.kv_dtype=fp8_e4m3": 1.0,
     "quant=int4 quant.group=128": 4.5,
-    "quant=nf4": 3.5,
-    "quant=fp4": 3.7,
 }
 """Overrides -> maximum rise of the bundled model's perplexity, %."""
 OUTLIER_GATES = {
@@ -47,6 +45,8 @@ if THOROUGH:
         "quant=fp8 engine.kv_dtype=fp8_e4m3": 1.0,
         "quant=fp8 quant.skip=['layers.*'] quant.head=fp8": 0.4,
         "quant=int4 quant.group=128 quant.symmetric=true": 4.5,
+        "quant=nf4": 3.5,
+        "quant=fp4": 3.7,
         "quant=fp4 quant.block=32": 6.0,
         "quant=w4a8": 5.0,
     }

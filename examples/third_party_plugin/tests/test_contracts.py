@@ -9,11 +9,10 @@ from dovetail_lighthouse.config import LighthouseConfig, NoRepeatNgramConfig, St
 from dovetail_lighthouse.no_repeat_ngram import NoRepeatNgram
 from dovetail_lighthouse.scheduler import Lighthouse
 from dovetail_lighthouse.step_csv import StepCsv
-from dovetail_lighthouse.three_bits import GROUP, ThreeBits, round_weights
+from dovetail_lighthouse.three_bits import ThreeBits
 from hypothesis import settings
 
 from dovetail import SamplingParams, compose
-from dovetail.core.testing.checkpoint import MemoryCheckpoint
 from dovetail.core.testing.kv_cache import KVAllocatorContract
 from dovetail.core.testing.logits import LogitsProcessorContract
 from dovetail.core.testing.observer import ObserverContract
@@ -87,19 +86,6 @@ class TestThreeBits(QuantizerContract):
 
     def make(self):
         return ThreeBits(ThreeBitsConfig())
-
-
-class TestThreeBitsCheckpoint(QuantizerContract):
-    error = 0.3
-
-    def make(self):
-        quantizer = ThreeBits(ThreeBitsConfig())
-        quantizer.read_checkpoint(MemoryCheckpoint({"quantization_config": {"quant_method": "lighthouse"}}))
-        return quantizer
-
-    def checkpoint(self, method, weight_OI):
-        codes, scale_OG = round_weights(weight_OI.float(), GROUP)
-        return {"weight_codes": codes, "weight_scale": scale_OG}
 
 
 class TestStepCsv(ObserverContract):

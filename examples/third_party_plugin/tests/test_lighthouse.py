@@ -7,14 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from dovetail_lighthouse.config import LighthouseConfig, NoRepeatNgramConfig, StepCsvConfig
+from dovetail_lighthouse.config import LighthouseConfig, NoRepeatNgramConfig, StepCsvConfig, ThreeBitsConfig
 from dovetail_lighthouse.eviction import SegmentedLRU
 from dovetail_lighthouse.no_repeat_ngram import NoRepeatNgram
 from dovetail_lighthouse.scheduler import Lighthouse
 from dovetail_lighthouse.step_csv import StepCsv
+from dovetail_lighthouse.three_bits import GROUP, ThreeBits, round_weights, values_of
 
-from dovetail import LLM, RequestError, SamplingParams
-from dovetail.core.interfaces import LogitsContext, Request, SchedulerLimits, Sequence, StepRecord
+from dovetail import LLM, ConfigError, RequestError, SamplingParams
+from dovetail.core.interfaces import LinearShape, LogitsContext, Request, SchedulerLimits, Sequence, StepRecord
+from dovetail.core.testing.checkpoint import MemoryCheckpoint
 from dovetail.core.testing.observer import records
 
 
@@ -127,3 +129,17 @@ def test_all_parts_in_one_engine(tmp_path):
     assert free == again != bound
     assert len(set(zip(bound, bound[1:], strict=False))) == len(bound) - 1
     assert sum(int(line["sampled"]) for line in csv.DictReader(path.open())) == 96
+
+
+def test_a_checkpoint_of_three_bits_has_the_values_of_its_codes():
+    quantizer = ThreeBits(ThreeBitsConfig())
+    quantizer.read_checkpoint(MemoryCheckpoint({"quantization_config": {"quant_method": "lighthouse"}}))
+    shape = LinearShape(64, 8, (8,), dtype=torch.float32)
+    method = quantizer.linear("layers.0.mlp.down", shape)
+    params = method.create(shape, torch.device("cpu"))
+    codes, scale_OG = round_weights(torch.randn(8, 64), GROUP)
+    method.load(params, slice(0, 8), {"weight_codes": codes, "weight_scale": scale_OG})
+    expected = values_of(codes) * scale_OG.repeat_interleave(GROUP, 1)
+    assert torch.equal(method.rows(params, torch.arange(8)), expected)
+    with pytest.raises(ConfigError, match="codes of more than 3 bits"):
+        method.load(params, slice(0, 8), {"weight_codes": codes + 8, "weight_scale": scale_OG})

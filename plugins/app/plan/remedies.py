@@ -8,7 +8,7 @@ from itertools import combinations
 from typing import Any
 
 from dovetail.core.compose import Composition, Selected
-from dovetail.core.engine.checks import MOST_GPUS, model_ranks
+from dovetail.core.engine.checks import MOST_GPUS, MOST_QUANTIZERS, model_ranks, quantizers
 from dovetail.core.errors import DovetailError
 from dovetail.plugins.app.plan.memory import HOST, Plan, make_plan
 
@@ -18,7 +18,9 @@ def remedies(composition: Composition, plan: Plan, count: int = 3) -> list[tuple
     changes = list(_changes(composition, plan))
     found: list[tuple[str, Plan]] = []
     enough: set[str] = set()
-    """Kinds of change that suffice alone, so larger amounts are not tried. Quantizers have no order and never count."""
+    """Kinds of change that suffice alone, so larger amounts are not tried."""
+    alone = 0
+    """Quantizers that suffice alone; those with most bits come first."""
     for size in (1, 2):
         for group in combinations(changes, size):
             kinds = {kind for kind, _, _ in group}
@@ -27,7 +29,8 @@ def remedies(composition: Composition, plan: Plan, count: int = 3) -> list[tuple
             candidate = _try(composition, group)
             if candidate is not None and not candidate.missing:
                 found.append((" ".join(text for _, text, _ in group), candidate))
-                enough |= kinds - {"quant"} if size == 1 else set()
+                alone += kinds == {"quant"}
+                enough |= kinds - ({"quant"} if alone < MOST_QUANTIZERS else set()) if size == 1 else set()
                 if len(found) == count:
                     return found
     return found
@@ -49,9 +52,8 @@ def _changes(composition: Composition, plan: Plan) -> Iterator[Change]:
     while slots and "slots" in type(composition.part("adapter").config).model_fields:
         yield "slots", f"adapter.slots={slots}", {"slots": slots}
         slots //= 2
-    for name in composition.registry.options("quant"):
-        bits = _weight_bits(composition, name)
-        if bits is not None and bits < plan.formats.weight_bits:
+    for name, bits in quantizers(composition, HOST):
+        if bits < plan.formats.weight_bits:
             yield "quant", f"quant={name}", {"quant": name}
     ranks = [tp for tp in model_ranks(composition, HOST, max(MOST_GPUS, gpus)) if tp > engine.tp]
     for tp in ranks:
@@ -64,16 +66,6 @@ def _changes(composition: Composition, plan: Plan) -> Iterator[Change]:
     while length >= 1024:
         yield "max_len", f"engine.max_len={length}", {"max_len": length}
         length //= 2
-
-
-def _weight_bits(composition: Composition, name: str) -> float | None:
-    registered = composition.registry.get("quant", name)
-    selected = Selected(registered, registered.component.config())
-    try:
-        bits = selected.capabilities(HOST).provides.get("weight_bits")
-    except DovetailError:
-        return None  # A quantizer that cannot be loaded is no remedy; app=plugins shows the reason.
-    return float(bits) if isinstance(bits, int | float) else None
 
 
 def _try(composition: Composition, group: tuple[Change, ...]) -> Plan | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -22,6 +24,9 @@ from dovetail.plugins.quant.nf4.quantizer import NF4Quantizer
 from dovetail.plugins.quant.none import Unquantized
 
 from ...layouts import awq, bitsandbytes, compressed_tensors, gptq, pack_quantized, rounded
+
+nightly = pytest.mark.skipif(os.environ.get("DOVETAIL_GRID") != "pairs", reason="the nightly script runs it")
+"""For layouts whose code other classes run, too."""
 
 
 def compressed_fp4(form: str, block: int) -> dict[str, Any]:
@@ -42,6 +47,7 @@ class TestInt8(QuantizerContract):
         return Int8(Int8Config())
 
 
+@nightly
 class TestInt8CompressedTensors(QuantizerContract):
     """One scale per output channel; static inputs with zero points, which are not used."""
 
@@ -88,6 +94,7 @@ class TestFP8OneScale(QuantizerContract):
         return FP8(FP8Config(scales="tensor"))
 
 
+@nightly
 class TestFP8ByTensor(QuantizerContract):
     """AutoFP8 layout: one scale per matrix, static input scales."""
 
@@ -179,6 +186,7 @@ class TestNVFP4CompressedTensors(StoredFP4):
         return {"weight_packed": packed, "weight_scale": scale_OG, "weight_global_scale": 1 / row_scale_O[:1]}
 
 
+@nightly
 class TestNVFP4ModelOpt(StoredFP4):
     config = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
 
@@ -189,6 +197,7 @@ class TestNVFP4ModelOpt(StoredFP4):
         return {"weight": packed, "weight_scale": scale_OG, **scales}
 
 
+@nightly
 class TestMXFP4CompressedTensors(StoredFP4):
     config = compressed_fp4("mxfp4-pack-quantized", 32)
 
@@ -223,6 +232,7 @@ class TestNF4Bitsandbytes(QuantizerContract):
         return bitsandbytes(weight_OI.float(), self.nested)
 
 
+@nightly
 class TestNF4BitsandbytesPlainScales(TestNF4Bitsandbytes):
     error = 0.11
     nested = False
@@ -235,6 +245,7 @@ class TestInt4(QuantizerContract):
         return Int4(Int4Config(group=32))
 
 
+@nightly
 class TestInt4Symmetric(QuantizerContract):
     error = 0.14
 
@@ -242,6 +253,7 @@ class TestInt4Symmetric(QuantizerContract):
         return Int4(Int4Config(group=64, symmetric=True))
 
 
+@nightly
 class TestInt8Groups(QuantizerContract):
     error = 0.02
 
@@ -275,6 +287,7 @@ class TestPackQuantized(StoredInt4):
         return compressed_tensors(rounded(weight_OI, 4, 32, True), 4, True)
 
 
+@nightly
 class TestPackQuantizedRows(StoredInt4):
     error = 0.02
     config = pack_quantized(num_bits=8, strategy="channel", symmetric=True)
@@ -290,6 +303,7 @@ class TestAWQ(StoredInt4):
         return awq(rounded(weight_OI, 4, 32, True))
 
 
+@nightly
 class TestGPTQ(StoredInt4):
     """Version 1, whose zeros are one too small, without act-order."""
 

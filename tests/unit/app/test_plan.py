@@ -74,7 +74,7 @@ def test_every_preset_fits(preset: str) -> None:
     named = {part[:2]: int(part[2:]) for part in preset.split("_") if part[:2] in ("tp", "dp") and part[2:].isdigit()}
     assert facts["layout"] == {"tp": 1, "pp": 1, "dp": 1} | named
     assert facts["gpus"] == named.get("tp", 1) * named.get("dp", 1)
-    assert facts["formats"]["kv_bytes"] == (1 if "fp8" in preset else 2)
+    assert facts["formats"]["kv_bytes"] == (2 if "bf16" in preset else 1)
 
 
 def test_replicas_divide_the_work_and_add_up() -> None:

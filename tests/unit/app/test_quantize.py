@@ -143,7 +143,7 @@ def test_transformers_loads_the_folder(small: Path, tmp_path: Path, words: tuple
         got, expected = read(ids).logits, decoded(ids).logits
         exact = loaded(plain_weights(small), small)(ids).logits
     activations = stated["config_groups"]["group_0"]["input_activations"]
-    off = 0.1 if activations else 0.02
+    off = 0.2 if activations else 0.02
     assert (got - expected).norm() < off * expected.norm()
     # Unrelated weights would be off by 1.4. Random weights lose more than trained ones, and these sequences are few.
     assert 0 < (got - exact).norm() < 0.9 * exact.norm()

@@ -43,6 +43,7 @@ PACKED = (
     (weight_formats.NF4, 4096, 64, FP32),
     (weight_formats.UINT8, 4096, 32, FP16),
     (weight_formats.INT8, 688, 0, BF16),
+    (weight_formats.INT6, 4096, 16, FP16),
     (weight_formats.E4M3, 4096, 0, FP32),
 )
 """Format, inputs, group and dtype of scales."""
@@ -54,6 +55,7 @@ def decode_everything(words_ptr, out_ptr):
     words = tl.load(words_ptr + at)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     total = decoders.decode_uint4(words, DTYPE) + decoders.decode_int4(words, DTYPE)
+    total += decoders.decode_int6(words, DTYPE)
     total += decoders.decode_uint8(words, DTYPE) + decoders.decode_int8(words, DTYPE)
     total += decoders.decode_e2m1(words, DTYPE) + decoders.decode_nf4(words, DTYPE)
     total += decoders.decode_e4m3_code(words, DTYPE)

@@ -1,7 +1,7 @@
 """Compile every kernel for other GPUs than Hopper, without a GPU: each must fit into shared memory and registers.
 
 Of each kernel one variant is compiled, and more of those whose tiles fill the shared memory, for a GPU with the least
-shared memory and for the newest. DOVETAIL_KERNELS=all compiles all variants for all GPUs.
+shared memory. DOVETAIL_KERNELS=all compiles all variants for all GPUs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from .launches import (
     spilling,
 )
 
-OTHERS = [gpu for gpu in GPUS if gpu is not H200 and (EVERYTHING or gpu.capability in ((8, 6), (10, 0)))]
+OTHERS = [gpu for gpu in GPUS if gpu is not H200 and (EVERYTHING or gpu.capability == (8, 6))]
 WITH_FP8 = {
     "dovetail.plugins.quant.fp8.kernel:encode_fp8",
     "dovetail.plugins.collective.symm_mem.kernels:encode_fp8",
