@@ -145,6 +145,7 @@ def test_no_step_launches_an_uncompiled_kernel(case: str, monkeypatch: pytest.Mo
     assert [device.type for device in kept] == ["cuda"], "otherwise matmuls find no room after a norm"
 
 
+@pytest.mark.skipif(not EVERYTHING, reason="takes half a minute; .ci/nightly runs it")
 def test_no_step_with_or_without_drafts_launches_an_uncompiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     case = ["+preset=h200_fp8_tp1", "model=llama3_8b", "engine.max_seqs=24", "engine.graph_tokens=256"]
     calls = list(served(random.Random(2), *case, drafts=4))
