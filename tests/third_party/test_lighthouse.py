@@ -13,7 +13,12 @@ import yaml
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "third_party_plugin"
 PACKAGE = "dovetail-lighthouse"
-PARTS = {("scheduler", "lighthouse"), ("logits", "no_repeat_ngram"), ("observer", "step_csv")}
+PARTS = {
+    ("scheduler", "lighthouse"),
+    ("logits", "no_repeat_ngram"),
+    ("observer", "step_csv"),
+    ("quant", "three_bits"),
+}
 
 
 @pytest.fixture
