@@ -10,52 +10,45 @@ Shapes: T tokens, I input, O output, G blocks of a row.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from fnmatch import fnmatch
 
 import torch
 import torch.nn.functional as F
 
 from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces import PLAIN, ActFormat, Checkpoint, LinearMethod, LinearShape, Quantizer
+from dovetail.core.interfaces import PLAIN, ActFormat, Checkpoint, LinearMethod, LinearShape
 from dovetail.core.interfaces.tensor_record import OUTPUTS, Axis, TensorRecord
 from dovetail.core.layers.packed import PackedLinear
-from dovetail.core.layers.plain import PlainLinear
 from dovetail.core.layouts.words import unpack_nibbles
 from dovetail.core.ops.weight_formats import E2M1
-from dovetail.plugins.quant.config import FP4Config, FP8Config
+from dovetail.plugins.quant.base import StoredOrRounded
+from dovetail.plugins.quant.config import FP4Config
 from dovetail.plugins.quant.fp4.checkpoint import Stored, read_stored
 from dovetail.plugins.quant.fp8.format import E4M3, FP8_TOKEN, LARGEST
-from dovetail.plugins.quant.fp8.quantizer import FP8Linear
+from dovetail.plugins.quant.fp8.quantizer import fp8_head
 
 LARGEST_CODE = 6.0
 BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 """Halfway between adjacent magnitudes of E2M1."""
 
 
-class FP4(Quantizer):
+class FP4(StoredOrRounded[Stored]):
     config: FP4Config
-    stored: Stored | None = None
 
-    def read_checkpoint(self, checkpoint: Checkpoint) -> None:
-        self.stored = read_stored(checkpoint.config())
-        if self.stored is not None and self.config.skip:
-            raise ConfigError("quant.skip keeps layers plain, but this checkpoint is quantized: set quant.skip=[]")
+    def parse(self, checkpoint: Checkpoint) -> Stored | None:
+        return read_stored(checkpoint.config())
 
-    def linear(self, path: str, shape: LinearShape) -> LinearMethod:
-        if any(fnmatch(path, pattern) for pattern in self.config.skip):
-            return PlainLinear()
-        activations = FP8_TOKEN if self.config.activations == "fp8" else PLAIN
-        if self.stored is None:
-            return RoundedFP4(self.config.block, activations)
-        if self.stored.skips(shape.names, path):
-            return PlainLinear()
-        return StoredFP4(path, self.stored, activations)
+    def rounded(self, path: str, shape: LinearShape) -> LinearMethod:
+        return RoundedFP4(self.config.block, self._activations)
+
+    def of_checkpoint(self, path: str, shape: LinearShape, stored: Stored) -> LinearMethod:
+        return StoredFP4(path, stored, self._activations)
+
+    @property
+    def _activations(self) -> ActFormat:
+        return FP8_TOKEN if self.config.activations == "fp8" else PLAIN
 
     def table(self, path: str, shape: LinearShape, *, lookup: bool) -> LinearMethod | None:
-        if self.config.head != "fp8" or path != "lm_head":
-            return None
-        shape.check_multiple(16, "quant.head=fp8", path, None)
-        return FP8Linear(FP8Config())
+        return fp8_head(self.config.head, path, shape)
 
 
 class FP4Linear(PackedLinear):

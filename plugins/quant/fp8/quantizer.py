@@ -7,21 +7,20 @@ Shapes: T tokens, I input, O output.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from fnmatch import fnmatch
 
 import torch
 
 from dovetail.core.compose.capabilities import FP8_HARDWARE
 from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces import PLAIN, Activation, Checkpoint, LinearMethod, LinearShape, Partial, Quantizer
+from dovetail.core.interfaces import PLAIN, Activation, Checkpoint, LinearMethod, LinearShape, Partial
 from dovetail.core.interfaces.tensor_record import Axis, TensorRecord
 from dovetail.core.interfaces.tuning import Tunable
 from dovetail.core.layers.packed import PackedLinear
-from dovetail.core.layers.plain import PlainLinear
 from dovetail.core.ops import decoded_matmul, scaled_matmul, unscaled_matmul, weight_formats
 from dovetail.core.ops.tiles import MOST_SHARED_TILES
 from dovetail.core.startup_notes import note
 from dovetail.core.tuning.matmul import matmul_tunables
+from dovetail.plugins.quant.base import StoredOrRounded
 from dovetail.plugins.quant.config import FP8Config
 from dovetail.plugins.quant.fp8.checkpoint import Stored, read_stored
 from dovetail.plugins.quant.fp8.format import E4M3, FP8_TENSOR, FP8_TOKEN, quantize_rows, quantize_tensor
@@ -30,42 +29,43 @@ MULTIPLE = 16
 """cuBLAS and CUTLASS need FP8 matrices whose dimensions are multiples of this."""
 
 
-class FP8(Quantizer):
+class FP8(StoredOrRounded[Stored]):
     config: FP8Config
-    stored: Stored | None = None
     in_fp8: Set[str] = frozenset()
     """Tensors that the checkpoint has in E4M3."""
 
-    def read_checkpoint(self, checkpoint: Checkpoint) -> None:
-        self.stored = read_stored(checkpoint.config())
+    def parse(self, checkpoint: Checkpoint) -> Stored | None:
         self.in_fp8 = {name for name, header in checkpoint.tensors().items() if header.dtype == "F8_E4M3"}
-        if self.stored is not None and self.config.skip:
-            raise ConfigError("quant.skip keeps layers plain, but this checkpoint is in FP8: set quant.skip=[]")
-        if self.stored is not None:
-            self.kv_scale_tensors = self.stored.kv_tensors
+        stored = read_stored(checkpoint.config())
+        if stored is not None:
+            self.kv_scale_tensors = stored.kv_tensors
+        return stored
 
-    def table(self, path: str, shape: LinearShape, *, lookup: bool) -> LinearMethod | None:
-        if self.stored is not None and f"{shape.names[0]}.weight" in self.in_fp8:
-            if self.config.head == "plain":
-                raise ConfigError("quant.head=plain: the checkpoint has logits in FP8; set quant.head=auto")
-            return self._stored(path, self.stored)
-        if self.config.head != "fp8" or path != "lm_head":
-            return None
-        shape.check_multiple(MULTIPLE, "quant.head=fp8", path, None)
+    def rounded(self, path: str, shape: LinearShape) -> LinearMethod:
+        shape.check_multiple(MULTIPLE, "quant=fp8", path, self.config.skip)
         return FP8Linear(self.config)
 
-    def linear(self, path: str, shape: LinearShape) -> LinearMethod:
-        if any(fnmatch(path, pattern) for pattern in self.config.skip):
-            return PlainLinear()
-        if self.stored is not None and self.stored.skips(shape.names, path):
-            return PlainLinear()
-        if self.stored is None or not self.stored.blocks:
-            shape.check_multiple(MULTIPLE, "quant=fp8", path, self.config.skip if self.stored is None else None)
-        return FP8Linear(self.config) if self.stored is None else self._stored(path, self.stored)
+    def of_checkpoint(self, path: str, shape: LinearShape, stored: Stored) -> LinearMethod:
+        if stored.blocks:
+            return BlockFP8Linear(path, stored, self.config)
+        shape.check_multiple(MULTIPLE, "quant=fp8", path, None)
+        return StoredFP8Linear(path, stored, self.config)
 
-    def _stored(self, path: str, stored: Stored) -> LinearMethod:
-        method = BlockFP8Linear if stored.blocks else StoredFP8Linear
-        return method(path, stored, self.config)
+    def table(self, path: str, shape: LinearShape, *, lookup: bool) -> LinearMethod | None:
+        if self.stored is None or f"{shape.names[0]}.weight" not in self.in_fp8:
+            return fp8_head(self.config.head, path, shape, self.config)
+        if self.config.head == "plain":
+            raise ConfigError("quant.head=plain: the checkpoint has logits in FP8; set quant.head=auto")
+        return self.of_checkpoint(path, shape, self.stored)
+
+
+def fp8_head(head: str, path: str, shape: LinearShape, config: FP8Config | None = None) -> LinearMethod | None:
+    """Return the method of Quantizer.table for the value of an option `head`, for a table that is plain in the
+    checkpoint. `config`: options of the matmul; None = the defaults."""
+    if head != "fp8" or path != "lm_head":
+        return None
+    shape.check_multiple(MULTIPLE, "quant.head=fp8", path, None)
+    return FP8Linear(config or FP8Config())
 
 
 class FP8Linear(LinearMethod):

@@ -7,19 +7,18 @@ Shapes: T tokens, I input, O output, G groups.
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from fnmatch import fnmatch
 
 import torch
 import torch.nn.functional as F
 
 from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces import PLAIN, ActFormat, Checkpoint, LinearMethod, LinearShape, Quantizer
+from dovetail.core.interfaces import PLAIN, ActFormat, Checkpoint, LinearMethod, LinearShape
 from dovetail.core.layers.packed import PackedLinear
-from dovetail.core.layers.plain import PlainLinear
 from dovetail.core.ops.weight_formats import INT4, INT8, UINT4, UINT8
-from dovetail.plugins.quant.config import FP8Config, Int4Config
+from dovetail.plugins.quant.base import StoredOrRounded
+from dovetail.plugins.quant.config import Int4Config
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
-from dovetail.plugins.quant.fp8.quantizer import FP8Linear
+from dovetail.plugins.quant.fp8.quantizer import fp8_head
 from dovetail.plugins.quant.int4.checkpoint import Stored, read_stored
 from dovetail.plugins.quant.int4.order import GroupOrder, with_order
 from dovetail.plugins.quant.int4.rounding import round_to_nearest
@@ -29,42 +28,34 @@ FORMATS = {(4, True): UINT4, (4, False): INT4, (8, True): UINT8, (8, False): INT
 """(bits, whether groups have zeros) -> format. Without zeros, codes are offset by half their range."""
 
 
-class Int4(Quantizer):
+class Int4(StoredOrRounded[Stored]):
     config: Int4Config
-    stored: Stored | None = None
     packed: Set[str] = frozenset()
     """Matrices that the checkpoint has in integers."""
 
-    def read_checkpoint(self, checkpoint: Checkpoint) -> None:
-        self.stored = read_stored(checkpoint.config())
+    def parse(self, checkpoint: Checkpoint) -> Stored | None:
         packed = (".weight_packed", ".qweight")
         self.packed = {name.rpartition(".")[0] for name in checkpoint.tensors() if name.endswith(packed)}
-        if self.stored is not None and self.config.skip:
-            raise ConfigError("quant.skip keeps layers plain, but this checkpoint is quantized: set quant.skip=[]")
+        return read_stored(checkpoint.config())
 
-    def linear(self, path: str, shape: LinearShape) -> LinearMethod:
-        if any(fnmatch(path, pattern) for pattern in self.config.skip):
-            return PlainLinear()
-        activations = FP8_TOKEN if self.config.activations == "fp8" else PLAIN
-        if self.stored is None:
-            return RoundedLinear(self.config, activations)
-        if self.stored.skips(shape.names, path):
-            return PlainLinear()
-        return StoredLinear(path, self.stored, shape, activations)
+    def rounded(self, path: str, shape: LinearShape) -> LinearMethod:
+        return RoundedLinear(self.config, self._activations)
+
+    def of_checkpoint(self, path: str, shape: LinearShape, stored: Stored) -> LinearMethod:
+        return StoredLinear(path, stored, shape, self._activations)
+
+    @property
+    def _activations(self) -> ActFormat:
+        return FP8_TOKEN if self.config.activations == "fp8" else PLAIN
 
     def table(self, path: str, shape: LinearShape, *, lookup: bool) -> LinearMethod | None:
-        if path != "lm_head":
-            return None
-        if self.stored is not None and shape.names[0] in self.packed:
-            if self.config.head != "auto":
-                raise ConfigError(
-                    f"quant.head={self.config.head}: the checkpoint has quantized logits; set quant.head=auto"
-                )
-            return StoredLinear(path, self.stored, shape, PLAIN)
-        if self.config.head == "fp8":
-            shape.check_multiple(16, "quant.head=fp8", path, None)
-            return FP8Linear(FP8Config())
-        return None
+        if self.stored is None or shape.names[0] not in self.packed:
+            return fp8_head(self.config.head, path, shape)
+        if self.config.head != "auto":
+            raise ConfigError(
+                f"quant.head={self.config.head}: the checkpoint has quantized logits; set quant.head=auto"
+            )
+        return StoredLinear(path, self.stored, shape, PLAIN)
 
 
 class RoundedLinear(PackedLinear):

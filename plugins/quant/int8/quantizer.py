@@ -6,16 +6,15 @@ Shapes: T tokens, I input, O output.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from fnmatch import fnmatch
 
 import torch
 import torch.nn.functional as F
 
 from dovetail.core.arithmetic import ceil_div
 from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces import Activation, Checkpoint, LinearMethod, LinearShape, Quantizer
+from dovetail.core.interfaces import Activation, Checkpoint, LinearMethod, LinearShape
 from dovetail.core.interfaces.tensor_record import Axis, TensorRecord
-from dovetail.core.layers.plain import PlainLinear
+from dovetail.plugins.quant.base import StoredOrRounded
 from dovetail.plugins.quant.config import Int8Config
 from dovetail.plugins.quant.int8.checkpoint import Stored, read_stored
 from dovetail.plugins.quant.int8.format import INT8_TOKEN, quantize_rows
@@ -25,22 +24,19 @@ MULTIPLE = 8
 LEAST_ROWS = 24
 
 
-class Int8(Quantizer):
+class Int8(StoredOrRounded[Stored]):
     config: Int8Config
-    stored: Stored | None = None
 
-    def read_checkpoint(self, checkpoint: Checkpoint) -> None:
-        self.stored = read_stored(checkpoint.config())
-        if self.stored is not None and self.config.skip:
-            raise ConfigError("quant.skip keeps layers plain, but this checkpoint is in int8: set quant.skip=[]")
+    def parse(self, checkpoint: Checkpoint) -> Stored | None:
+        return read_stored(checkpoint.config())
 
-    def linear(self, path: str, shape: LinearShape) -> LinearMethod:
-        if any(fnmatch(path, pattern) for pattern in self.config.skip):
-            return PlainLinear()
-        if self.stored is not None and self.stored.skips(shape.names, path):
-            return PlainLinear()
-        shape.check_multiple(MULTIPLE, "quant=int8", path, self.config.skip if self.stored is None else None)
-        return Int8Linear() if self.stored is None else StoredInt8Linear(path, self.stored)
+    def rounded(self, path: str, shape: LinearShape) -> LinearMethod:
+        shape.check_multiple(MULTIPLE, "quant=int8", path, self.config.skip)
+        return Int8Linear()
+
+    def of_checkpoint(self, path: str, shape: LinearShape, stored: Stored) -> LinearMethod:
+        shape.check_multiple(MULTIPLE, "quant=int8", path, None)
+        return StoredInt8Linear(path, stored)
 
 
 class Int8Linear(LinearMethod):

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from fnmatch import fnmatch
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from dovetail.core.errors import CapabilityError, ConfigError, shown
-from dovetail.core.interfaces import PLAIN, Checkpoint, LinearMethod, LinearShape, Quantizer
+from dovetail.core.interfaces import PLAIN, Checkpoint, LinearMethod, LinearShape
 from dovetail.core.interfaces.tensor_record import OUTPUTS, Axis, TensorRecord
 from dovetail.core.layers.packed import PackedLinear
-from dovetail.core.layers.plain import PlainLinear
 from dovetail.core.ops.weight_formats import NF4, NF4_VALUES
-from dovetail.plugins.quant.config import FP8Config, NF4Config
+from dovetail.plugins.quant.base import StoredOrRounded
+from dovetail.plugins.quant.config import NF4Config
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
-from dovetail.plugins.quant.fp8.quantizer import FP8Linear
+from dovetail.plugins.quant.fp8.quantizer import fp8_head
 from dovetail.plugins.quant.nf4.checkpoint import Stored, read_stored
 
 BLOCK = 64
@@ -31,33 +30,24 @@ STATE = "weight.quant_state.bitsandbytes__nf4"
 """JSON in a tensor of bytes."""
 
 
-class NF4Quantizer(Quantizer):
+class NF4Quantizer(StoredOrRounded[Stored]):
     config: NF4Config
-    stored: Stored | None = None
 
-    def read_checkpoint(self, checkpoint: Checkpoint) -> None:
-        self.stored = read_stored(checkpoint.config())
-        if self.stored is not None and self.config.skip:
-            raise ConfigError("quant.skip keeps layers plain, but this checkpoint is quantized: set quant.skip=[]")
+    def parse(self, checkpoint: Checkpoint) -> Stored | None:
+        return read_stored(checkpoint.config())
 
-    def linear(self, path: str, shape: LinearShape) -> LinearMethod:
-        if any(fnmatch(path, pattern) for pattern in self.config.skip):
-            return PlainLinear()
-        if self.stored is None:
-            return RoundedNF4(self.config)
-        if self.stored.skips(shape.names, path):
-            return PlainLinear()
+    def rounded(self, path: str, shape: LinearShape) -> LinearMethod:
+        return RoundedNF4(self.config)
+
+    def of_checkpoint(self, path: str, shape: LinearShape, stored: Stored) -> LinearMethod:
         if shape.whole_inp % BLOCK:
             raise CapabilityError(
                 [f"quant=nf4: {path} has {shape.whole_inp} inputs, so that blocks of {BLOCK} weights span rows"]
             )
-        return StoredNF4(path, self.stored, self.config)
+        return StoredNF4(path, stored, self.config)
 
     def table(self, path: str, shape: LinearShape, *, lookup: bool) -> LinearMethod | None:
-        if self.config.head != "fp8" or path != "lm_head":
-            return None
-        shape.check_multiple(16, "quant.head=fp8", path, None)
-        return FP8Linear(FP8Config())
+        return fp8_head(self.config.head, path, shape)
 
 
 class NF4Linear(PackedLinear):

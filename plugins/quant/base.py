@@ -1,0 +1,56 @@
+"""Base of quantizers that read quantized checkpoints and quantize plain weights as they load."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from fnmatch import fnmatch
+from typing import Any, Generic, Protocol, TypeVar
+
+from dovetail.core.errors import ConfigError
+from dovetail.core.interfaces import Checkpoint, LinearMethod, LinearShape, Quantizer
+from dovetail.core.layers.plain import PlainLinear
+
+
+class StoredLayers(Protocol):
+    """Description of a quantized checkpoint, as a parser of quantization_config returns it."""
+
+    def skips(self, names: tuple[str, ...], path: str) -> bool: ...
+
+
+Stored = TypeVar("Stored", bound=StoredLayers)
+
+
+class StoredOrRounded(Quantizer, Generic[Stored]):
+    """Layers that match `config.skip`, or that a quantized checkpoint leaves plain, are plain. Others come from
+    `rounded` or from `of_checkpoint`."""
+
+    config: Any
+    """A config with the option `skip`."""
+    stored: Stored | None = None
+    """Description of the quantized checkpoint; None = plain weights."""
+
+    def read_checkpoint(self, checkpoint: Checkpoint) -> None:
+        self.stored = self.parse(checkpoint)
+        if self.stored is not None and self.config.skip:
+            raise ConfigError("quant.skip keeps layers plain, but this checkpoint is quantized: set quant.skip=[]")
+
+    def linear(self, path: str, shape: LinearShape) -> LinearMethod:
+        if any(fnmatch(path, pattern) for pattern in self.config.skip):
+            return PlainLinear()
+        if self.stored is None:
+            return self.rounded(path, shape)
+        if self.stored.skips(shape.names, path):
+            return PlainLinear()
+        return self.of_checkpoint(path, shape, self.stored)
+
+    @abstractmethod
+    def parse(self, checkpoint: Checkpoint) -> Stored | None:
+        """Return the description of a quantized checkpoint; None = its weights are plain."""
+
+    @abstractmethod
+    def rounded(self, path: str, shape: LinearShape) -> LinearMethod:
+        """Return the method that quantizes plain weights as they load."""
+
+    @abstractmethod
+    def of_checkpoint(self, path: str, shape: LinearShape, stored: Stored) -> LinearMethod:
+        """Return the method that reads quantized weights."""
