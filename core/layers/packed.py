@@ -37,8 +37,7 @@ class PackedLinear(LinearMethod):
     def create(self, shape: LinearShape, device: torch.device) -> dict[str, torch.Tensor]:
         self.shape, self.dtype = shape, shape.dtype
         self.width, self.step = self.columns(shape)
-        if device.type == "cuda":
-            reserve(shape.out, self.width, shape.dtype, device)
+        self._reserve(device)
         groups = ceil_div(self.width, self.step) if self.step else 1
         params = {
             "codes": torch.empty(
@@ -52,6 +51,14 @@ class PackedLinear(LinearMethod):
         if self.row_scale:
             params["row_scale"] = torch.empty(shape.out, dtype=torch.float32, device=device)
         return params
+
+    def finish(self, params: dict[str, torch.Tensor]) -> None:
+        # By now the layer with the largest weight has been built, and this one's first workspace may be freed.
+        self._reserve(params["codes"].device)
+
+    def _reserve(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            self._workspace = reserve(self.shape.out, self.width, self.dtype, device)
 
     def columns(self, shape: LinearShape) -> tuple[int, int]:
         """Return this rank's stored columns, and how many of them share a scale."""

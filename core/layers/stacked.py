@@ -4,7 +4,7 @@ each run of parts of one format."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -20,12 +20,13 @@ class _Run:
     names: tuple[str, ...]
     rows: slice
     """Outputs of the layer."""
-    prefix: str
-    """Beginning of the names of the run's tensors in the layer's."""
+    index: int
+    keys: list[str] = field(default_factory=list)
+    """Names of the run's tensors, written by `create`. The layer's are these behind the run's index."""
 
     def params(self, params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the run's own tensors."""
-        return {key.removeprefix(self.prefix): value for key, value in params.items() if key.startswith(self.prefix)}
+        return {key: params[f"{self.index}.{key}"] for key in self.keys}
 
 
 class StackedLinear(LinearMethod):
@@ -38,7 +39,7 @@ class StackedLinear(LinearMethod):
         for index, (method, count) in enumerate(runs):
             sizes, names = shape.parts[part : part + count], shape.names[part : part + count]
             rows = slice(out, out + sum(sizes))
-            self.runs.append(_Run(method, names, rows, f"{index}."))
+            self.runs.append(_Run(method, names, rows, index))
             self.shapes.append(replace(shape, out=sum(sizes), parts=sizes, names=names))
             part, out = part + count, rows.stop
 
@@ -48,7 +49,9 @@ class StackedLinear(LinearMethod):
     def create(self, shape: LinearShape, device: torch.device) -> dict[str, torch.Tensor]:
         params: dict[str, torch.Tensor] = {}
         for run, part in zip(self.runs, self.shapes, strict=True):
-            params |= {f"{run.prefix}{key}": value for key, value in run.method.create(part, device).items()}
+            made = run.method.create(part, device)
+            run.keys[:] = made
+            params |= {f"{run.index}.{key}": value for key, value in made.items()}
         formats = {run.method.input for run in self.runs}
         if len(formats) > 1:
             names = " and ".join(sorted(fmt.name for fmt in formats))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-SEQUENTIAL_4, SEQUENTIAL_8 = tuple(range(8)), tuple(range(4))
 AWQ_4 = (0, 2, 4, 6, 1, 3, 5, 7)
 """AutoAWQ's GEMM layout: the i-th nibble of a word is this one of its eight columns."""
 

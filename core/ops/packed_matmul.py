@@ -9,6 +9,7 @@ Shapes: T tokens, I input, O output.
 from __future__ import annotations
 
 from dataclasses import replace
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -96,22 +97,25 @@ def key_of(packed: PackedWeight, itemsize: int) -> Key:
     return packed_key(fmt.name, fmt.stored_bits, packed.group, len(packed.codes), packed.inputs, itemsize)
 
 
-WORKSPACES: dict[torch.device, torch.Tensor] = {}
-"""Bytes that hold one decoded weight. Products that use them run one after the other, on one stream."""
+_WORKSPACES: WeakValueDictionary[torch.device, torch.Tensor] = WeakValueDictionary()
 
 
 def reserve(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the workspace for a decoded weight. Layers call this as they are built, so that the memory is allocated
-    once, at the size of the largest weight, before the KV cache takes what is left."""
+    """Return the bytes in which weights of a device are decoded, at least those of this one. A layer calls this when it
+    is built, so that the memory is allocated before the KV cache takes what is left, and keeps the result, since CUDA
+    graphs that write to it do not. Products that use it run one after the other, on one stream."""
     nbytes = outputs * inputs * dtype.itemsize
-    if device not in WORKSPACES or WORKSPACES[device].numel() < nbytes:
-        WORKSPACES[device] = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    return WORKSPACES[device][:nbytes].view(dtype).view(outputs, inputs)
+    space = _WORKSPACES.get(device)
+    if space is None or space.numel() < nbytes:
+        _WORKSPACES[device] = space = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    return space
 
 
 def decoded(packed: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
     """Return the whole matrix in the workspace, where the next call overwrites it."""
     from dovetail.core.ops.kernels.packed_rows import packed_rows_triton
 
-    weight_OI = reserve(len(packed.codes), packed.inputs, dtype, packed.codes.device)
+    shape = len(packed.codes), packed.inputs
+    space = reserve(*shape, dtype, packed.codes.device)
+    weight_OI = space[: shape[0] * shape[1] * dtype.itemsize].view(dtype).view(shape)
     return packed_rows_triton(packed, None, weight_OI)

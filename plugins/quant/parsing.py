@@ -15,6 +15,14 @@ _REPEATED_GROUP = re.compile(r"\)[*+?{]")
 """Refused, since matching may take exponential time."""
 
 
+def stored_config(hf: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return quantization_config; None = the weights are plain. Raise ConfigError if it is no object."""
+    config = hf.get("quantization_config")
+    if config is not None and not isinstance(config, Mapping):
+        raise wrong("", config, "it must be an object")
+    return config
+
+
 def has_format(config: Mapping[str, Any], *formats: str) -> bool:
     """Whether a quantization_config is that of compressed-tensors with one of these formats for all layers."""
     groups = config.get("config_groups")

@@ -83,12 +83,12 @@ def run_pages(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[
         shell = start(["bash", "-c", command.shell], folder_of(work, command.page), env)
         out = shell.communicate(timeout=800)[0]
         results[f"{command.page}: {command.line}"] = {"code": shell.returncode, "out": out}
-    told = suites.communicate(timeout=800)[0]
+    suites_output = suites.communicate(timeout=800)[0]
     said = ours.communicate(timeout=800)[0]
     assert ours.returncode == 0, said
     for job, result in zip(jobs, json.loads((work / "results.json").read_text()), strict=True):
         results[f"{job['page']}: {job['text']}"] = result
-    return results, told, str(work)
+    return results, suites_output, str(work)
 
 
 def how(command: Command) -> dict[str, Any]:

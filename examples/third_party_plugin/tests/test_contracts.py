@@ -82,7 +82,7 @@ class TestTrigrams(NoRepeatNgramContract):
 
 
 class TestThreeBits(QuantizerContract):
-    error = 0.3
+    error = 0.34  # the mean over products of one token, 0.18, plus six standard deviations
 
     def make(self):
         return ThreeBits(ThreeBitsConfig())

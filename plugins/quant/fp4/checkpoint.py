@@ -9,7 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dovetail.plugins.quant.parsing import Way, has_format, linear_group, modelopt, read_ignored, skips, wrong
+from dovetail.plugins.quant.parsing import (
+    Way,
+    has_format,
+    linear_group,
+    modelopt,
+    read_ignored,
+    skips,
+    stored_config,
+    wrong,
+)
 
 READS = (
     "quant=fp4 reads compressed-tensors with formats nvfp4-pack-quantized, mxfp4-pack-quantized; modelopt with NVFP4"
@@ -44,11 +53,8 @@ def reads(hf: Mapping[str, Any]) -> bool:
 
 def read_stored(hf: Mapping[str, Any]) -> Stored | None:
     """Return None if the weights are plain. Raises ConfigError naming a value that is not supported."""
-    config = hf.get("quantization_config")
-    if config is None:
+    if (config := stored_config(hf)) is None:
         return None
-    if not isinstance(config, Mapping):
-        raise wrong("", config, "it must be an object")
     if not reads(hf):
         raise wrong("quant_method", config.get("quant_method"), READS)
     if config["quant_method"] == "modelopt":

@@ -10,7 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dovetail.plugins.quant.parsing import Way, has_format, linear_group, modelopt, read_ignored, skips, wrong
+from dovetail.plugins.quant.parsing import (
+    Way,
+    has_format,
+    linear_group,
+    modelopt,
+    read_ignored,
+    skips,
+    stored_config,
+    wrong,
+)
 
 READS = "quant=fp8 reads compressed-tensors with format float-quantized, fp8, and modelopt with FP8"
 KV_TENSORS = ("k_scale", "v_scale")
@@ -55,11 +64,8 @@ def reads(hf: Mapping[str, Any]) -> bool:
 
 def read_stored(hf: Mapping[str, Any]) -> Stored | None:
     """Return None if the weights are plain. Raises ConfigError naming a value that is not supported."""
-    config = hf.get("quantization_config")
-    if config is None:
+    if (config := stored_config(hf)) is None:
         return None
-    if not isinstance(config, Mapping):
-        raise wrong("", config, "it must be an object")
     readers = {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "modelopt": _modelopt}
     method = config.get("quant_method")
     if not isinstance(method, str) or method not in readers:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dovetail.plugins.quant.parsing import has_format, linear_group, read_ignored, skips, wrong
+from dovetail.plugins.quant.parsing import has_format, linear_group, read_ignored, skips, stored_config, wrong
 
 READS = "quant=int4 reads compressed-tensors with format pack-quantized, awq with version gemm, and gptq"
 GROUPS = (32, 64, 128)
@@ -45,11 +45,8 @@ def reads(hf: Mapping[str, Any]) -> bool:
 
 def read_stored(hf: Mapping[str, Any]) -> Stored | None:
     """Return None if the weights are plain. Raises ConfigError naming a value that is not supported."""
-    config = hf.get("quantization_config")
-    if config is None:
+    if (config := stored_config(hf)) is None:
         return None
-    if not isinstance(config, Mapping):
-        raise wrong("", config, "it must be an object")
     method = config.get("quant_method")
     if method == "compressed-tensors":
         return _compressed_tensors(config)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dovetail.plugins.quant.parsing import has_format, linear_group, read_ignored, skips, wrong
+from dovetail.plugins.quant.parsing import has_format, linear_group, read_ignored, skips, stored_config, wrong
 
 READS = "quant=int8 reads compressed-tensors with format int-quantized"
 
@@ -37,12 +37,10 @@ def reads(hf: Mapping[str, Any]) -> bool:
 
 def read_stored(hf: Mapping[str, Any]) -> Stored | None:
     """Return None if the weights are plain. Raises ConfigError naming a value that is not supported."""
-    config = hf.get("quantization_config")
-    if config is None:
+    if (config := stored_config(hf)) is None:
         return None
-    if not isinstance(config, Mapping) or not reads(hf):
-        method = config.get("quant_method") if isinstance(config, Mapping) else config
-        raise wrong("quant_method", method, READS)
+    if not reads(hf):
+        raise wrong("quant_method", config.get("quant_method"), READS)
     group = linear_group(config)
     weights = _eight_bits(group, "weights", ("tensor", "channel"))
     if weights.get("symmetric", True) is not True:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dovetail.plugins.quant.parsing import read_ignored, skips, wrong
+from dovetail.plugins.quant.parsing import read_ignored, skips, stored_config, wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +31,10 @@ def reads(hf: Mapping[str, Any]) -> bool:
 
 def read_stored(hf: Mapping[str, Any]) -> Stored | None:
     """Return None if the weights are plain. Raises ConfigError naming a value that is not supported."""
-    config = hf.get("quantization_config")
-    if config is None:
+    if (config := stored_config(hf)) is None:
         return None
-    if not isinstance(config, Mapping) or not reads(hf):
-        method = config.get("quant_method") if isinstance(config, Mapping) else config
-        raise wrong("quant_method", method, "quant=nf4 reads bitsandbytes with load_in_4bit")
+    if not reads(hf):
+        raise wrong("quant_method", config.get("quant_method"), "quant=nf4 reads bitsandbytes with load_in_4bit")
     if (kind := config.get("bnb_4bit_quant_type")) != "nf4":
         raise wrong("bnb_4bit_quant_type", kind, "there is nf4")
     if (storage := config.get("bnb_4bit_quant_storage", "uint8")) != "uint8":

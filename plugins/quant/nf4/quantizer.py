@@ -13,6 +13,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.errors import CapabilityError, ConfigError, shown
 from dovetail.core.interfaces import PLAIN, Checkpoint, LinearMethod, LinearShape
 from dovetail.core.interfaces.tensor_record import OUTPUTS, Axis, TensorRecord
@@ -28,6 +29,7 @@ BLOCK = 64
 """Weights that share a scale."""
 STATE = "weight.quant_state.bitsandbytes__nf4"
 """JSON in a tensor of bytes."""
+LONGEST_STATE = 1 << 16
 
 
 class NF4Quantizer(StoredOrRounded[Stored]):
@@ -123,12 +125,15 @@ def _scales(tensors: Mapping[str, torch.Tensor], outputs: int, inputs: int, path
         raise ConfigError(f"{path}: weight.absmax has {scales.numel()} entries, not one per {BLOCK} weights")
     if "weight.nested_absmax" in tensors:
         size, offset = state.get("nested_blocksize"), state.get("nested_offset")
-        if not isinstance(size, int) or size < 1 or not isinstance(offset, float | int):
+        if type(size) is not int or size < 1 or type(offset) not in (float, int):
             raise ConfigError(f"{path}: {STATE} has nested_blocksize {shown(size)}, nested_offset {shown(offset)}")
-        each = tensors["weight.nested_absmax"].flatten().float().repeat_interleave(size)
-        if len(each) < len(scales) or scales.dtype is not torch.uint8:
-            raise ConfigError(f"{path}: weight.absmax and weight.nested_absmax do not fit blocks of {size}")
-        scales = tensors["weight.nested_quant_map"].float()[scales.long()] * each[: len(scales)] + offset
+        each, levels = tensors["weight.nested_absmax"].flatten(), tensors["weight.nested_quant_map"].flatten()
+        if scales.dtype is not torch.uint8 or len(each) != ceil_div(len(scales), size) or len(levels) != 256:
+            raise ConfigError(
+                f"{path}: weight.absmax, weight.nested_absmax and weight.nested_quant_map do not fit blocks of {size}"
+            )
+        blocks = torch.arange(len(scales), device=scales.device) // size
+        scales = levels.float()[scales.long()] * each.float()[blocks] + offset
     if not scales.isfinite().all():
         raise ConfigError(f"{path}: weight.absmax has values that are not finite")
     return scales.float().view(outputs, inputs // BLOCK)
@@ -136,9 +141,14 @@ def _scales(tensors: Mapping[str, torch.Tensor], outputs: int, inputs: int, path
 
 def _state(tensors: Mapping[str, torch.Tensor], outputs: int, inputs: int, path: str) -> Mapping[str, object]:
     """Return the JSON that bitsandbytes stores with each matrix."""
+    text = tensors[STATE].flatten()
+    if text.dtype is not torch.uint8 or text.numel() > LONGEST_STATE:
+        raise ConfigError(
+            f"{path}: {STATE} must be at most {LONGEST_STATE} bytes; it has {text.numel()} of {text.dtype}"
+        )
     try:
-        state = json.loads(bytes(tensors[STATE].cpu().tolist()))
-    except (ValueError, TypeError) as error:
+        state = json.loads(bytes(text.tolist()))
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: {STATE} is not JSON ({shown(error)})") from None
     wanted = {"quant_type": "nf4", "blocksize": BLOCK, "shape": [outputs, inputs]}
     for key, value in wanted.items():

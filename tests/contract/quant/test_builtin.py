@@ -29,6 +29,10 @@ nightly = pytest.mark.skipif(os.environ.get("DOVETAIL_GRID") != "pairs", reason=
 """For layouts whose code other classes run, too."""
 
 
+# Errors of formats with 4 bits: the mean over products of one token plus six standard deviations, from 300 draws of
+# the suite's smallest shape. Scales of other groups, or zeros that are off by one, give 0.25 on average.
+
+
 def compressed_fp4(form: str, block: int) -> dict[str, Any]:
     weights = {"num_bits": 4, "type": "float", "group_size": block, "symmetric": True}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
@@ -154,21 +158,21 @@ class TestFP8Blocks(QuantizerContract):
 
 
 class TestNVFP4(QuantizerContract):
-    error = 0.12
+    error = 0.18
 
     def make(self) -> Quantizer:
         return FP4(FP4Config())
 
 
 class TestMXFP4(QuantizerContract):
-    error = 0.16
+    error = 0.22
 
     def make(self) -> Quantizer:
         return FP4(FP4Config(block=32, activations="fp8"))
 
 
 class StoredFP4(QuantizerContract):
-    error = 0.16
+    error = 0.18
     config: dict[str, Any]
 
     def make(self) -> Quantizer:
@@ -199,6 +203,7 @@ class TestNVFP4ModelOpt(StoredFP4):
 
 @nightly
 class TestMXFP4CompressedTensors(StoredFP4):
+    error = 0.22
     config = compressed_fp4("mxfp4-pack-quantized", 32)
 
     def checkpoint(self, method: LinearMethod, weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -208,7 +213,7 @@ class TestMXFP4CompressedTensors(StoredFP4):
 
 
 class TestNF4(QuantizerContract):
-    error = 0.11
+    error = 0.18
 
     def make(self) -> Quantizer:
         return NF4Quantizer(NF4Config())
@@ -217,7 +222,7 @@ class TestNF4(QuantizerContract):
 class TestNF4Bitsandbytes(QuantizerContract):
     """Double quantization: scales are 8-bit codes with a scale of their own."""
 
-    error = 0.14
+    error = 0.19
     nested = True
     shapes = ((128, (96,)), (256, (64, 64)), (128, (96, 32, 64)))
 
@@ -234,12 +239,12 @@ class TestNF4Bitsandbytes(QuantizerContract):
 
 @nightly
 class TestNF4BitsandbytesPlainScales(TestNF4Bitsandbytes):
-    error = 0.11
+    error = 0.18
     nested = False
 
 
 class TestInt4(QuantizerContract):
-    error = 0.11
+    error = 0.16
 
     def make(self) -> Quantizer:
         return Int4(Int4Config(group=32))
@@ -247,7 +252,7 @@ class TestInt4(QuantizerContract):
 
 @nightly
 class TestInt4Symmetric(QuantizerContract):
-    error = 0.14
+    error = 0.19
 
     def make(self) -> Quantizer:
         return Int4(Int4Config(group=64, symmetric=True))
@@ -262,7 +267,7 @@ class TestInt8Groups(QuantizerContract):
 
 
 class TestInt4FP8Inputs(QuantizerContract):
-    error = 0.12
+    error = 0.16
 
     def make(self) -> Quantizer:
         return Int4(Int4Config(group=32, activations="fp8"))
@@ -271,7 +276,7 @@ class TestInt4FP8Inputs(QuantizerContract):
 class StoredInt4(QuantizerContract):
     """Codes in the layout of a published checkpoint, rounded to nearest."""
 
-    error = 0.12
+    error = 0.18
     config: dict[str, Any]
 
     def make(self) -> Quantizer:

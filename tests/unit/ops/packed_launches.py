@@ -12,7 +12,7 @@ import triton.language as tl
 from dovetail.core.interfaces.weight import PackedWeight, WeightFormat
 from dovetail.core.ops import weight_formats
 from dovetail.core.ops.kernels import decoders
-from dovetail.core.ops.packed_matmul import WORKSPACES, multiplies_e4m3, packed_matmul, packed_rows
+from dovetail.core.ops.packed_matmul import multiplies_e4m3, packed_matmul, packed_rows
 from dovetail.core.ops.packing import words_of_row
 from dovetail.core.ops.tiles import MOST_SHARED_TILES
 
@@ -67,7 +67,6 @@ def decode_everything(words_ptr, out_ptr):
 
 def packed_products(cuda: Cuda, has_fp8: Callable[[], bool], everything: bool) -> None:
     """Few rows, an embedding's lookup and E4M3; all formats and numbers of rows if `everything`."""
-    WORKSPACES.clear()
     counts = cuda(MOST_SHARED_TILES, dtype=INT32)
     weights = [packed_weight(cuda, fmt, 4096, *how) for fmt, *how in PACKED]
     packed_matmul(cuda(1, 4096), weights[0], cuda(4096), BF16, counts=counts)
@@ -84,4 +83,3 @@ def packed_products(cuda: Cuda, has_fp8: Callable[[], bool], everything: bool) -
         if has_fp8() and multiplies_e4m3(weight):
             x = cuda(rows, weight.inputs, dtype=E4M3)
             packed_matmul(x, weight, None, BF16, cuda(rows, 1, dtype=FP32), counts)
-    WORKSPACES.clear()

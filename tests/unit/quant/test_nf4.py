@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -30,6 +32,11 @@ def values(tensors: dict[str, torch.Tensor], nested: bool, first: int = 0, colum
     return dequantize(method.packed(params))
 
 
+def state_with(**changed: object) -> torch.Tensor:
+    state = {"quant_type": "nf4", "blocksize": 64, "shape": [OUT, INP], "nested_blocksize": 256, "nested_offset": 0.1}
+    return torch.tensor(list(json.dumps({**state, **changed}).encode()), dtype=torch.uint8)
+
+
 @pytest.mark.parametrize("nested", [False, True])
 def test_values_are_those_of_the_library(nested):
     library = pytest.importorskip("bitsandbytes.functional")
@@ -51,7 +58,12 @@ def test_values_are_those_of_the_library(nested):
         ("weight.absmax", lambda t: t[:-1], "absmax has 143 entries, not one per 64"),
         ("weight.nested_absmax", lambda t: t[:0], "do not fit blocks of 256"),
         ("weight.nested_absmax", lambda t: t * float("nan"), "not finite"),
+        ("weight.nested_absmax", lambda t: t.repeat(9), "do not fit blocks of 256"),
+        ("weight.nested_quant_map", lambda t: t[:200], "nested_quant_map do not fit"),
         (STATE, lambda t: t[:-5], "is not JSON"),
+        (STATE, lambda t: t.repeat(1000), "must be at most 65536 bytes"),
+        (STATE, lambda t: state_with(nested_blocksize=0), "nested_blocksize 0"),
+        (STATE, lambda t: state_with(nested_offset="x"), "nested_offset 'x'"),
         (STATE, lambda t: torch.tensor(list(b'{"quant_type": "fp4"}'), dtype=torch.uint8), "quant_type 'fp4'"),
     ],
 )  # fmt: skip
