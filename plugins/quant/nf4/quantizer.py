@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -139,7 +140,7 @@ def _scales(tensors: Mapping[str, torch.Tensor], outputs: int, inputs: int, path
     return scales.float().view(outputs, inputs // BLOCK)
 
 
-def _state(tensors: Mapping[str, torch.Tensor], outputs: int, inputs: int, path: str) -> Mapping[str, object]:
+def _state(tensors: Mapping[str, torch.Tensor], outputs: int, inputs: int, path: str) -> Mapping[str, Any]:
     """Return the JSON that bitsandbytes stores with each matrix."""
     text = tensors[STATE].flatten()
     if text.dtype is not torch.uint8 or text.numel() > LONGEST_STATE:
