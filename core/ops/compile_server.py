@@ -119,7 +119,7 @@ class CompileServer:
         self._pending[number] = done
         try:
             if not self._ended:
-                self._channel.send({"job": number}, _pack(job))
+                self._channel.send({"job": number}, pack(job))
                 done.wait()
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             log.debug("this process compiles %s: %s", job.kernel, error)
@@ -177,7 +177,7 @@ def _compile(raw: bytes) -> None:
     from triton import knobs
     from triton.runtime.driver import driver
 
-    job = _Unpickler(io.BytesIO(raw)).load()
+    job = unpack(raw)
     knobs.cache.dir = job.cache_folder
     driver.set_active(_TargetOnly(job.target))
     job.kernel.create_binder()  # Sets the kernel's `ASTSource` and `compile`.
@@ -224,7 +224,12 @@ def _resolve(name: str) -> Any:
     return found
 
 
-def _pack(job: Job) -> bytes:
+def pack(what: Any) -> bytes:
+    """Pickle what has functions of kernels in it, for a process of this program."""
     packed = io.BytesIO()
-    _Pickler(packed).dump(job)
+    _Pickler(packed).dump(what)
     return packed.getvalue()
+
+
+def unpack(raw: bytes) -> Any:
+    return _Unpickler(io.BytesIO(raw)).load()

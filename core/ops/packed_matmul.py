@@ -42,8 +42,9 @@ def packed_matmul(
     x_TI = x_TI.to(multiplied_dtype(x_TI.dtype, packed))
     tile = None
     if x_TI.dtype is not torch.float32:
-        name, processors, _, shared = device_facts(x_TI.device)
-        tile = choose_packed(len(x_TI), key_of(packed, x_TI.element_size()), name, processors, shared)
+        name, processors, hopper, shared = device_facts(x_TI.device)
+        key = key_of(packed, x_TI.element_size())
+        tile = choose_packed(len(x_TI), key, name, processors, shared, hopper and specializes(packed, x_TI.dtype))
     if tile is not None and counts is None and tile.splits_tiles(len(x_TI), len(packed.codes), packed.inputs):
         tile = replace(tile, programs=0, split=1)
     if tile is not None:
@@ -84,6 +85,14 @@ def multiplies_e4m3(packed: PackedWeight) -> bool:
     strips of LANES inputs share a scale."""
     whole_zeros = packed.zero is None or packed.zero.dtype is torch.uint8
     return packed.format.e4m3 and whole_zeros and packed.group % LANES == 0
+
+
+def specializes(packed: PackedWeight, dtype: torch.dtype) -> bool:
+    """Return whether Hopper's kernel can multiply x of this dtype: codes of 4 bits with whole zeros, strips of LANES
+    inputs that share a scale, and rows of x that a tensor map can read."""
+    whole_zeros = packed.zero is None or packed.zero.dtype is torch.uint8
+    strips = packed.format.decode_words is not None and packed.group % LANES == 0
+    return whole_zeros and strips and dtype is not torch.float32 and packed.inputs * dtype.itemsize % 16 == 0
 
 
 def multiplied_dtype(dtype: torch.dtype, packed: PackedWeight) -> torch.dtype:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.errors import shown
 from dovetail.core.interfaces.tuning import Choice, Key, make_key
 from dovetail.core.ops.choices import Choices, installed
@@ -21,8 +23,33 @@ PROGRAMS = 2
 """Programs per SM."""
 WORDS = 32
 """Words of a block, as core.ops.packing.LANES."""
-FIELDS = ("tokens", "outputs", "inputs", "warps", "stages", "split", "programs")
-"""Fields of MatmulTile that the kernel uses."""
+FIELDS = ("tokens", "outputs", "inputs", "warps", "stages", "split", "programs", "tma", "specialized", "residents")
+"""Fields of MatmulTile that the kernels use. `tma`: specialized_packed runs, with a consumer warp group for each four
+of `warps`. `specialized`: its `programs` compute whole tiles. It and `residents` are for this kernel alone."""
+SHAPES = (
+    *(
+        (tokens, groups, residents)
+        for tokens in (16, 32)
+        for groups, residents in ((1, 2), (1, 4), (2, 1), (2, 2), (4, 1))
+    ),
+    *((64, groups, residents) for groups, residents in ((1, 2), (2, 1), (2, 2))),
+    *((128, groups, residents) for groups, residents in ((1, 1), (1, 2), (2, 1))),
+)
+"""Tokens of a tile, consumer warp groups, and programs of an SM for which threads of specialized_packed have enough
+registers."""
+SPILLING_SUMS = {(64, 2, 2), (128, 1, 2)}
+"""Those where E4M3, which keeps the sums of groups apart, needs more registers."""
+CYCLES = {16: 1.0, 32: 1.1, 64: 1.4, 128: 2.1}
+"""Relative time to decode a weight and to multiply it with so many tokens."""
+SPLIT, SPLIT_SUM = 32 << 10, 8
+"""Cost of splitting a tile, and of each of its sums, in the same unit as a decoded weight."""
+MOST_DECODED_ROWS = 256
+"""Number of rows up to which the rule decodes weights in the kernel for 16-bit inputs. Above it, the whole weight is
+decoded for the library. No library multiplies E4M3 with scales of groups."""
+SCRATCH = 4 << 10
+"""Shared memory in which a consumer of specialized_packed rearranges outputs of float32."""
+SM_SHARED = 228 << 10
+"""Shared memory of an SM of an H100 or H200, of which each program reserves 1 KB."""
 
 
 def packed_key(name: str, bits: int, group: int, outputs: int, inputs: int, itemsize: int) -> Key:
@@ -30,23 +57,31 @@ def packed_key(name: str, bits: int, group: int, outputs: int, inputs: int, item
     return make_key(format=name, bits=bits, group=group, outputs=outputs, inputs=inputs, itemsize=itemsize)
 
 
-def choose_packed(rows: int, key: Key, device: str, processors: int, shared: int) -> MatmulTile | None:
+def choose_packed(
+    rows: int, key: Key, device: str, processors: int, shared: int, hopper: bool = False
+) -> MatmulTile | None:
     """Return the kernel's tile for x [rows, inputs], or None if the whole weight is decoded for the library.
 
     The installed entry with the next higher number of rows applies, and the rule to weights without entries. `device`
-    and `processors` are the GPU's name and number of SMs. `shared`: shared memory of a program in bytes."""
-    return _choose(installed(), rows, key, device, processors, shared)
+    and `processors` are the GPU's name and number of SMs. `shared`: shared memory of a program in bytes. `hopper`:
+    whether Hopper's kernel can run."""
+    return _choose(installed(), rows, key, device, processors, shared, hopper)
 
 
 @lru_cache(maxsize=1 << 14)
-def _choose(choices: Choices, rows: int, key: Key, device: str, processors: int, shared: int) -> MatmulTile | None:
+def _choose(
+    choices: Choices, rows: int, key: Key, device: str, processors: int, shared: int, hopper: bool
+) -> MatmulTile | None:
     facts: Mapping[str, Any] = dict(key)
     shape = rows, facts["outputs"], facts["inputs"]
+    how = facts["bits"], facts["itemsize"], processors, shared
     if choices.tuned(OP, device, key):
         choice = choices.find(OP, device, key, rows)
         tile = None if choice is None else tile_of(choice)
-        return tile if tile is not None and tile.fits_32_bits(*shape) else None
-    return packed_tile(*shape, facts["bits"], facts["itemsize"], processors, shared)
+        if tile is None or (tile.tma and not hopper):
+            return None if tile is None else packed_tile(*shape, *how)
+        return tile if tile.fits_32_bits(*shape) else None
+    return (specialized_tile(*shape, *how) if hopper else None) or packed_tile(*shape, *how)
 
 
 def packed_tile(
@@ -70,9 +105,78 @@ def packed_tile(
     return tile if tile.fits_32_bits(rows, outputs, inputs) else None
 
 
+def specialized_tile(
+    rows: int, outputs: int, inputs: int, bits: int, itemsize: int, processors: int, shared: int
+) -> MatmulTile | None:
+    """Return the rule's tile for specialized_packed: the one that gives the busiest SM the least to decode, in cycles
+    as they were measured on an H100 (app=tune measures others)."""
+    if not 0 < rows or (itemsize > 1 and rows > MOST_DECODED_ROWS):
+        return None
+
+    def cycles(tile: MatmulTile) -> float:
+        _, tiles, blocks, programs = tile.launch(rows, outputs, inputs)
+        each = ceil_div(programs, processors)
+        units = ceil_div(tiles, programs) * blocks if tile.specialized else ceil_div(tiles * blocks, programs)
+        # Copies of the input from the L2 cache take some of the time.
+        work = each * units * tile.inputs * (tile.outputs * CYCLES[tile.tokens] + 0.2 * tile.tokens * itemsize)
+        # Few warps for each of an SM's schedulers do not hide latency.
+        factor = {1: 1.3, 2: 1.03}.get(min(each, tile.residents) * (tile.warps // 4), 1.0)
+        if programs % tiles and tiles % programs and not tile.specialized:
+            # Most programs write partial sums twice.
+            factor *= 1.5
+        if programs <= tiles:
+            return work * factor
+        # Partial sums are written, and read again one tile after the other.
+        return work * factor + SPLIT + SPLIT_SUM * tile.tokens * tile.outputs * (1 + programs / tiles) / 2
+
+    tiles = [
+        tile
+        for tile in specialized_tiles(rows, outputs, inputs, bits, itemsize, processors, shared)
+        if tile.inputs == WORDS * 32 // bits
+    ]
+    return min(tiles, key=cycles, default=None)
+
+
+def specialized_tiles(
+    rows: int, outputs: int, inputs: int, bits: int, itemsize: int, processors: int, shared: int
+) -> Iterator[MatmulTile]:
+    """Yield specialized_packed's tiles with as many blocks in flight as fit, and the ways to distribute their work:
+    tiles as a whole or in equal parts, at most as many as run at a time, or equal ranges of all units (Stream-K)."""
+    most = max(16, 1 << (rows - 1).bit_length())
+    for (tokens, groups, residents), boxes in product(SHAPES, (1, 2)):
+        if tokens > most or tokens < min(most, 64) or (itemsize == 1 and (tokens, groups, residents) in SPILLING_SUMS):
+            continue
+        base = MatmulTile(*(tokens, 64 * groups, boxes * WORDS * 32 // bits, 4 * groups), tma=True, residents=residents)
+        room = (SM_SHARED if shared >= HOPPER_SHARED else shared) // residents - RESERVED
+        stages = [n for n in range(2, 9) if packed_shared(replace(base, stages=n), bits, itemsize) <= min(room, shared)]
+        if not stages or base.outputs > max(64, outputs) or base.inputs > max(WORDS * 32 // bits, inputs):
+            continue
+        base = replace(base, stages=stages[-1])
+        _, tiles, blocks, _ = base.launch(rows, outputs, inputs)
+        running = residents * processors
+        if tiles > running:
+            yield replace(base, programs=running, specialized=True)
+        parts = [n for n in range(1, 17) if tiles * n <= running and n <= blocks]
+        for n in sorted({*parts[:1], *parts[-1:]}):
+            yield from _countable(replace(base, split=n), tiles)
+        if tiles * blocks >= running and running % tiles:
+            yield from _countable(replace(base, programs=running), tiles)
+
+
+def _countable(tile: MatmulTile, tiles: int) -> Iterator[MatmulTile]:
+    if packed_counters(tile, tiles) <= MOST_SHARED_TILES:
+        yield tile
+
+
+def packed_counters(tile: MatmulTile, tiles: int) -> int:
+    """Number of counters that the kernel needs where tiles are split."""
+    return tiles * (tile.warps // 4 if tile.tma else 1)
+
+
 def packed_shared(tile: MatmulTile, bits: int, itemsize: int) -> int:
     """Upper estimate of a program's shared memory in bytes."""
-    return (tile.tokens * itemsize * 8 + tile.outputs * bits) * tile.inputs * tile.stages // 8 + RESERVED
+    scratch = SCRATCH * (tile.warps // 4) if tile.tma else 0
+    return (tile.tokens * itemsize * 8 + tile.outputs * bits) * tile.inputs * tile.stages // 8 + RESERVED + scratch
 
 
 def check_packed(key: Key, rows: int, choice: Choice) -> None:
@@ -87,6 +191,14 @@ def check_packed(key: Key, rows: int, choice: Choice) -> None:
     block = WORDS * 32 // facts["bits"]
     if choice["inputs"] % block:
         raise ValueError(f"inputs is {choice['inputs']}, not a multiple of the {block} codes of {WORDS} words")
+    tile = tile_of(choice)
+    if tile.tma and (tile.warps % 4 or tile.outputs % (16 * tile.warps) or tile.inputs * facts["itemsize"] % 128):
+        raise ValueError(f"warps={tile.warps} are not whole warp groups of 64 or 128 of {tile.outputs} outputs")
+    if tile.specialized and not tile.tma:
+        raise ValueError("specialized is true and tma is not; only the kernel for Hopper computes whole tiles")
+    if tile.tma and facts["inputs"] * facts["itemsize"] % 16:
+        raise ValueError(f"a tensor map cannot read rows of {facts['inputs']} inputs, not a multiple of 16 bytes")
     shape = rows, facts["outputs"], facts["inputs"]
-    if (counters := tile_of(choice).counters(*shape)) > MOST_SHARED_TILES:
+    _, tiles, _, _ = tile.launch(*shape)
+    if tile.splits_tiles(*shape) and (counters := packed_counters(tile, tiles)) > MOST_SHARED_TILES:
         raise ValueError(f"it needs {counters} counters, and there are {MOST_SHARED_TILES}")

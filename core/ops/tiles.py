@@ -55,6 +55,9 @@ class MatmulTile:
     """Whether specialized_matmul runs, which needs Hopper. Each warp group multiplies 64 of `tokens` rows, at most 192.
     `programs` compute whole tiles, and `warps` and `swap` do not apply."""
 
+    residents: int = 1
+    """Programs of an SM that specialized_packed leaves registers for."""
+
     def launch(self, tokens: int, outputs: int, inputs: int) -> tuple[int, int, int, int]:
         """Return (tiles along tokens, tiles, blocks of a tile, programs)."""
         t_tiles = ceil_div(tokens, self.tokens)

@@ -12,8 +12,22 @@ import torch
 from dovetail.core.interfaces.tuning import Choice, Trials, Tunable
 from dovetail.core.interfaces.weight import PackedWeight
 from dovetail.core.ops import rms_norm
-from dovetail.core.ops.packed_matmul import key_of, multiplied_dtype, packed_matmul, packed_matmul_reference
-from dovetail.core.ops.packed_tiles import OP, WORDS, check_packed, packed_shared, packed_tile
+from dovetail.core.ops.packed_matmul import (
+    key_of,
+    multiplied_dtype,
+    packed_matmul,
+    packed_matmul_reference,
+    specializes,
+)
+from dovetail.core.ops.packed_tiles import (
+    OP,
+    WORDS,
+    check_packed,
+    packed_shared,
+    packed_tile,
+    specialized_tile,
+    specialized_tiles,
+)
 from dovetail.core.ops.padding import empty_rows
 from dovetail.core.ops.tile_choice import choice_of, tile_of
 from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
@@ -48,9 +62,10 @@ class PackedMatmulTunable(Tunable):
 
     def candidates(self) -> Iterable[Choice]:
         facts = self.packed.format.stored_bits, self.itemsize, self.gpu.processors, self.gpu.shared
-        ruled = packed_tile(*self.shape, *facts)
-        tiles = [tile for tile in self._tiles() if self.admits(choice_of(tile))]
-        return map(choice_of, dict.fromkeys([*([ruled] if ruled else []), *tiles]))
+        hopper = self.gpu.hopper and specializes(self.packed, multiplied_dtype(self.x_dtype, self.packed))
+        ruled = [specialized_tile(*self.shape, *facts) if hopper else None, packed_tile(*self.shape, *facts)]
+        tiles = [*(specialized_tiles(*self.shape, *facts) if hopper else self._tiles())]
+        return map(choice_of, dict.fromkeys(tile for tile in [*ruled, *tiles] if tile and self.admits(choice_of(tile))))
 
     def _tiles(self) -> Iterator[MatmulTile]:
         """Yield tiles of this shape with as many blocks in flight as fit with the other programs of an SM."""

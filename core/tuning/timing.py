@@ -18,6 +18,7 @@ from dovetail.core.errors import one_line
 from dovetail.core.interfaces.tuning import Choice, Trials, Tunable
 from dovetail.core.ops.choices import Choices, temporarily
 from dovetail.core.ops.compile_ahead import compile_ahead
+from dovetail.core.ops.compile_server import pack, unpack
 
 log = logging.getLogger(__name__)
 
@@ -104,8 +105,11 @@ class GraphTimer:
         context, device = multiprocessing.get_context("spawn"), torch.cuda.current_device()
         end = None if seconds is None else time.time() + seconds
         done = context.Array("b", len(jobs))
+        packed = pack(list(jobs))
         workers = [
-            context.Process(target=_compile_share, args=(self.gpu, device, jobs, share, count, end, done), daemon=True)
+            context.Process(
+                target=_compile_share, args=(self.gpu, device, packed, share, count, end, done), daemon=True
+            )
             for share in range(count)
         ]
         for worker in workers:
@@ -166,7 +170,7 @@ class GraphTimer:
 def _compile_share(
     gpu: str,
     device: int,
-    jobs: Sequence[tuple[Tunable, Choice]],
+    packed: bytes,
     share: int,
     count: int,
     end: float | None,
@@ -176,6 +180,7 @@ def _compile_share(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and that ends this process.
     torch.cuda.set_device(device)
     timer = GraphTimer(gpu, 1)
+    jobs: list[tuple[Tunable, Choice]] = unpack(packed)
     with torch.inference_mode():
         for i in range(share, len(jobs), count):
             if end is not None and time.time() > end:

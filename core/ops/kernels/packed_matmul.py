@@ -24,6 +24,7 @@ import triton.language as tl
 from dovetail.core.interfaces.weight import PackedWeight
 from dovetail.core.ops.kernels.launch import announce, dependent, prefetch, wait
 from dovetail.core.ops.kernels.matmul import PREFETCH_LINES, _reduce_split, _write
+from dovetail.core.ops.packed_tiles import packed_counters
 from dovetail.core.ops.packing import LANES
 from dovetail.core.ops.tiles import MatmulTile
 
@@ -205,9 +206,14 @@ def packed_matmul_triton(
     parts = None
     if tile.splits_tiles(tokens, outputs, inputs):
         have = 0 if counts is None else counts.numel()
-        if have < tiles:
-            raise ValueError(f"{tiles} split tiles need one counter each; `counts` has {have}")
+        if have < (need := packed_counters(tile, tiles)):
+            raise ValueError(f"split tiles need {need} counters; `counts` has {have}")
         parts = torch.empty(2 * programs * tile.tokens * tile.outputs, dtype=torch.float32, device=x_TI.device)
+    if tile.tma:
+        from dovetail.core.ops.kernels import specialized_packed
+
+        specialized_packed.launch_packed(x_TI, packed, out_TO, tile, parts, counts, x_scale_T1, bias_O)
+        return out_TO
     run = gcd(group, block) // LANES if group % LANES == 0 else 1
     by_words = x_TI.is_cuda and packed.format.decode_words is not None and x_TI.dtype != torch.float32
     _packed_matmul[(programs,)](

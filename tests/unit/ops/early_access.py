@@ -18,6 +18,7 @@ CONSTANTS = {
     "dovetail.core.ops.kernels.packed_matmul:_packed_matmul": {"codes_ptr"},
     "dovetail.core.ops.kernels.prefetch_matmul:matmul_prefetching": {"weight_source", "weight_ptr"},
     "dovetail.core.ops.kernels.specialized_matmul:matmul_specialized": {"weight_source"},
+    "dovetail.core.ops.kernels.specialized_packed:packed_specialized": {"source"},
     # Addresses of mailboxes.
     "dovetail.plugins.collective.symm_mem.kernels:one_shot": {"weight_ptr", "peers_ptr"},
     "dovetail.plugins.collective.symm_mem.kernels:two_shot": {"weight_ptr", "peers_ptr"},

@@ -12,9 +12,10 @@ import triton.language as tl
 from dovetail.core.interfaces.weight import PackedWeight, WeightFormat
 from dovetail.core.ops import weight_formats
 from dovetail.core.ops.kernels import decoders
+from dovetail.core.ops.kernels.packed_matmul import packed_matmul_triton
 from dovetail.core.ops.packed_matmul import multiplies_e4m3, packed_matmul, packed_rows
 from dovetail.core.ops.packing import words_of_row
-from dovetail.core.ops.tiles import MOST_SHARED_TILES
+from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 INT32, INT64 = torch.int32, torch.int64
@@ -70,6 +71,8 @@ def packed_products(cuda: Cuda, has_fp8: Callable[[], bool], everything: bool) -
     counts = cuda(MOST_SHARED_TILES, dtype=INT32)
     weights = [packed_weight(cuda, fmt, 4096, *how) for fmt, *how in PACKED]
     packed_matmul(cuda(1, 4096), weights[0], cuda(4096), BF16, counts=counts)
+    # Where Hopper's kernel runs, too.
+    packed_matmul_triton(cuda(1, 4096), weights[0], MatmulTile(16, 64, 256, split=2), counts, cuda(4096), None, BF16)
     packed_rows(weights[0], cuda(16, dtype=INT64), BF16)
     decode_everything[(1,)](cuda(512, dtype=INT32), cuda(512))
     if has_fp8():
@@ -77,7 +80,7 @@ def packed_products(cuda: Cuda, has_fp8: Callable[[], bool], everything: bool) -
     if everything:
         packed_matmul(cuda(512, 4096), weights[0], None, BF16)
         decode_everything[(1,)](cuda(512, dtype=INT32), cuda(512, dtype=FP16))
-    for weight, rows in product(weights, (1, 16, 32, 64, 128)) if everything else ():
+    for weight, rows in product(weights, (1, 16, 32, 64, 128, 256)) if everything else ():
         packed_matmul(cuda(rows, weight.inputs), weight, None, BF16, counts=counts)
         packed_rows(weight, cuda(rows, dtype=INT64), BF16)
         if has_fp8() and multiplies_e4m3(weight):

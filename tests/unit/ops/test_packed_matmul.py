@@ -18,8 +18,9 @@ from dovetail.core.interfaces.weight import PackedWeight, WeightFormat  # noqa: 
 from dovetail.core.ops.kernels.packed_matmul import packed_matmul_triton  # noqa: E402
 from dovetail.core.ops.kernels.packed_rows import packed_rows_triton  # noqa: E402
 from dovetail.core.ops.packed_matmul import multiplies_e4m3  # noqa: E402
+from dovetail.core.ops.packed_tiles import specialized_tiles  # noqa: E402
 from dovetail.core.ops.packing import dequantize, pack  # noqa: E402
-from dovetail.core.ops.tiles import MatmulTile  # noqa: E402
+from dovetail.core.ops.tiles import HOPPER_SHARED, MatmulTile  # noqa: E402
 from dovetail.core.ops.weight_formats import E2M1, E4M3, INT4, INT6, INT8, NF4, UINT4, UINT8  # noqa: E402
 from dovetail.core.testing.interpreter import mend_interpreter  # noqa: E402
 
@@ -71,13 +72,37 @@ def assert_multiplies(weight: PackedWeight, rows: int, tile: MatmulTile, dtype: 
     x_TI = torch.randn(rows, weight.inputs, device=DEVICE).to(dtype)
     bias_O = torch.randn(len(weight.codes), device=DEVICE).to(WIDE) if rows % 2 else None
     x_scale_T1 = torch.rand(rows, 1, device=DEVICE) + 0.5 if dtype is FP8 else None
-    counts = torch.zeros(64, dtype=torch.int32, device=DEVICE)
+    counts = torch.zeros(256, dtype=torch.int32, device=DEVICE)
     got = packed_matmul_triton(x_TI, weight, tile, counts, bias_O, x_scale_T1, FP32)
     expected = exact(x_TI, weight, bias_O, x_scale_T1)
     # Products of 16 bits with scales, and codebooks, round weights to x's dtype.
     error = (got.double() - expected).norm() / expected.norm()
     assert error < (1e-3 if WIDE is FP16 else 5e-3), f"relative error {error:.2e}"  # NaN fails too
     assert not counts.any()
+
+
+HOPPER = not INTERPRETED and torch.cuda.get_device_capability() == (9, 0)
+SPECIALIZED = {
+    (tile.tokens, tile.warps, tile.residents, tile.inputs, bool(tile.programs), tile.split > 1, itemsize): tile
+    for rows in (16, 32, 64, 128)
+    for itemsize in (1, 2)
+    for tile in specialized_tiles(rows, 4096, 4096, 4, itemsize, 7, HOPPER_SHARED)
+}
+
+
+@pytest.mark.skipif(not HOPPER, reason="Hopper's kernel")
+@pytest.mark.parametrize("case", SPECIALIZED, ids=lambda case: "-".join(map(str, case)))
+def test_specialized_tiles(case):
+    """Sizes that tiles do not divide, fewer blocks than places, more rows than a tile has, tiles in parts."""
+    tile, itemsize = SPECIALIZED[case], case[-1]
+    start = list(SPECIALIZED).index(case)
+    for n, (fmt, group, inputs) in enumerate(product((INT4, UINT4, E2M1, NF4), (32, 128, 0), (688, 4096))):
+        if (fmt is NF4 and itemsize == 1) or ((n - start) % 8 and not EVERYTHING):
+            continue
+        scale = (FP32, FP16, torch.bfloat16)[n % 3]
+        weight = packed(fmt, (200, 72, 1280)[n % 3], inputs, group, scale, rows=n % 2 == 0)
+        rows = (1, tile.tokens - 1, 2 * tile.tokens + 3)[(n + tile.tokens) % 3]
+        assert_multiplies(weight, rows, tile, FP8 if itemsize == 1 else WIDE)
 
 
 SHAPES = ((16, 3, 300), (32, 1, 300), (64, 17, 688), (128, 64, 256), (0, 130, 260), (8, 5, 260))

@@ -7,8 +7,17 @@ import torch
 
 from dovetail.core.interfaces.weight import PackedWeight, WeightFormat
 from dovetail.core.ops.choices import Choices, temporarily
+from dovetail.core.ops.compile_server import pack, unpack
 from dovetail.core.ops.packed_matmul import key_of
-from dovetail.core.ops.packed_tiles import OP, check_packed, choose_packed, packed_shared, packed_tile
+from dovetail.core.ops.packed_tiles import (
+    OP,
+    check_packed,
+    choose_packed,
+    packed_key,
+    packed_shared,
+    packed_tile,
+    specialized_tile,
+)
 from dovetail.core.ops.packing import words_of_row
 from dovetail.core.ops.tile_choice import choice_of, tile_of
 from dovetail.core.ops.weight_formats import INT4, UINT8
@@ -33,8 +42,22 @@ def test_candidates_can_be_launched(fmt, rows, e4m3):
     for choice in found:
         check_packed(tunable.key, rows, choice)
         assert packed_shared(tile_of(choice), fmt.stored_bits, tunable.itemsize) <= gpu.shared
-    ruled = packed_tile(rows, 4096, 4096, fmt.stored_bits, tunable.itemsize, gpu.processors, gpu.shared)
-    assert ruled is None if rows > 128 else found[0] == choice_of(ruled)
+    facts = rows, 4096, 4096, fmt.stored_bits, tunable.itemsize, gpu.processors, gpu.shared
+    ruled = (specialized_tile(*facts) if fmt is INT4 else None) or packed_tile(*facts)
+    assert ruled is None if fmt is UINT8 and rows > 128 else found[0] == choice_of(ruled)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(6144, 4096), (4096, 14336), (57344, 8192), (1024, 688), (200064, 4096)]
+)
+def test_hopper_has_a_tile_for_every_number_of_rows(outputs, inputs):
+    gpu = Gpu()
+    for rows, itemsize in [(1, 2), (3, 1), (33, 2), (65, 1), (256, 2), (100_000, 1)]:
+        tile = specialized_tile(rows, outputs, inputs, 4, itemsize, gpu.processors, gpu.shared)
+        key = packed_key("int4", 4, 128, outputs, inputs, itemsize)
+        check_packed(key, rows, choice_of(tile))
+        assert tile.residents * (packed_shared(tile, 4, itemsize) + 1024) <= 228 << 10
+    assert specialized_tile(300, outputs, inputs, 4, 2, gpu.processors, gpu.shared) is None
 
 
 def test_installed_choices_apply():
@@ -52,7 +75,8 @@ def test_installed_choices_apply():
     ("choice", "message"),
     [
         ({"tokens": 16, "outputs": 64, "inputs": 128}, "128, not a multiple of the 256 codes"),
-        ({"tokens": 16, "outputs": 64, "inputs": 256, "tma": True}, "has no 'tma'"),
+        ({"tokens": 16, "outputs": 64, "inputs": 256, "swap": False}, "has no 'swap'"),
+        ({"tokens": 16, "outputs": 64, "inputs": 256, "warps": 8, "tma": True}, "warps=8 are not whole warp groups"),
         ({"tokens": 16, "outputs": 64, "inputs": 256, "warps": 3}, "warps=3"),
         ({"tokens": 16, "outputs": 16, "inputs": 256, "split": 2, "height": 1}, "has no 'height'"),
     ],
@@ -67,3 +91,11 @@ def test_keys_are_checked_and_float32_is_not_tuned():
         check_packed((("outputs", 4096),), 16, {"tokens": 16, "outputs": 64, "inputs": 256})
     assert packed_tunables(weight(INT4), 1, torch.float32) == []
     assert len(packed_tunables(weight(INT4), 1, torch.bfloat16)) == 1
+
+
+def test_another_process_gets_the_same_operation():
+    """Tuning compiles in processes, which import decoders by name."""
+    sent = PackedMatmulTunable(weight(INT4), 3, torch.bfloat16, gpu=Gpu())
+    got = unpack(pack(sent))
+    assert got.key == sent.key and list(got.candidates()) == list(sent.candidates())
+    assert got.packed.format.decode is INT4.decode and got.packed.format.decode_words is INT4.decode_words

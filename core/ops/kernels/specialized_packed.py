@@ -1,0 +1,475 @@
+"""x @ weight^T with a packed weight on Hopper: a producer warp fetches blocks, warp groups decode and multiply them.
+
+Decoding takes about as long as reading the codes, and the tensor cores as long again with some tens of rows, so none of
+the three may wait for another. A producer warp keeps a ring of blocks in shared memory filled, across tiles. Each
+consumer warp group has some rows of the weight: it decodes them into the registers of the left operand, and decodes the
+next strip while the tensor cores multiply this one. The first codes are fetched before the preceding kernel has ended.
+
+The work is divided as in matmul.py (Stream-K), scales are applied as in packed_matmul.py.
+
+Shapes: T tokens, I inputs of a strip, O outputs of a warp group, G groups.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from dovetail.core.interfaces.weight import PackedWeight
+from dovetail.core.ops import packing
+from dovetail.core.ops.kernels.gluon import LINE, advance, barrier, tensor_map
+from dovetail.core.ops.kernels.launch import dependent
+from dovetail.core.ops.padding import readable_rows
+from dovetail.core.ops.tiles import MatmulTile
+
+PRODUCER_REGISTERS = gl.constexpr(24)
+LANES = gl.constexpr(packing.LANES)
+"""Inputs of a strip."""
+WHOLE = 1 << 30
+"""GROUP of a matrix with one scale for each row: a multiple of every block."""
+
+
+TOGETHER = gl.constexpr(4)
+"""Partial sums that are loaded together, if they take few registers."""
+
+
+@gluon.constexpr_function
+def registers(groups, residents):
+    """Return the registers per thread at launch, so that `residents` programs fit on an SM."""
+    return min(255, 65536 // (128 * (groups + 1) * residents)) // 8 * 8
+
+
+@gluon.constexpr_function
+def _consumer_registers(groups, residents):
+    """Registers per thread of a consumer: an equal share of what the launch gives to all warp groups, in steps of 8."""
+    return min(240, (registers(groups, residents) * (groups + 1) - 24) // groups // 8 * 8)
+
+
+@gluon.jit
+def _following(unit, blocks, t_tiles):
+    """Return the unit after (output tile, token tile, block), without divisions."""
+    o_tile, t_tile, block = unit
+    block += 1
+    wraps = block == blocks
+    block = gl.where(wraps, 0, block)
+    t_tile = gl.where(wraps, t_tile + 1, t_tile)
+    ends = t_tile == t_tiles
+    return gl.where(ends, o_tile + 1, o_tile), gl.where(ends, 0, t_tile), block
+
+
+@gluon.jit
+def _fetch_codes(source, ring, full, place, unit, BOXES: gl.constexpr, GROUPS: gl.constexpr, wanted):
+    """Start the copy of a block of codes, one box of LANES words for each warp group and box of inputs."""
+    o_tile, t_tile, block = unit
+    for box in gl.static_range(BOXES):
+        for group in gl.static_range(GROUPS):
+            at = [(o_tile * GROUPS + group) * source.block_type.shape[0], (block * BOXES + box) * LANES]
+            to = ring.index((place * BOXES + box) * GROUPS + group)
+            tma.async_copy_global_to_shared(source, at, full.index(place), to, pred=wanted)
+
+
+@gluon.jit
+def _fetch_x(source, ring, full, place, unit, X_BOXES: gl.constexpr, wanted):
+    """Start the copy of an input block."""
+    o_tile, t_tile, block = unit
+    WIDE: gl.constexpr = source.block_type.shape[1]
+    for box in gl.static_range(X_BOXES):
+        at = [t_tile * source.block_type.shape[0], (block * X_BOXES + box) * WIDE]
+        tma.async_copy_global_to_shared(source, at, full.index(place), ring.index(place * X_BOXES + box), pred=wanted)
+
+
+@gluon.jit
+def _fill(x_source, source, rings, work, begin, BOXES: gl.constexpr, X_BOXES: gl.constexpr, GROUPS: gl.constexpr,
+          PLACES: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+    """Start the copies of the ring's first round, from the unit `begin`: those of codes before the preceding kernel has
+    ended. Return the unit after them."""
+    x, codes, full, empty = rings
+    lo, hi, blocks, t_tiles = work
+    BYTES: gl.constexpr = BOXES * GROUPS * source.block_type.nbytes + X_BOXES * x_source.block_type.nbytes
+    unit = begin
+    for i in gl.static_range(PLACES):
+        mbarrier.expect(full.index(i), BYTES, pred=lo + i < hi)
+        _fetch_codes(source, codes, full, i, unit, BOXES, GROUPS, lo + i < hi)
+        unit = _following(unit, blocks, t_tiles)
+    if PDL:
+        gdc_wait()
+    unit = begin
+    for i in gl.static_range(PLACES):
+        _fetch_x(x_source, x, full, i, unit, X_BOXES, lo + i < hi)
+        unit = _following(unit, blocks, t_tiles)
+    return unit
+
+
+@gluon.jit
+def _produce(x_source, source, rings, work, unit, BOXES: gl.constexpr, X_BOXES: gl.constexpr, GROUPS: gl.constexpr,
+             PLACES: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+    """Fetch the blocks from `unit` on, which follow the first round, as consumers release places."""
+    x, codes, full, empty = rings
+    lo, hi, blocks, t_tiles = work
+    BYTES: gl.constexpr = BOXES * GROUPS * source.block_type.nbytes + X_BOXES * x_source.block_type.nbytes
+    place, phase = 0, 0
+    for _ in range(lo + PLACES, hi):
+        mbarrier.wait(empty.index(place), phase)
+        mbarrier.expect(full.index(place), BYTES)
+        _fetch_codes(source, codes, full, place, unit, BOXES, GROUPS, True)
+        _fetch_x(x_source, x, full, place, unit, X_BOXES, True)
+        place, phase = advance(place, phase, PLACES)
+        unit = _following(unit, blocks, t_tiles)
+    # The codes have been requested, so the next kernel may launch while the sums are reduced and written.
+    if PDL:
+        gdc_launch_dependents()
+
+
+@gluon.jit
+def _of_block(source_ptr, o, outputs, groups, first, GROUP: gl.constexpr, STEP: gl.constexpr, COUNT: gl.constexpr):
+    """Return the scales or zeros of a block whose first input is `first`: [O] for each of COUNT runs of STEP inputs."""
+    at = source_ptr + o.to(gl.int64) * groups
+    values = ()
+    for run in gl.static_range(COUNT):
+        group = (first + run * STEP) // GROUP
+        values += (gl.load(at + group, mask=(o < outputs) & (group < groups), other=0.0),)  # type: ignore[assignment]
+    return values
+
+
+@gluon.jit
+def _write(acc, row_o, row_t, epilogue, tokens, outputs, GROUP_O: gl.constexpr, BLOCK_T: gl.constexpr):
+    """Scale acc_OT, add the bias, round once and store."""
+    x_scale_ptr, x_scale_st, row_scale_ptr, bias_ptr, out_ptr = epilogue
+    o = row_o + gl.arange(0, GROUP_O, gl.SliceLayout(1, acc.type.layout))
+    t = row_t + gl.arange(0, BLOCK_T, gl.SliceLayout(0, acc.type.layout))
+    if x_scale_ptr is not None:
+        acc = acc * gl.load(x_scale_ptr + t * x_scale_st, mask=t < tokens, other=0.0)[None, :]
+    if row_scale_ptr is not None:
+        acc = acc * gl.load(row_scale_ptr + o, mask=o < outputs, other=0.0)[:, None]
+    if bias_ptr is not None:
+        acc += gl.load(bias_ptr + o, mask=o < outputs, other=0.0).to(gl.float32)[:, None]
+    # Each warp stores the 16 rows of its matrix instructions, 16 bytes per thread.
+    WIDE: gl.constexpr = gl.BlockedLayout([8, 1], [2, 16], [4, 1], [0, 1])
+    values = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), WIDE)
+    to_o = row_o + gl.arange(0, GROUP_O, gl.SliceLayout(1, WIDE))
+    to_t = row_t + gl.arange(0, BLOCK_T, gl.SliceLayout(0, WIDE))
+    at = out_ptr + to_t.to(gl.int64)[None, :] * outputs + to_o[:, None]
+    gl.store(at, values, mask=(to_t < tokens)[None, :] & (to_o < outputs)[:, None])
+
+
+@gluon.jit
+def _reduce_split(acc, tile, done, cut, part_ptr, count_ptr, GROUP_O: gl.constexpr, BLOCK_T: gl.constexpr,
+                  GROUPS: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
+    """Store this program's sum over `done` units of a split tile. Return the sum of all programs, and whether this one
+    arrived last."""
+    units, blocks = cut
+    programs = gl.num_programs(0)
+    mine = gl.program_id(0)
+    start = tile * blocks
+    ACC: gl.constexpr = acc.type.layout
+    SIZE: gl.constexpr = GROUP_O * BLOCK_T
+    o = gl.arange(0, GROUP_O, gl.SliceLayout(1, ACC))
+    t = gl.arange(0, BLOCK_T, gl.SliceLayout(0, ACC))
+    at = part_ptr + WHICH * SIZE + o[:, None] * BLOCK_T + t[None, :]
+    # Only the first and the last tile of a program can be split.
+    slot = 2 * mine + (start > mine * units // programs).to(gl.int32)
+    gl.store(at + slot.to(gl.int64) * (GROUPS * SIZE), acc)
+    counter = count_ptr + tile * GROUPS + WHICH
+    barrier()
+    arrived = gl.atomic_add(counter, done, sem="acq_rel") + done
+    barrier()
+    is_last = arrived == blocks
+    total = gl.zeros([GROUP_O, BLOCK_T], gl.float32, ACC)
+    if is_last:
+        gl.store(counter, 0)
+        first = ((start + 1) * programs - 1) // units
+        last = ((start + blocks) * programs - 1) // units
+        # Several loads at a time, since each takes as long as all of them.
+        for some in range(first, last + 1, TOGETHER):
+            sums = ()
+            for more in gl.static_range(TOGETHER):
+                program = some + more
+                slot = 2 * program + (start > program * units // programs).to(gl.int32)
+                there = at + slot.to(gl.int64) * (GROUPS * SIZE)
+                sums += (gl.load(there, mask=program <= last, other=0.0, cache_modifier=".cg"),)  # type: ignore[assignment]
+            for more in gl.static_range(TOGETHER):
+                total += sums[more]
+    return total, is_last
+
+
+@gluon.jit
+def _decode(words, strip: gl.constexpr, zero, scale, DECODE: gl.constexpr, DTYPE: gl.constexpr, BITS: gl.constexpr):
+    """Return a strip of the left operand [O, I]. `zero`, `scale`: [O] or None."""
+    # E4M3 has no arithmetic, so words are decoded to float16, which holds its numbers.
+    CODE: gl.constexpr = gl.float16 if DTYPE == gl.float8e4nv else DTYPE
+    value = DECODE(words, strip * BITS, CODE)
+    if zero is not None:
+        # Whole zeros are exact in 16 bits.
+        value -= zero.to(CODE)[:, None]
+    if scale is not None:
+        # The product with a scale of few bits is rounded once.
+        EXACT: gl.constexpr = scale.dtype == CODE or scale.dtype == gl.float8e4nv
+        FACTOR: gl.constexpr = CODE if EXACT else gl.float32
+        value = value.to(FACTOR) * scale.to(FACTOR)[:, None]
+    return value.to(DTYPE)
+
+
+@gluon.jit
+def _consume(rings, work, begin, split, weight, epilogue, size, GROUP_O: gl.constexpr,
+             BLOCK_T: gl.constexpr, BOXES: gl.constexpr, X_BOXES: gl.constexpr, GROUPS: gl.constexpr,
+             PLACES: gl.constexpr, BITS: gl.constexpr, GROUP: gl.constexpr, RUN: gl.constexpr, SUMS: gl.constexpr,
+             DECODE: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
+    """Consumer warp group for outputs [GROUP_O * WHICH, GROUP_O * (WHICH + 1)) of each tile."""
+    x, codes, full, empty = rings
+    lo, hi, blocks, t_tiles = work
+    part_ptr, count_ptr, units = split
+    scale_ptr, zero_ptr, groups = weight
+    tokens, outputs = size
+    DTYPE: gl.constexpr = x.dtype
+    STRIPS: gl.constexpr = 32 // BITS
+    RUNS: gl.constexpr = STRIPS * BOXES // RUN
+    STEP: gl.constexpr = RUN * LANES
+    X_STRIPS: gl.constexpr = STRIPS * BOXES // X_BOXES
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_T, 256 // DTYPE.primitive_bitwidth])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 32 // DTYPE.primitive_bitwidth)
+    BY_SUM: gl.constexpr = gl.SliceLayout(1, ACC)
+    BY_CODE: gl.constexpr = gl.SliceLayout(1, LEFT)
+    SCALED: gl.constexpr = BY_SUM if SUMS else BY_CODE
+    o_sum = gl.arange(0, GROUP_O, SCALED)
+    o_code = gl.arange(0, GROUP_O, BY_CODE)
+    place, phase = 0, 0
+    o_tile, t_tile, first = begin
+    unit = lo
+    while unit < hi:
+        last = gl.minimum(first + hi - unit, blocks)
+        row_o = (o_tile * GROUPS + WHICH) * GROUP_O
+        acc = gl.zeros([GROUP_O, BLOCK_T], gl.float32, ACC)
+        scales = _of_block(scale_ptr, row_o + o_sum, outputs, groups, first * (RUNS * STEP), GROUP, STEP, RUNS)
+        zeros = ()
+        if zero_ptr is not None:
+            zeros = _of_block(zero_ptr, row_o + o_code, outputs, groups, first * (RUNS * STEP), GROUP, STEP, RUNS)
+        for block in range(first, last):
+            mbarrier.wait(full.index(place), phase)
+            # Those of the next block, whose latency overlaps with this one.
+            column = (block + 1) * (RUNS * STEP)
+            next_scales = _of_block(scale_ptr, row_o + o_sum, outputs, groups, column, GROUP, STEP, RUNS)
+            next_zeros = ()
+            if zero_ptr is not None:
+                next_zeros = _of_block(zero_ptr, row_o + o_code, outputs, groups, column, GROUP, STEP, RUNS)
+            sums = acc
+            for run in gl.static_range(RUNS):
+                before = sums
+                for strip in gl.static_range(run * RUN, run * RUN + RUN):
+                    if strip % STRIPS == 0:
+                        words = codes.index((place * BOXES + strip // STRIPS) * GROUPS + WHICH).load(LEFT)
+                    zero = None if zero_ptr is None else zeros[run]
+                    scale = None if SUMS else scales[run]
+                    w_OI = _decode(words, strip % STRIPS, zero, scale, DECODE, DTYPE, BITS)
+                    box = x.index(place * X_BOXES + strip // X_STRIPS)
+                    x_IT = box.slice(strip % X_STRIPS * LANES, LANES, 1).permute((1, 0))
+                    if SUMS:
+                        nothing = gl.zeros([GROUP_O, BLOCK_T], gl.float32, ACC)
+                        if strip == run * RUN:
+                            sums = warpgroup_mma(w_OI, x_IT, nothing, use_acc=False, is_async=True)
+                        else:
+                            sums = warpgroup_mma(w_OI, x_IT, sums, is_async=True)
+                    else:
+                        acc = warpgroup_mma(w_OI, x_IT, acc, is_async=True)
+                if SUMS:
+                    if run > 0:
+                        # This run's instructions stay in flight.
+                        acc += warpgroup_mma_wait(RUN, deps=[before]) * scales[run - 1].to(gl.float32)[:, None]
+            if SUMS:
+                acc += warpgroup_mma_wait(0, deps=[sums]) * scales[RUNS - 1].to(gl.float32)[:, None]
+            else:
+                acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(empty.index(place))
+            place, phase = advance(place, phase, PLACES)
+            scales, zeros = next_scales, next_zeros
+        row_t = t_tile * BLOCK_T
+        if part_ptr is None:
+            _write(acc, row_o, row_t, epilogue, tokens, outputs, GROUP_O, BLOCK_T)
+        elif last - first == blocks:
+            _write(acc, row_o, row_t, epilogue, tokens, outputs, GROUP_O, BLOCK_T)
+        else:
+            tile = o_tile * t_tiles + t_tile
+            total, is_last = _reduce_split(acc, tile, last - first, (units, blocks), part_ptr, count_ptr, GROUP_O,
+                                           BLOCK_T, GROUPS, WHICH)  # fmt: skip
+            if is_last:
+                _write(total, row_o, row_t, epilogue, tokens, outputs, GROUP_O, BLOCK_T)
+        unit += last - first
+        o_tile, t_tile, first = _following((o_tile, t_tile, blocks - 1), blocks, t_tiles)
+
+
+@gluon.jit(do_not_specialize=["tokens", "x_scale_st", "t_tiles", "blocks", "units"])
+def packed_specialized(
+    x_source,
+    source,
+    scale_ptr,
+    zero_ptr,
+    x_scale_ptr,
+    row_scale_ptr,
+    bias_ptr,
+    out_ptr,
+    part_ptr,
+    count_ptr,
+    tokens,
+    outputs,
+    groups,
+    x_scale_st,
+    t_tiles,
+    blocks,
+    units,
+    GROUPS: gl.constexpr,
+    BOXES: gl.constexpr,
+    X_BOXES: gl.constexpr,
+    PLACES: gl.constexpr,
+    BITS: gl.constexpr,
+    GROUP: gl.constexpr,
+    RUN: gl.constexpr,
+    SUMS: gl.constexpr,
+    DECODE: gl.constexpr,
+    RESIDENTS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """A block has BOXES boxes of LANES words and X_BOXES of x. GROUPS: consumer warp groups. PLACES: blocks in the
+    ring. GROUP: inputs of a scale. RUN: strips that are summed together."""
+    GROUP_O: gl.constexpr = source.block_type.shape[0]
+    BLOCK_T: gl.constexpr = x_source.block_type.shape[0]
+    codes = gl.allocate_shared_memory(gl.int32, [PLACES * BOXES * GROUPS, GROUP_O, LANES], source.layout)
+    x = gl.allocate_shared_memory(x_source.dtype, [PLACES * X_BOXES, BLOCK_T, x_source.block_type.shape[1]],
+                                  x_source.layout)  # fmt: skip
+    full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(PLACES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=GROUPS)
+    fence_async_shared()
+    barrier()
+    mine, programs = gl.program_id(0), gl.num_programs(0)
+    if part_ptr is None:
+        tiles = units // blocks
+        lo, hi = mine * tiles // programs * blocks, (mine + 1) * tiles // programs * blocks
+    else:
+        lo, hi = mine * units // programs, (mine + 1) * units // programs
+    work = (lo, hi, blocks, t_tiles)
+    tile = lo // blocks
+    begin = (tile // t_tiles, tile % t_tiles, lo - tile * blocks)
+    rings = (x, codes, full, empty)
+    weight = (scale_ptr, zero_ptr, groups)
+    epilogue = (x_scale_ptr, x_scale_st, row_scale_ptr, bias_ptr, out_ptr)
+    size = (tokens, outputs)
+    split = (part_ptr, count_ptr, units)
+    unit = _fill(x_source, source, rings, work, begin, BOXES, X_BOXES, GROUPS, PLACES, PDL)
+    # The partitions start after the wait, so all of them see what earlier kernels wrote.
+    REGISTERS: gl.constexpr = _consumer_registers(GROUPS, RESIDENTS)
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_consume, (rings, work, begin, split, weight, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES,
+                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, DECODE, 0)),
+                (_produce, (x_source, source, rings, work, unit, BOXES, X_BOXES, GROUPS, PLACES, PDL)),
+            ],
+            [1],
+            [PRODUCER_REGISTERS],
+        )  # fmt: skip
+    elif GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (rings, work, begin, split, weight, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES,
+                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, DECODE, 0)),
+                (_consume, (rings, work, begin, split, weight, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES,
+                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, DECODE, 1)),
+                (_produce, (x_source, source, rings, work, unit, BOXES, X_BOXES, GROUPS, PLACES, PDL)),
+            ],
+            [4, 1],
+            [REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    elif GROUPS == 3:
+        gl.warp_specialize(
+            [
+                (_consume, (rings, work, begin, split, weight, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES,
+                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, DECODE, 0)),
+                (_consume, (rings, work, begin, split, weight, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES,
+                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, DECODE, 1)),
+                (_consume, (rings, work, begin, split, weight, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES,
+                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, DECODE, 2)),
+                (_produce, (x_source, source, rings, work, unit, BOXES, X_BOXES, GROUPS, PLACES, PDL)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (rings, work, begin, split, weight, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES,
+                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, DECODE, 0)),
+                (_consume, (rings, work, begin, split, weight, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES,
+                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, DECODE, 1)),
+                (_consume, (rings, work, begin, split, weight, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES,
+                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, DECODE, 2)),
+                (_consume, (rings, work, begin, split, weight, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES,
+                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, DECODE, 3)),
+                (_produce, (x_source, source, rings, work, unit, BOXES, X_BOXES, GROUPS, PLACES, PDL)),
+            ],
+            [4, 4, 4, 1],
+            [REGISTERS, REGISTERS, REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+
+
+def launch_packed(
+    x_TI: torch.Tensor,
+    packed: PackedWeight,
+    out_TO: torch.Tensor,
+    tile: MatmulTile,
+    parts: torch.Tensor | None,
+    counts: torch.Tensor | None,
+    x_scale_T1: torch.Tensor | None,
+    bias_O: torch.Tensor | None,
+) -> None:
+    """Launch the kernel. Arguments as in core.ops.kernels.packed_matmul."""
+    tokens, inputs = x_TI.shape
+    outputs, groups = packed.scale.shape
+    warp_groups = tile.warps // 4
+    t_tiles, tiles, blocks, programs = tile.launch(tokens, outputs, inputs)
+    fp8 = x_TI.dtype is torch.float8_e4m3fn
+    # More FP8 products than a line has would lose bits in the tensor core's accumulator.
+    run = min(gcd(packed.group, tile.inputs) // LANES.value, LINE.value // LANES.value if fp8 else tile.inputs)
+    packed_specialized[(programs,)](
+        tensor_map(x_TI, tile.tokens, readable_rows(x_TI, tile.tokens)),
+        tensor_map(packed.codes, tile.outputs // warp_groups, outputs),
+        packed.scale,
+        packed.zero,
+        x_scale_T1,
+        packed.row_scale,
+        bias_O,
+        out_TO,
+        parts,
+        counts,
+        tokens,
+        outputs,
+        groups,
+        0 if x_scale_T1 is None or x_scale_T1.numel() == 1 else x_scale_T1.stride(0),
+        t_tiles,
+        blocks,
+        tiles * blocks,
+        GROUPS=warp_groups,
+        BOXES=tile.inputs * packed.format.stored_bits // (32 * LANES.value),
+        X_BOXES=tile.inputs * x_TI.element_size() // LINE.value,
+        PLACES=tile.stages,
+        BITS=packed.format.stored_bits,
+        GROUP=packed.group or WHOLE,
+        RUN=run,
+        SUMS=fp8 or 4 * tile.tokens <= LANES.value * run,
+        DECODE=packed.format.decode_words,
+        RESIDENTS=tile.residents,
+        num_warps=4,
+        maxnreg=registers(warp_groups, tile.residents),
+        **dependent(x_TI),
+    )
