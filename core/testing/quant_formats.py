@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import cache
 
 import pytest
 import torch
@@ -135,12 +136,20 @@ def run_in_interpreter(suite: object, test: str) -> None:
     cls = type(suite)
     if "<locals>" in cls.__qualname__:
         pytest.skip("the interpreter runs in a new process, which can import only a class at module level")
-    node = f"{inspect.getfile(cls)}::{cls.__name__}::{test}"
+    output = _interpreted(inspect.getfile(cls), "Test" if cls.__name__.startswith("Test") else cls.__name__)
+    assert f"::{cls.__name__}::{test} PASSED" in output, output
+
+
+@cache
+def _interpreted(file: str, classes: str) -> str:
+    """Return pytest's output for the tests in Triton of a file's suites, whose class names start with `classes`. One
+    process runs them all, because its start takes longer than the tests."""
+    tests = [name for name in vars(FormatTests) if name.startswith("test_triton_")]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-        + ["-o", f"python_classes={cls.__name__}", node],
+        [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", " or ".join(tests)]
+        + ["-o", f"python_classes={classes}", file],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr
+    return done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Commands and code blocks of the pages, and how the tests run them. Every exception is in a table here."""
+"""Commands and code blocks of the README and the pages, and how tests run them. Every exception is in a table here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
 SUBSTITUTIONS = {
-    "/models/Llama-3.1-8B": "pkg://dovetail.plugins.model.bundled/tiny",
+    **dict.fromkeys(("/models/Llama-3.1-8B", "/models/Llama-3-8B"), "pkg://dovetail.plugins.model.bundled/tiny"),
     "benchmarks/": f"{ROOT}/benchmarks/",
 }
 """Placeholder of the pages -> path of the tests."""
@@ -108,6 +108,11 @@ class Command:
         return "|" in self.line or self.line.startswith("python benchmarks/")
 
     @property
+    def generates(self) -> bool:
+        """Whether it prints generated text and its statistics."""
+        return any(word.startswith("generate.max_tokens") for word in self.argv) and "--cfg" not in self.argv
+
+    @property
     def shell(self) -> str:
         text = self.line
         for theirs, ours in SUBSTITUTIONS.items():
@@ -151,8 +156,13 @@ def pages() -> dict[str, str]:
     return {str(file.relative_to(DOCS)): file.read_text(encoding="utf-8") for file in sorted(DOCS.rglob("*.md"))}
 
 
+def with_blocks() -> dict[str, str]:
+    """Return the README and the written pages by path."""
+    return {"README.md": (ROOT / "README.md").read_text(encoding="utf-8"), **pages()}
+
+
 def blocks(language: str | None = None) -> Iterator[Block]:
-    for page, text in pages().items():
+    for page, text in with_blocks().items():
         # Generated tables quote the commands that made recorded results.
         text = re.sub(r"<!-- dovetail: .*?<!-- /dovetail -->", "", text, flags=re.S)
         for found, body in re.findall(r"^```(\w+)\n(.*?)^```", text, re.M | re.S):

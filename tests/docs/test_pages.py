@@ -1,4 +1,4 @@
-"""Commands and Python of the pages run; their plugins install and pass the suites that the pages name."""
+"""Commands and Python of the README and the pages run; their plugins install and pass the suites that they name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from .commands import Command, blocks, commands, pages, scripts
+from .commands import Command, blocks, commands, scripts, with_blocks
 
 # Everything runs in two processes before the first test; this takes less than a minute on two free cores.
 pytestmark = pytest.mark.timeout(900)
@@ -68,7 +68,7 @@ def run_pages(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[
     for job in jobs:
         job["cwd"] = str(folder_of(work, str(job["page"])))
     (work / "jobs.json").write_text(json.dumps(jobs))
-    driver = [str(Path(__file__).with_name("driver.py")), str(work / "jobs.json"), str(work / "results.json")]
+    driver = [str(Path(__file__).parents[1] / "driver.py"), str(work / "jobs.json"), str(work / "results.json")]
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(site), *extra_path()]), "OMP_NUM_THREADS": "1"}
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
     ours = start([sys.executable, *driver], work, env)
@@ -141,6 +141,8 @@ def test_command(ran: Ran, command: Command) -> None:
     assert result["code"] == command.exit_code, result["out"]
     if command.exit_code == 2:
         assert result["out"].startswith("dovetail: ")
+    elif not command.is_shell and command.generates:
+        assert "tokens/s" in result["out"] and "TTFT" in result["out"]
     else:
         assert result["out"]
 
@@ -174,7 +176,12 @@ def test_output_shown_is_what_comes(ran: Ran, page: str, line: str) -> None:
 def test_every_shell_block_is_collected() -> None:
     languages = {block.language for block in blocks()}
     assert languages <= {"bash", "python", "toml", "yaml", "text"}, "blocks of other languages are not run"
-    for page, text in pages().items():
+    for page, text in with_blocks().items():
         assert text.count("```") % 2 == 0, f"{page}: a fence is open"
     for block in blocks():
         assert block.file or block.language not in ("toml", "yaml"), f"{block.page}: name the file in the first line"
+
+
+def test_the_plugin_of_the_readme_is_twenty_lines() -> None:
+    (code,) = (block.text for block in blocks() if (block.page, block.file) == ("README.md", "newest.py"))
+    assert sum(1 for line in code.splitlines() if line.strip()) <= 20

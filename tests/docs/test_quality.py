@@ -9,10 +9,9 @@ import pytest
 from dovetail.core.compose import compose
 from dovetail.plugins.app.quality.app import make_variants
 
-from .commands import ROOT, SUBSTITUTIONS, commands
+from .commands import SUBSTITUTIONS, commands
 
-README = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-COMMANDS = [line for line in (*(c.line for c in commands()), *README) if line.startswith("python run.py app=quality")]
+COMMANDS = [c.line for c in commands() if c.line.startswith("python run.py app=quality")]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

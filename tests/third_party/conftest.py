@@ -1,4 +1,7 @@
-"""Packages installed by pip into separate folders, and Dovetail's command line run with these folders on the path."""
+"""Packages installed by pip into separate folders, and Dovetail's command line run with these folders on the path.
+
+One process runs the command lines of a test, since the start of a process takes a second or more.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +47,20 @@ def wreck(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return pip_install(Path(__file__).parent / "broken_package", tmp_path_factory.mktemp("site") / "wreck")
 
 
+def environment(path: tuple[Path, ...]) -> dict[str, str]:
+    found = [*map(str, path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(found), "OMP_NUM_THREADS": "1"}
+
+
 @pytest.fixture
 def python(tmp_path: Path) -> Run:
     """python(*argv, path=(folder,), **environment): run Python in an empty folder, with these folders on the path."""
 
-    def run(
-        *argv: str, path: tuple[Path, ...] = (), cwd: Path = tmp_path, **env: str
-    ) -> subprocess.CompletedProcess[str]:
-        found = [*map(str, path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    def run(*argv: str, path: tuple[Path, ...] = (), **env: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, *argv],
-            cwd=cwd,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(found), "OMP_NUM_THREADS": "1"} | env,
+            cwd=tmp_path,
+            env=environment(path) | env,
             capture_output=True,
             text=True,
             timeout=110,
@@ -64,46 +70,59 @@ def python(tmp_path: Path) -> Run:
     return run
 
 
-@pytest.fixture
-def dovetail(python: Run) -> Run:
-    """dovetail(*words, path=(folder,)): run `python run.py <words>`."""
-    return lambda *words, **more: python(str(ROOT / "run.py"), *words, **more)
+@dataclass(frozen=True)
+class Words:
+    """Words of one command line of Dovetail."""
+
+    words: tuple[str, ...]
+    env: dict[str, str]
+    cwd: Path | None = None
+
+    @property
+    def job(self) -> dict[str, Any]:
+        return {"text": " ".join(self.words), "argv": self.words, "env": self.env}
+
+
+def words(*these: str, cwd: Path | None = None, **env: str) -> Words:
+    return Words(these, env, cwd)
+
+
+def listing(**env: str) -> Words:
+    return words("app=plugins", "plugins.format=json", **env)
+
+
+def composing(*these: str, **env: str) -> Words:
+    return words(*these, "--cfg", "job", **env)
+
+
+def run_all(folder: Path, *lines: Words, path: tuple[Path, ...] = ()) -> list[tuple[int, str]]:
+    """Run command lines in one process with these folders on the path; return the exit code and output of each."""
+    files = folder / "jobs.json", folder / "results.json"
+    files[0].write_text(json.dumps([{**line.job, "cwd": str(line.cwd or folder)} for line in lines]))
+    argv = [sys.executable, str(ROOT / "tests" / "driver.py"), *map(str, files)]
+    done = subprocess.run(
+        argv, cwd=folder, env=environment(path), capture_output=True, text=True, timeout=220, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return [(result["code"], result["out"]) for result in json.loads(files[1].read_text())]
 
 
 @pytest.fixture
-def listed(dovetail: Run) -> Callable[..., dict[str, Any]]:
-    """Return the output of app=plugins."""
-
-    def run(*path: Path, **env: str) -> dict[str, Any]:
-        done = dovetail("app=plugins", "plugins.format=json", path=path, **env)
-        assert (done.returncode, done.stderr) == (0, "")
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found
-
-    return run
+def dovetail(tmp_path: Path) -> Callable[..., list[tuple[int, str]]]:
+    """dovetail(words("app=plugins"), ..., path=(folder,)): `run_all` in an empty folder."""
+    return lambda *lines, path=(): run_all(tmp_path, *lines, path=path)
 
 
-@pytest.fixture
-def composed(dovetail: Run) -> Callable[..., str]:
-    """Return the YAML of a composition."""
-
-    def run(*words: str, path: tuple[Path, ...] = (), **env: str) -> str:
-        done = dovetail(*words, "--cfg", "job", path=path, **env)
-        assert (done.returncode, done.stderr) == (0, "")
-        return done.stdout
-
-    return run
+@pytest.fixture(scope="session")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """Output of app=plugins, and the default composition, without any package."""
+    (_, listed), (_, default) = run_all(tmp_path_factory.mktemp("bare"), listing(), composing())
+    return json.loads(listed), default
 
 
-@pytest.fixture
-def refused(dovetail: Run) -> Callable[..., str]:
-    """Return the single message with which the words are refused."""
-
-    def run(*words: str, path: tuple[Path, ...] = (), **env: str) -> str:
-        done = dovetail(*words, path=path, **env)
-        assert (done.returncode, done.stdout) == (2, "")
-        (message,) = done.stderr.splitlines()
-        assert message.startswith("dovetail: ")
-        return message
-
-    return run
+def refusal(result: tuple[int, str]) -> str:
+    """Return the single message with which words are refused."""
+    code, out = result
+    (message,) = out.splitlines()
+    assert code == 2 and message.startswith("dovetail: ")
+    return message

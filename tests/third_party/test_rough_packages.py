@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
+
+from .conftest import composing, listing, run_all
 
 COMPONENT = """
 from dovetail import Component, Config, hookimpl
@@ -25,37 +29,6 @@ def source(name='"rough"', target='"rough:Options"', api='"scheduler/0.1"', more
     return COMPONENT.format(name=name, target=target, api=api, more=more)
 
 
-@pytest.fixture
-def rough(tmp_path: Path):
-    def install(text: str) -> Path:
-        site = tmp_path / "site"
-        (site / "rough-1.0.dist-info").mkdir(parents=True)
-        (site / "rough.py").write_text(text)
-        (site / "rough-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: rough\nVersion: 1.0\n")
-        (site / "rough-1.0.dist-info" / "entry_points.txt").write_text("[dovetail]\nmain = rough\n")
-        return site
-
-    return install
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        pytest.param("def (", id="syntax_error"),
-        pytest.param(
-            "from dovetail import hookimpl\n@hookimpl\ndef dovetail_components():\n    return 3", id="no_list"
-        ),
-        pytest.param("import sys\nsys.exit(3)", id="exits"),
-        pytest.param(source(name="3"), id="name_is_a_number"),
-        pytest.param(source(api="None"), id="api_is_none"),
-        pytest.param(source(more=", renamed=None"), id="renamed_is_none"),
-        pytest.param(source(target="None"), id="target_is_none"),
-    ],
-)
-def test_it_is_listed(listed, rough, text):
-    assert [p["package"] for p in listed(rough(text))["problems"]] == ["rough 1.0"]
-
-
 TABLES = """
 from dovetail import hookimpl
 
@@ -63,30 +36,65 @@ from dovetail import hookimpl
 def dovetail_tuning_tables():
     return [{table!r}]
 """
+ROUGH = {
+    "syntax_error": ("def (", ""),
+    "no_list": ("from dovetail import hookimpl\n@hookimpl\ndef dovetail_components():\n    return 3", ""),
+    "exits": ("import sys\nsys.exit(3)", ""),
+    "name_is_a_number": (source(name="3"), ""),
+    "api_is_none": (source(api="None"), ""),
+    "renamed_is_none": (source(more=", renamed=None"), ""),
+    "target_is_none": (source(target="None"), ""),
+    "cut_table": (
+        TABLES.format(table="pkg://rough_tables/cut.json"),
+        "not a tuning table: it is not JSON, or was cut off",
+    ),
+    "no_table": (TABLES.format(table="pkg://rough_tables/none.json"), "cannot be read"),
+    "no_package": (TABLES.format(table="pkg://rough_elsewhere/some.json"), "cannot be read (ModuleNotFoundError"),
+    "no_reference": (TABLES.format(table="rough_tables/cut.json"), "is not of the form pkg://package/folder/file.json"),
+}
+"""Source of a package by name, and the beginning of the reason why it cannot be used."""
 
 
-@pytest.mark.parametrize(
-    ("table", "reason"),
-    [
-        ("pkg://rough_tables/cut.json", "not a tuning table: it is not JSON, or was cut off"),
-        ("pkg://rough_tables/none.json", "cannot be read"),
-        ("pkg://rough_elsewhere/some.json", "cannot be read (ModuleNotFoundError"),
-        ("rough_tables/cut.json", "is not of the form pkg://package/folder/file.json"),
-    ],
-)
-def test_a_tuning_table_that_cannot_be_used_is_listed(listed, rough, table, reason):
-    site = rough(TABLES.format(table=table))
-    (site / "rough_tables").mkdir()
-    (site / "rough_tables" / "cut.json").write_text('{"schema": "dovetail.tun')
-    (problem,) = listed(site)["problems"]
-    assert problem["package"] == "rough 1.0" and reason in problem["reason"], problem
+def install(site: Path, name: str, text: str) -> Path:
+    """Install a package of one module, whose component has the same name."""
+    info = site / f"{name}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (site / f"{name}.py").write_text(re.sub(r"\brough\b", name, text))
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[dovetail]\nmain = {name}\n")
+    return site
 
 
-def test_capabilities_that_raise_are_listed_with_the_component(listed, rough):
-    found = listed(rough(source(more=', capabilities="rough:capabilities"')))
-    (component,) = [c for c in found["components"] if c["name"] == "rough"]
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory):
+    """Problems that app=plugins lists, with all packages installed at once."""
+    folder = tmp_path_factory.mktemp("rough")
+    for name, (text, _) in ROUGH.items():
+        install(folder / "site", name, text)
+    (folder / "site" / "rough_tables").mkdir()
+    (folder / "site" / "rough_tables" / "cut.json").write_text('{"schema": "dovetail.tun')
+    ((code, out),) = run_all(folder, listing(), path=(folder / "site",))
+    assert code == 0
+    return json.loads(out)["problems"]
+
+
+@pytest.mark.parametrize("name", ROUGH)
+def test_it_is_listed(problems, name):
+    (problem,) = [p for p in problems if p["package"] == f"{name} 1.0"]
+    assert ROUGH[name][1] in problem["reason"], problem
+
+
+def test_nothing_else_is_listed(problems):
+    assert len(problems) == len(ROUGH)
+
+
+def test_capabilities_that_raise_are_listed_with_the_component(dovetail, tmp_path):
+    site = install(tmp_path / "site", "rough", source(more=', capabilities="rough:capabilities"'))
+    ((_, out),) = dovetail(listing(), path=(site,))
+    (component,) = [c for c in json.loads(out)["components"] if c["name"] == "rough"]
     assert "no idea" in component["broken"]
 
 
-def test_a_second_fcfs_leaves_the_default_as_it_is(composed, rough):
-    assert composed(path=(rough(source(name='"fcfs"')),)) == composed()
+def test_a_second_fcfs_leaves_the_default_as_it_is(dovetail, bare, tmp_path):
+    site = install(tmp_path / "site", "rough", source(name='"fcfs"'))
+    assert dovetail(composing(), path=(site,)) == [(0, bare[1])]

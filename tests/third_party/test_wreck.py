@@ -3,7 +3,9 @@ one word blocks it."""
 
 from __future__ import annotations
 
-import pytest
+import json
+
+from .conftest import composing, listing, refusal, words
 
 NAME = "dovetail-wreck"
 PACKAGE = f"{NAME} 0.3"
@@ -24,47 +26,50 @@ def word(kind: str, name: str) -> str:
     return f"+{kind}={name}" if kind == "preset" else f"{kind}={name}"
 
 
-def test_all_of_it_is_listed(listed, dovetail, wreck):
+def test_all_of_it_is_listed(dovetail, wreck):
     """Problems are listed with reason and package, as JSON and as text."""
-    problems = [p for p in listed(wreck)["problems"] if p["package"] == PACKAGE]
+    (_, listed), (code, table) = dovetail(listing(), words("app=plugins", COLUMNS="200"), path=(wreck,))
+    problems = [p for p in json.loads(listed)["problems"] if p["package"] == PACKAGE]
     left = list(problems)
     for (kind, name, *_), reason in REASONS.items():
         (found,) = [p for p in left if (p["kind"], p["name"]) == (kind, name) and reason in p["reason"]]
         left.remove(found)
     assert left == []
-    table = dovetail("app=plugins", path=(wreck,), COLUMNS="200")
-    shown = " ".join(table.stdout.split())
-    assert table.returncode == 0 and shown.count(PACKAGE) >= len(REASONS)
+    shown = " ".join(table.split())
+    assert code == 0 and shown.count(PACKAGE) >= len(REASONS)
     assert "a_module_that_nobody_has" in shown and "scheduler=bygone" in shown
 
 
-def test_the_default_runs(dovetail, composed, wreck, lighthouse):
-    done = dovetail("generate.max_tokens=4", "engine.device=cpu", path=(wreck,))
-    assert (done.returncode, "4 tokens" in done.stderr) == (0, True), done.stderr
-    assert composed(path=(wreck,)) == composed()
-    preset = "+preset=lighthouse"
-    assert composed(preset, path=(wreck, lighthouse)) == composed(preset, path=(lighthouse,))
+def test_the_default_runs(dovetail, bare, wreck, lighthouse):
+    generating = words("generate.max_tokens=4", "engine.device=cpu")
+    (code, out), (_, default) = dovetail(generating, composing(), path=(wreck,))
+    assert (code, "4 tokens" in out) == (0, True), out
+    assert default == bare[1]
+    preset = composing("+preset=lighthouse")
+    assert dovetail(preset, path=(wreck, lighthouse)) == dovetail(preset, path=(lighthouse,))
 
 
-@pytest.mark.parametrize(("kind", "name"), CHOICES)
-def test_who_chooses_it_is_told_why(refused, wreck, kind, name):
-    message = refused(word(kind, name), path=(wreck,))
-    assert PACKAGE in message and REASONS[kind, name] in message and f"{kind}={name} cannot be used" in message
-
-
-def test_who_chooses_what_never_got_a_name_is_told_which_packages_failed(refused, wreck):
-    message = refused("scheduler=unheard", path=(wreck,))
+def test_who_chooses_it_is_told_why(dovetail, wreck):
+    *chosen, unheard = dovetail(
+        *(words(word(*choice)) for choice in CHOICES), words("scheduler=unheard"), path=(wreck,)
+    )
+    for (kind, name), result in zip(CHOICES, chosen, strict=True):
+        message = refusal(result)
+        assert PACKAGE in message and REASONS[kind, name] in message and f"{kind}={name} cannot be used" in message
+    # The packages that failed may have had what never got a name.
+    message = refusal(unheard)
     assert "no such scheduler" in message and PACKAGE in message
     assert all(REASONS[key] in message for key in REASONS if key[0] is None)
 
 
-def test_one_word_blocks_it(listed, composed, python, wreck):
-    bare, blocked = listed(), listed(wreck, **BLOCK)
+def test_one_word_blocks_it(dovetail, bare, python, wreck):
+    usable = [word(*choice) for choice in CHOICES if choice != ("scheduler", "bygone")]
+    (_, listed), without = dovetail(listing(**BLOCK), composing(*usable, **BLOCK), path=(wreck,))
+    blocked = json.loads(listed)
     assert [(p["package"], p["reason"]) for p in blocked.pop("problems")] == [
         (PACKAGE, f"blocked by DOVETAIL_PLUGINS=-{NAME}")
     ]
-    assert blocked == {key: value for key, value in bare.items() if key != "problems"}
-    usable = [word(*choice) for choice in CHOICES if choice != ("scheduler", "bygone")]
-    assert composed(*usable, path=(wreck,), **BLOCK) == composed(*usable)
+    assert blocked == {key: value for key, value in bare[0].items() if key != "problems"}
+    assert [without] == dovetail(composing(*usable))
     code = "import sys; from dovetail import compose; compose(app='plugins'); print('dovetail_wreck' in sys.modules)"
     assert [python("-c", code, path=(wreck,), **env).stdout for env in ({}, BLOCK)] == ["True\n", "False\n"]

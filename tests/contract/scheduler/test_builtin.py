@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence as Seq
+from itertools import product
 from typing import ClassVar
 
 import pytest
@@ -38,18 +39,20 @@ SCHEDULERS = {
     "fair": (FairScheduler, options.FairConfig(quantum=20, weights={"a": 2.5})),
     "deadline": (DeadlineScheduler, options.DeadlineConfig()),
 }
-FEW = ("paged", "prefix_hash")
-OTHERS = [component.name for component in COMPONENTS if component.name not in FEW]
-"""Allocators that take part with two policies each, to limit the time."""
-PAIRS = [(name, allocator) for name in SCHEDULERS for allocator in FEW]
-PAIRS += [(name, allocator) for name in ("fcfs", "priority") for allocator in OTHERS]
+FULL = os.environ.get("DOVETAIL_GRID") == "pairs"
+ALLOCATORS = sorted(component.name for component in COMPONENTS)
+PAIRS = list(product(SCHEDULERS, ALLOCATORS))
+if not FULL:
+    # Every scheduler once, most with the default allocator, and every allocator once.
+    PAIRS = [(name, "prefix_hash") for name in SCHEDULERS if name != "priority"]
+    PAIRS += [("priority", name) for name in ALLOCATORS if name != "prefix_hash"]
 
 
 class TestEveryScheduler(SchedulerContract):
     oldest_first: ClassVar[bool] = True
     # Most of them share one policy implementation, so CI runs few examples; the nightly script runs the suite's own
     # number.
-    loads: ClassVar[int] = SchedulerContract.loads if os.environ.get("DOVETAIL_GRID") == "pairs" else 2
+    loads: ClassVar[int] = SchedulerContract.loads if FULL else 2
 
     @pytest.fixture(params=PAIRS, ids=", ".join, autouse=True)
     def _parts(self, request: pytest.FixtureRequest) -> None:

@@ -1,4 +1,4 @@
-"""Run commands and scripts of the docs in one process, so that torch is imported once.
+"""Run command lines and scripts in one process, so that torch is imported once.
 
 `python driver.py jobs.json results.json`: a job has text, cwd, and argv with env, or code; a result has code and out.
 """
