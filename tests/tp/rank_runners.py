@@ -9,13 +9,14 @@ import time
 import zlib
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dovetail.core.compose import Composition
 from dovetail.core.interfaces import Blobs, ExecutorInfo, ModelSpec, Progress, RowResult, StepPlan, StepResult
 from dovetail.core.parallel.encoding import encode_blob, encode_plan
-from dovetail.plugins.executor.config import MultiprocConfig
-from dovetail.plugins.executor.multiproc import MultiprocExecutor
+
+if TYPE_CHECKING:
+    from dovetail.plugins.executor.multiproc import MultiprocExecutor
 
 SPEC = ModelSpec("Sums", 10, 1, 1, 1, 1, 1, 1, 100, "float32")
 
@@ -231,6 +232,10 @@ class DeafInStep(Runner):
 
 
 def executor(runner: type[Runner], composition: Composition, **options: Any) -> MultiprocExecutor:
+    # Imports torch, which workers that are not connected do without.
+    from dovetail.plugins.executor.config import MultiprocConfig
+    from dovetail.plugins.executor.multiproc import MultiprocExecutor
+
     named = type("TestExecutor", (MultiprocExecutor,), {"loader": f"{__name__}:{runner.__name__}"})
     made: MultiprocExecutor = named(MultiprocConfig(**options), composition)
     return made
