@@ -27,6 +27,8 @@ COMPOSED_ONLY = {
     "app=ladder": "takes minutes, or GPUs",
     "spec_decode:[none,ngram]}": "takes minutes",
     "one_at_a_time": "takes a minute",
+    "ablate.quality.prompts=2": "starts processes; tests/unit/app/test_ablate.py runs a small one",
+    "engine.dp=2": "starts processes; tests/invariance/test_two_replicas.py compares their outputs with those of one",
     "app=quality": "takes minutes; tests/unit/app/test_quality.py runs a small one",
 }
 """Commands with these words are only composed and checked (`--cfg job`), except those of `app=plan`."""
@@ -52,6 +54,7 @@ NOT_RUN = {
     "python benchmarks/fit_tiles.py": "needs timings of a GPU; tests/unit/tuning/test_model.py has some",
     "python -m pytest tests/gpu/": "needs GPUs",
     "python benchmarks/compare.py table": "needs vLLM and GPUs; tests/unit/benchmarks/test_table.py runs it without",
+    "python benchmarks/cpu_step.py --plan": "starts processes; tests/unit/benchmarks/test_cpu_step.py runs it",
     "python benchmarks/layouts.py": "needs GPUs; tests/unit/benchmarks/test_layouts.py runs it without",
     "docker ": "needs Docker",
     "sudoedit ": "needs an administrator",

@@ -33,21 +33,22 @@ PARAMS = [
 BASE = ["engine.device=cpu", "engine.dtype=float32", "engine.max_len=256"]
 REFERENCE = ["scheduler=fcfs", "kv_cache=paged", "engine.max_seqs=1", "engine.depth=1", "spec_decode=none"]
 VARIANTS = {
-    "batched": [],
     "depth 4, results late": ["engine.depth=4", "executor.delay=3"],
     "small chunks, depth 4": ["scheduler.max_chunk=5", "engine.depth=4"],
-    "preempted": ["engine.kv_pages=12", "engine.depth=2"],
     "preempted, paged, depth 4": ["engine.kv_pages=12", "engine.depth=4", "kv_cache=paged", "executor.delay=3"],
-    "large pages": ["engine.page_size=64"],
-    "ngram, depth 4": ["spec_decode=ngram", "engine.depth=4", "spec_decode.lookahead=7", "executor.delay=2"],
     "ngram, preempted, depth 2": ["spec_decode=ngram", "engine.kv_pages=12", "engine.depth=2"],
-    "ngram where it pays, static, paged": [
-        *("spec_decode=ngram", "cost=cpu", "scheduler=static", "kv_cache=paged", "engine.depth=4")
+    "ngram where it pays, static, paged, large pages": [
+        *("spec_decode=ngram", "cost=cpu", "scheduler=static", "kv_cache=paged", "engine.depth=4"),
+        "engine.page_size=64",
     ],
 }
 if os.environ.get("DOVETAIL_GRID") == "pairs":
-    # First one change at a time, to isolate failures; the later variants combine them.
+    # One change at a time, to isolate failures; the variants above combine them.
     VARIANTS |= {
+        "batched": [],
+        "preempted": ["engine.kv_pages=12", "engine.depth=2"],
+        "large pages": ["engine.page_size=64"],
+        "ngram, depth 4": ["spec_decode=ngram", "engine.depth=4", "spec_decode.lookahead=7", "executor.delay=2"],
         "depth 2": ["engine.depth=2"],
         "static": ["scheduler=static", "engine.depth=2"],
         "paged": ["kv_cache=paged", "engine.depth=2"],
@@ -101,11 +102,11 @@ def test_the_variants_do_what_their_names_say() -> None:
 @pytest.mark.parametrize("allocator", ["prefix_hash", "radix"])
 def test_evicted_prefixes_come_back_from_the_host(allocator: str) -> None:
     """Prompts alternate on a device that has room for only one of them."""
-    turns = [PROMPTS[n] for n in (0, 1, 3, 0, 1, 0)]
+    turns, params = [PROMPTS[n] for n in (0, 1, 3, 0, 1, 0)], SamplingParams(temperature=0.0, max_tokens=12)
 
     def run(*overrides: str) -> tuple[list[list[int]], int, int]:
-        with LLM("tiny", overrides=[*BASE, "engine.kv_pages=7", "engine.depth=2", *overrides]) as llm:
-            found = [llm.generate(prompt, PARAMS[0])[0] for prompt in turns]
+        with LLM("tiny", overrides=[*BASE, "engine.kv_pages=5", "engine.depth=2", *overrides]) as llm:
+            found = [llm.generate(prompt, params)[0] for prompt in turns]
             llm.engine.kv.check()
             cached = sum(generation.cached_tokens for generation in found)
             return [generation.token_ids for generation in found], cached, llm.engine.kv.stats().loads

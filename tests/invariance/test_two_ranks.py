@@ -22,15 +22,14 @@ def tokens(*overrides: str) -> list[list[list[int]]]:
         return [[c.token_ids for c in g.completions] for g in llm.generate(PROMPTS, PARAMS)]
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["collective=nccl"],
-        # Long steps are sharded over the ranks by rows, short steps are not.
-        ["collective=ordered", "collective.shard_rows=12", "engine.depth=2", "spec_decode=ngram", "engine.kv_pages=16"],
-    ],
-    ids=["nccl", "ordered"],
-)
+# Long steps are sharded over the ranks by rows, short steps are not.
+MIXED = ("collective.shard_rows=12", "engine.depth=2", "spec_decode=ngram", "engine.kv_pages=16")
+CHOICES = {"nccl, sharded": ["collective=nccl", *MIXED]}
+if "DOVETAIL_RANKS" in os.environ:
+    CHOICES |= {"nccl": ["collective=nccl"], "ordered, sharded": ["collective=ordered", *MIXED]}
+
+
+@pytest.mark.parametrize("overrides", CHOICES.values(), ids=CHOICES)
 def test_two_processes_equal_one(overrides: list[str]) -> None:
     assert tokens("executor=multiproc", "engine.tp=2", *overrides) == tokens()
 

@@ -14,7 +14,7 @@ import pytest
 from dovetail import LLM, SamplingParams
 
 STREAMS = 64
-MIXED = int(os.environ.get("DOVETAIL_MIXED", "400"))
+MIXED = int(os.environ.get("DOVETAIL_MIXED", "150"))
 """Number of requests, of which 20 % are aborted; .ci/nightly sends 10 000."""
 
 

@@ -91,13 +91,13 @@ def test_one_rank_needs_no_workers() -> None:
         pytest.param(rank_runners.KilledBeforeConnecting, 2, 1, "was killed by SIGKILL", id="killed before connecting"),
         pytest.param(
             rank_runners.KilledInCapture,
-            3,
             2,
+            1,
             "was killed by SIGKILL .* in phase 'capture graphs'",
             id="capture, killed",
         ),
         pytest.param(
-            rank_runners.RaisesInCapture, 3, 2, "(?s)'capture graphs'.*MemoryError: no room", id="capture, raises"
+            rank_runners.RaisesInCapture, 2, 1, "(?s)'capture graphs'.*MemoryError: no room", id="capture, raises"
         ),
     ],
 )
@@ -161,17 +161,19 @@ def test_a_slow_rank_is_a_sign_of_life_of_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("runner", "cause"),
+    ("runner", "ranks", "cause"),
     [
-        pytest.param(rank_runners.KilledInStep, "was killed by SIGKILL .* while serving", id="killed"),
-        pytest.param(rank_runners.RaisesInStep, "(?s)failed while serving.*ZeroDivisionError: third step", id="raises"),
+        pytest.param(rank_runners.KilledInStep, 3, "was killed by SIGKILL .* while serving", id="killed"),
+        pytest.param(
+            rank_runners.RaisesInStep, 2, "(?s)failed while serving.*ZeroDivisionError: third step", id="raises"
+        ),
     ],
 )
 def test_a_rank_that_fails_in_a_step_is_the_one_named(
-    runner: type[rank_runners.Runner], cause: str, gone: Gone
+    runner: type[rank_runners.Runner], ranks: int, cause: str, gone: Gone
 ) -> None:
-    """Three ranks: the other two fail as well, and at least one of them reports a closed connection."""
-    with running(runner, 3) as executor:
+    """Of three ranks the other two fail as well, and at least one of them reports a closed connection."""
+    with running(runner, ranks) as executor:
         pids = executor.worker_pids
         with five_seconds(), pytest.raises(RankError, match=cause) as raised:
             for step in range(5):
@@ -179,7 +181,7 @@ def test_a_rank_that_fails_in_a_step_is_the_one_named(
                 executor.collect()
         with five_seconds(), pytest.raises(RankError, match=cause):
             executor.submit(StepPlan(9, []), {})
-    assert raised.value.rank == 2
+    assert raised.value.rank == ranks - 1
     assert all(map(gone, pids))
     # One line for the user; the traceback is the cause, which DOVETAIL_DEBUG=1 and the log of a server show.
     assert len(str(raised.value).splitlines()) == 1

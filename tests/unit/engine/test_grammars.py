@@ -104,12 +104,11 @@ def test_every_output_fits(llm: LLM) -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["engine.depth=1"],
         ["engine.depth=4", "executor.delay=3", "spec_decode=ngram"],
         ["engine.depth=2", "engine.mask_wait=0", "engine.kv_pages=8", "engine.token_budget=9"],
         ["executor=multiproc", "engine.tp=2", "engine.depth=2"],
     ],
-    ids=["depth 1", "depth 4, drafts", "impatient, preemption", "two ranks"],
+    ids=["depth 4, drafts", "impatient, preemption", "two ranks"],
 )
 def test_tokens_are_the_same_in_any_engine(llm: LLM, overrides: list[str]) -> None:
     """Requests without a grammar get the same tokens as in a batch without grammars."""

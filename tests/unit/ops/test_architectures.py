@@ -60,9 +60,9 @@ FROM_HOPPER = {"dovetail.core.ops.kernels.launch:prefetch"}
 
 def chosen(fp8: bool) -> Iterator[Callable[[], object]]:
     """Yield launches whose tiles fill the shared memory, or whose functions are in no kernel's first variant."""
-    for name in ("single tokens", "prompts, long"):
-        yield CASES[f"attention: {name}"]
-    yield lambda: attention(LONG, page=16)
+    yield CASES["attention: single tokens"]
+    for page in (16, 64):
+        yield lambda page=page: attention(LONG, page=page)
     yield lambda: attention(SCARCE, kv_dtype=E5M2, window=4096, head_scales=True, key_warps=8)
     yield lambda: encode(cuda(64, 4096), (INT8_TOKEN,))
     yield lambda: decoded_matmul(
