@@ -92,27 +92,6 @@ def test_a_prompt_of_megabytes_does_not_delay_others(server):
     assert refused.json()["error"]["code"] == "context_length_exceeded" and time.monotonic() - began < max(5, taken)
 
 
-def test_a_chat_template_that_loops_delays_neither_prompts_nor_the_end(start, tmp_path):
-    loop = "".join("{% for " + name + " in range(99999) %}" for name in "abc") + "{% endfor %}" * 3
-    (tmp_path / "loop.jinja").write_text(loop)
-    options = ("serve.template_timeout=1", "serve.grace=1")
-    server = start(f"serve.chat_template={tmp_path}/loop.jinja", *options).wait_ready()
-    server.wait_log("chat template: fails in a trial")
-    chat = CHAT + '"stream": false}'
-    refused = post(server, "/v1/chat/completions", chat)
-    assert refused.status_code == 400 and "took more than 1 s" in refused.text
-    threads = [threading.Thread(target=lambda: post(server, "/v1/chat/completions", chat)) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    answer = post(server, "/v1/completions", json.dumps({"prompt": "a b " * 300, "max_tokens": 1}))
-    assert answer.status_code == 200, answer.text
-    late = post(server, "/v1/chat/completions", CHAT + '"timeout": 0.1}')
-    assert late.status_code in (503, 504), late.text
-    assert server.stop() == 0, "".join(server.log)
-    for thread in threads:
-        thread.join()
-
-
 def raw(server, *pieces: bytes, wait: float = 0.0) -> bytes:
     """Return everything received until the server closes the connection."""
     host, port = server.url.removeprefix("http://").split(":")
@@ -135,8 +114,17 @@ def test_a_head_without_an_end(server):
     assert found.startswith(b"HTTP/1.1 431") and b"longer than 65536 bytes" in found
 
 
-def test_a_slow_client_is_not_waited_for(start):
-    server = start("serve.receive_timeout=1.5").wait_ready()
+@pytest.fixture(scope="module")
+def impatient(start_module, tmp_path_factory):
+    """A server with a chat template that loops, and short timeouts."""
+    template = tmp_path_factory.mktemp("template") / "loop.jinja"
+    template.write_text("".join("{% for " + name + " in range(99999) %}" for name in "abc") + "{% endfor %}" * 3)
+    timeouts = ("serve.template_timeout=1", "serve.grace=1", "serve.receive_timeout=1.5")
+    return start_module(f"serve.chat_template={template}", *timeouts).wait_ready()
+
+
+def test_a_slow_client_is_not_waited_for(impatient):
+    server = impatient
     began = time.monotonic()
     assert raw(server).startswith(b"HTTP/1.1 408"), "a connection without a word"
     assert raw(server, b"GET /hea").startswith(b"HTTP/1.1 408")
@@ -152,3 +140,21 @@ def test_a_slow_client_is_not_waited_for(start):
     with httpx.stream("POST", f"{server.url}/v1/completions", json=ask, timeout=60) as stream:
         assert list(stream.iter_lines())[-2] == "data: [DONE]"
     assert server.stats()["pages_owned"] == 0
+
+
+def test_a_chat_template_that_loops_delays_neither_prompts_nor_the_end(impatient):
+    server = impatient
+    server.wait_log("chat template: fails in a trial")
+    chat = CHAT + '"stream": false}'
+    refused = post(server, "/v1/chat/completions", chat)
+    assert refused.status_code == 400 and "took more than 1 s" in refused.text
+    threads = [threading.Thread(target=lambda: post(server, "/v1/chat/completions", chat)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    answer = post(server, "/v1/completions", json.dumps({"prompt": "a b " * 300, "max_tokens": 1}))
+    assert answer.status_code == 200, answer.text
+    late = post(server, "/v1/chat/completions", CHAT + '"timeout": 0.1}')
+    assert late.status_code in (503, 504), late.text
+    assert server.stop() == 0, "".join(server.log)
+    for thread in threads:
+        thread.join()

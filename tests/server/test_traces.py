@@ -9,10 +9,12 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import httpx
 import pytest
 
+from .conftest import until
+
 pytest.importorskip("opentelemetry.sdk", reason="needs the extra otel")
 
 
-def test_a_request_reaches_the_collector(start):
+def test_a_request_reaches_the_collector_whose_end_affects_no_request(start):
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
     bodies: list[bytes] = []
@@ -30,12 +32,18 @@ def test_a_request_reaches_the_collector(start):
 
     collector = HTTPServer(("127.0.0.1", 0), Collector)
     threading.Thread(target=collector.serve_forever, daemon=True).start()
-    server = start(f"serve.traces=http://127.0.0.1:{collector.server_port}/v1/traces").wait_ready()
+    address = f"serve.traces=http://127.0.0.1:{collector.server_port}/v1/traces"
+    server = start(address, "serve.grace=1", OTEL_BSP_SCHEDULE_DELAY="100").wait_ready()
     ask = {"prompt": "def fib(n):\n", "max_tokens": 8, "ignore_eos": True}
     parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
     assert httpx.post(f"{server.url}/v1/completions", json=ask, headers={"traceparent": parent}).status_code == 200
-    assert server.stop() == 0, "".join(server.log)
+    until(lambda: bodies)
     collector.shutdown()
+    collector.server_close()
+    assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 4}).status_code == 200
+    began = time.monotonic()
+    assert server.stop() == 0, "".join(server.log)
+    assert time.monotonic() - began < 60
     requests = [ExportTraceServiceRequest.FromString(body) for body in bodies]
     (span,) = (
         s for r in requests for resource in r.resource_spans for scope in resource.scope_spans for s in scope.spans
@@ -46,12 +54,3 @@ def test_a_request_reaches_the_collector(start):
     assert found["gen_ai.response.model"].string_value == "tiny"
     assert [event.name for event in span.events] == ["queued", "decode"]
     assert not any(b"fib" in body for body in bodies), "text of a prompt left the server"
-
-
-def test_a_missing_collector_does_not_affect_requests(start):
-    server = start("serve.traces=http://127.0.0.1:9/v1/traces", "serve.grace=1").wait_ready()
-    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 4})
-    assert answer.status_code == 200
-    began = time.monotonic()
-    assert server.stop() == 0, "".join(server.log)
-    assert time.monotonic() - began < 60
