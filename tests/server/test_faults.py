@@ -22,7 +22,7 @@ SHORT = dict(model="tiny", prompt="x = 1\n", max_tokens=4)
 
 
 def test_a_dead_rank_fails_its_requests_and_the_engine_restarts_then_it_stops_in_order(start):
-    server = start("executor=multiproc", "engine.tp=2", "serve.grace=6").wait_ready()
+    server = start("executor=multiproc", "engine.tp=2", "serve.grace=3").wait_ready()
     client, engine = server.client(), server.engine_pid()
     (rank,) = children(engine)
     with pytest.raises(openai.APIError, match="rank 1 was killed by SIGKILL"):
@@ -51,7 +51,7 @@ def test_a_dead_rank_fails_its_requests_and_the_engine_restarts_then_it_stops_in
         except openai.APIError as error:
             finished[name] = str(error)
 
-    threads = [threading.Thread(target=follow, args=job) for job in (("short", 20), ("long", 2000))]
+    threads = [threading.Thread(target=follow, args=job) for job in (("short", 8), ("long", 2000))]
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + 60
@@ -66,7 +66,7 @@ def test_a_dead_rank_fails_its_requests_and_the_engine_restarts_then_it_stops_in
     assert time.monotonic() - began < 30
     for thread in threads:
         thread.join(5)
-    assert finished["short"] == 20 and "the server stops" in str(finished["long"]), finished
+    assert finished["short"] == 8 and "the server stops" in str(finished["long"]), finished
 
 
 def test_ctrl_c_ends_what_runs(start):
@@ -81,9 +81,7 @@ def test_ctrl_c_ends_what_runs(start):
     assert any("samples are cut off" in line for line in server.log), server.log
 
 
-@pytest.mark.skipif(
-    "DOVETAIL_SERVERS" not in os.environ, reason="the next test ends its server, too: .ci/nightly runs it"
-)
+@pytest.mark.skipif("DOVETAIL_SERVERS" not in os.environ, reason="the next test has an exit, too: .ci/nightly runs it")
 def test_exit_on_failure(start):
     server = start("serve.on_engine_failure=exit").wait_ready()
     with pytest.raises(openai.APIError, match="SIGKILL"):

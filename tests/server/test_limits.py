@@ -46,13 +46,13 @@ BAD = {
 @pytest.fixture(scope="module")
 def victim(server):
     """Run a stream while bad requests arrive."""
-    body = {"prompt": "x = 1\n", "max_tokens": 1500, "ignore_eos": True, "temperature": 0, "stream": True}
+    body = {"prompt": "x = 1\n", "max_tokens": 600, "ignore_eos": True, "temperature": 0, "stream": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as answer:
         lines = answer.iter_lines()
         next(lines)
         yield
         tokens = sum(line.startswith("data: {") for line in lines) + 1
-        assert tokens > 700, "it was cut short"
+        assert tokens > 280, "it was cut short"
 
 
 @pytest.mark.parametrize("what", BAD)
