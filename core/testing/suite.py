@@ -7,6 +7,7 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -43,6 +44,7 @@ def _values(names: str | tuple[str, ...], value: Any) -> dict[str, Any]:
     return {names: value} if isinstance(names, str) else dict(zip(names, value, strict=True))
 
 
+@cache
 def assert_torch_free(module: str) -> None:
     """Assert that importing a module does not import torch."""
     code = f"import sys, {module}; raise SystemExit('torch' in sys.modules)"

@@ -26,11 +26,13 @@ SCRIPTS = scripts()
 FEW_EXAMPLES = """
 from hypothesis import settings
 from dovetail.core.testing.kv_cache import KVAllocatorContract
+from dovetail.core.testing.scheduler import SchedulerContract
 
 KVAllocatorContract.machine_settings = settings(KVAllocatorContract.machine_settings, max_examples=15)
+SchedulerContract.loads = 1
 """
-"""conftest.py of the pages' suites: their allocators differ in a few lines from built-in ones, whose tests have more
-examples."""
+"""conftest.py of the pages' suites: their schedulers and allocators differ in a few lines from built-in ones, whose
+tests have more examples."""
 
 
 @dataclass

@@ -50,7 +50,7 @@ class TestAllLate(SchedulerContract):
 
 
 class TestSegmentedLRU(KVAllocatorContract):
-    machine_settings = settings(KVAllocatorContract.machine_settings, max_examples=25)
+    machine_settings = settings(KVAllocatorContract.machine_settings, max_examples=15)
 
     def make(self, groups, num_pages):
         return allocator(groups, num_pages)

@@ -52,7 +52,7 @@ class TestEveryScheduler(SchedulerContract):
     oldest_first: ClassVar[bool] = True
     # Most of them share one policy implementation, so CI runs few examples; the nightly script runs the suite's own
     # number.
-    loads: ClassVar[int] = SchedulerContract.loads if FULL else 2
+    loads: ClassVar[int] = SchedulerContract.loads if FULL else 1
 
     @pytest.fixture(params=PAIRS, ids=", ".join, autouse=True)
     def _parts(self, request: pytest.FixtureRequest) -> None:
