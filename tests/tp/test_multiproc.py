@@ -172,7 +172,7 @@ def test_a_slow_rank_is_a_sign_of_life_of_all() -> None:
 def test_a_rank_that_fails_in_a_step_is_the_one_named(
     runner: type[rank_runners.Runner], ranks: int, cause: str, gone: Gone
 ) -> None:
-    """Of three ranks the other two fail as well, and at least one of them reports a closed connection."""
+    """Other ranks fail as well, and at least one of them reports a closed connection."""
     with running(runner, ranks) as executor:
         pids = executor.worker_pids
         with five_seconds(), pytest.raises(RankError, match=cause) as raised:
