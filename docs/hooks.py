@@ -11,6 +11,7 @@ import ast
 import itertools
 import json
 import re
+import runpy
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from dovetail.core.compose.wording import show
 from dovetail.core.errors import DovetailError
 from dovetail.core.interfaces import SamplingParams
 from dovetail.plugins.app.plugins.listing import type_name
+from dovetail.plugins.model.llama.families import FAMILIES, RUNNABLE
 
 CONF = Path(__file__).parent.parent / "conf"
 HOSTS = {
@@ -309,6 +311,14 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def architectures() -> str:
+    """Return how each architecture runs that the registry or the tests name."""
+    kinds = runpy.run_path(str(CONF.parent / "tests" / "numerics" / "decoders.py"))["DECODERS"]
+    names = ", ".join(f"`{kind}`" for kind in sorted(kinds))
+    rows = [[f"`{name}`", "native" if name in RUNNABLE else "planned"] for name in FAMILIES]
+    return _table(("in config.json", "runs as"), [*rows, [f"`model_type` {names}", "any decoder"]])
+
+
 def _value(value: object) -> str:
     text = ", ".join(map(show, value)) if isinstance(value, list) and value else show(value)
     return f"`{text}`" if text else '`""`'
@@ -392,6 +402,7 @@ def _result_row(result: dict[str, Any], load: dict[str, Any]) -> Iterator[str]:
 
 
 TABLES: dict[str, Callable[..., str]] = {
+    "architectures": architectures,
     "components": components,
     "engine": engine,
     "sampling": sampling,

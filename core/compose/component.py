@@ -29,10 +29,11 @@ class Component:
     """Reference to a function of `(config)` that returns facts known before anything is built, as the kind's own record
     (for a model: ModelSpec). It must not import torch, so that planning needs none."""
     reads: str | None = None
-    """Reference to a function of a checkpoint's config.json, which returns whether the component reads its quantized
-    weights. It must not import torch."""
+    """Reference to a function of a checkpoint's config.json, which returns whether the component reads it: for a
+    quantizer its quantized weights, for a model its architecture. It must not import torch."""
     chooses: str | None = None
     """Reference to a function of `(config, facts of the model, readers)`, which returns the name of another component
-    of this kind to use instead. `readers` has the functions that `reads` refer to, by component."""
+    of this kind to use instead. `readers` has the functions that `reads` refer to, by component. The facts are None for
+    a model that chooses."""
     renamed: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Former option name -> current name. The former name still works, with a warning that names the package."""

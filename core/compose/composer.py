@@ -74,17 +74,17 @@ def compose(
 
 
 def _with_choices(nodes: dict[str, Any], registry: Registry) -> dict[str, Any]:
-    """Replace components that choose another one. If the model's checkpoint cannot be read, they stay: an app that
-    needs it reports the error."""
-    model = nodes.get("model")
-    for kind, part in nodes.items():
-        if not isinstance(part, Selected) or part.component.chooses is None:
-            continue
+    """Replace components that choose another one, the model first: others choose by its facts. If these cannot be
+    read, the others stay: an app that needs the model reports the error."""
+    choosing = [kind for kind, part in nodes.items() if isinstance(part, Selected) and part.component.chooses]
+    for kind in sorted(choosing, key=lambda kind: kind != "model"):
+        model, facts = nodes.get("model"), None
         try:
-            facts = model.facts() if isinstance(model, Selected) else None
+            if kind != "model" and isinstance(model, Selected):
+                facts = model.facts()
         except ConfigError:
             return nodes
-        nodes = nodes | {kind: chosen(part, facts, registry)}
+        nodes = nodes | {kind: chosen(nodes[kind], facts, registry)}
     return nodes
 
 

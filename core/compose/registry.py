@@ -177,7 +177,7 @@ class Registry:
         hint = did_you_mean(name, options)
         message = f"{kind}={name}: no such {kind}.{hint} Options: {listing(options)}."
         if kind == "model" and "/" in name:
-            message += f" A folder is given as model=llama model.path={name}"
+            message += f" A folder is given as model=auto model.path={name}"
         # The name may be in a package that failed before it registered components.
         packages = [f"{p.package} ({p.reason})" for p in self.problems if p.unnamed and not hint]
         return message + (f" Packages that could not be used: {'; '.join(packages)}." if packages else "")

@@ -104,7 +104,7 @@ class _SharedInbox:
 
 class LLM:
     """A running engine. `LLM("llama_folder")`, `LLM(overrides=["+preset=h200_fp8_tp1", "engine.depth=2"])`: any
-    override of the command line. The path of a checkpoint is read as `model=llama model.path=...`. Use it as a
+    override of the command line. The path of a checkpoint is read as `model=auto model.path=...`. Use it as a
     context manager, or `close` it."""
 
     def __init__(
@@ -372,11 +372,11 @@ def _merge(generation: Generation, delta: Delta) -> None:
 
 
 def _model_overrides(model: str) -> list[str]:
-    """Return the overrides for a checkpoint, which model=llama reads, or for the name of a `model` option."""
+    """Return the overrides for a checkpoint, which model=auto reads, or for the name of a `model` option."""
     from pathlib import Path
 
     from dovetail.core.files import path_kind
 
     if path_kind(model) != "none" or "/" in model:
-        return ["model=llama", f"model.path={Path(model).expanduser()}"]
+        return ["model=auto", f"model.path={Path(model).expanduser()}"]
     return [f"model={model}"]

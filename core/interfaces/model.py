@@ -227,6 +227,10 @@ Layers = Generator[Callable[[], Any], Any, Hidden]
 class Model(ABC):
     """Built from BuildContext, without weights. `load` or `init_dummy` then fills them in."""
 
+    capturable = True
+    """False = code of a library runs in `forward`, and may wait for the device. The engine then tries to capture the
+    layers of one step of each kind; if that fails, steps run without CUDA graphs, and a start-up note has the error."""
+
     def __init__(self, config: object, build: BuildContext) -> None:
         self.config, self.build = config, build
 

@@ -232,6 +232,15 @@ class StepGraphs:
                 self._draws[width, size, draw] = record(partial(self.launch_draw, width, size, draw))
 
     @torch.inference_mode()
+    def capture_smallest(self, record: Record) -> None:
+        """Record the layers of the smallest step of each kind, and drop them."""
+        for chunks in (False, True):
+            found = [capacity for capacity in self.capacities if bool(capacity.chunks) is chunks]
+            if found:
+                smallest = min(found, key=lambda capacity: capacity.tokens)
+                record(partial(self._run, smallest, self._padding(smallest)))
+
+    @torch.inference_mode()
     def warm_up(self) -> None:
         """Run what `capture` records. Draws come first, since they launch little and compile long. Then come sizes that
         are powers of two: most kernels differ from one of them to the next, and the sizes in between then run while

@@ -19,6 +19,7 @@ from dovetail.core.interfaces import (
     ExecutorInfo,
     Model,
     ModelSource,
+    ModelSpec,
     Progress,
     Quantizer,
     TargetView,
@@ -35,7 +36,7 @@ from dovetail.core.worker.graph_support import reason_against_graphs
 from dovetail.core.worker.graphs import Recorder, StepGraphs
 from dovetail.core.worker.runner import Connection, RankParts, Runner
 from dovetail.core.worker.two_batch_overlap import OverlappedForward, why_useless
-from dovetail.core.worker.warmup import compile_kernels, report_unwarmed_kernels, run_warmup_steps
+from dovetail.core.worker.warmup import compile_kernels, failed_capture, report_unwarmed_kernels, run_warmup_steps
 from dovetail.core.worker.weight_check import WeightCheck
 
 if TYPE_CHECKING:
@@ -96,6 +97,8 @@ def load_rank(
             phases.end("tune")
             why_no_graphs = reason_against_graphs(composition, parts.model.build.spec, connection.device, size)
             num_pages = _warm_up(parts, why_no_graphs is None, server, progress, phases)
+            if why_no_graphs is None and not parts.model.capturable:
+                why_no_graphs = _try_capture(parts)
         except BaseException:
             parts.release()
             raise
@@ -155,6 +158,7 @@ def _build_parts(
     selected = composition.part("model")
     model_class = selected.target()
     spec = model_class.spec(selected.config)
+    _note_choice(composition, spec)
     dtype, max_len = resolve_dtype(engine.dtype, spec.dtype, device), spec.longest(engine.max_len)
     if engine.max_len is not None and max_len < engine.max_len:
         note(f"engine.max_len={engine.max_len}, and the model was made for {max_len}: sequences end there")
@@ -198,6 +202,15 @@ def _build_parts(
         overlapped=overlapped,
         graph_tokens=_graph_tokens(composition, device),
     )
+
+
+def _note_choice(composition: Composition, spec: ModelSpec) -> None:
+    """Name the model that another one chose (model=auto), and why."""
+    choice, model = composition.choices.get("model"), composition.part("model")
+    chooser = composition.registry.registered.get(("model", choice or ""))
+    if chooser is not None and chooser.component.chooses is not None:
+        why = "which has" if model.component.reads is not None else "because no native model has"
+        note(f"model={choice} chose model={model.name}, {why} {spec.architecture}")
 
 
 def _build_adapters(composition: Composition, device: torch.device, dtype: torch.dtype) -> Adapters | None:
@@ -255,6 +268,16 @@ def _warm_up(
     num_pages = _measure_pages(parts)
     phases.end("measure memory")
     return num_pages
+
+
+def _try_capture(parts: RankParts) -> str | None:
+    recorder = Recorder()
+    try:
+        failed = failed_capture(parts, recorder)
+    finally:
+        recorder.close()
+        recorder.forget()
+    return failed and f"capturing {parts.model.build.spec.architecture} failed: {failed}"
 
 
 def _measure_pages(parts: RankParts) -> dict[int, int]:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from dovetail.core.arithmetic import ceil_div
+from dovetail.core.errors import shown
 from dovetail.core.interfaces import (
     Join,
     JoinBlob,
@@ -27,6 +28,7 @@ from dovetail.core.memory.sizing import page_count
 from dovetail.core.ops.choices import installed
 from dovetail.core.ops.compile_ahead import compile_ahead, compile_workers
 from dovetail.core.ops.compile_server import CompileServer
+from dovetail.core.worker.graphs import Record
 from dovetail.core.worker.runner import RankParts, Runner, make_graphs
 from dovetail.core.worker.sampler import warm_up_float32
 from dovetail.core.worker.sampling import warm_up_processors
@@ -133,6 +135,19 @@ def compile_kernels(parts: RankParts, server: CompileServer | None) -> None:
             if parts.processors:
                 warm_up_float32(runner.state, parts.model.build.spec.vocab)
                 warm_up_processors(parts.processors, runner.state, parts.model.build.spec.vocab)
+
+
+def failed_capture(parts: RankParts, record: Record) -> str | None:
+    """Capture the layers of the smallest steps on trial. Return what broke it, or None if it works."""
+    with _trial(parts, parts.engine.page_size) as runner:
+        try:
+            make_graphs(parts, runner.state).capture_smallest(record)
+        except RuntimeError as error:
+            first: BaseException = error
+            while first.__context__ is not None:  # The end of a broken capture raises another error.
+                first = first.__context__
+            return shown(first, 200)
+    return None
 
 
 def report_unwarmed_kernels(on: bool) -> None:

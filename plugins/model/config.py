@@ -9,8 +9,8 @@ from pydantic import Field, model_validator
 from dovetail.core.compose import Config
 
 
-class LlamaConfig(Config):
-    """Dense decoders: Llama 2 to 3.3, Mistral, Qwen 2, 2.5 and 3, Falcon, GPT-J."""
+class ModelFiles(Config):
+    """Options of models that are read from a checkpoint."""
 
     path: str | None = None
     """Folder with config.json and *.safetensors, a GGUF file, or what a package's checkpoint reader recognizes;
@@ -21,13 +21,25 @@ class LlamaConfig(Config):
     """Content of a config.json, in place of a folder; only with load=dummy."""
 
     @model_validator(mode="after")
-    def _one_source(self) -> LlamaConfig:
+    def _one_source(self) -> ModelFiles:
         if (self.path is None) == (self.hf is None):
             given = "both" if self.path is not None else "neither"
             raise ValueError(
-                f"{given} of model.path and model.hf given: set model=llama model.path=<model folder>, or a variant "
+                f"{given} of model.path and model.hf given: set model=auto model.path=<model folder>, or a variant "
                 "that sets the shapes, such as model=llama3_8b (it sets model.load=dummy: random weights)"
             )
         if self.hf is not None and self.load != "dummy":
             raise ValueError("model.hf has shapes but no weights: set model.load=dummy, or model.path=<model folder>")
         return self
+
+
+class AutoConfig(ModelFiles):
+    """The native model that has the checkpoint's architecture, or else model=transformers."""
+
+
+class LlamaConfig(ModelFiles):
+    """Dense decoders: Llama 2 to 3.3, Mistral, Qwen 2, 2.5 and 3, Falcon, GPT-J."""
+
+
+class TransformersConfig(ModelFiles):
+    """Any decoder of the transformers library whose class lets attention be replaced. Slower than a native model."""

@@ -365,6 +365,15 @@ def _family(config: ConfigJson) -> tuple[str, Family]:
     return architecture, FAMILIES[architecture]
 
 
+def runs(hf: HF) -> bool:
+    """Whether model=llama runs the architecture that a config.json states."""
+    try:
+        architecture, _ = _family(ConfigJson(hf, "config.json"))
+    except ConfigError:
+        return False
+    return architecture in RUNNABLE
+
+
 def _cuts(config: ConfigJson) -> tuple[int, ...] | None:
     """Return the lengths to which embeddings may be truncated."""
     given = config.counts("matryoshka_dimensions")

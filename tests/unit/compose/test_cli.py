@@ -59,7 +59,7 @@ def test_a_prompt_is_not_an_override(seen, prompt):
     [
         (["sheduler=fcfs"], "Did you mean `scheduler`?"),
         (["scheduler=nope"], "Options: fcfs, static."),
-        (["model=/models/mine"], "A folder is given as model=llama model.path=/models/mine"),
+        (["model=/models/mine"], "A folder is given as model=auto model.path=/models/mine"),
         (["scheduler.max_chunk=x"], "scheduler.max_chunk=x: should be a whole number."),
         (["Once upon a time"], "A prompt goes after `--`"),
         (["generate.max_tokens=[1"], "cannot be read"),

@@ -25,6 +25,7 @@ from dovetail.core.worker.graphs import MOST_PAIRS, StepGraphs, batch_sizes, tok
 from dovetail.core.worker.loader import load_rank
 from dovetail.core.worker.runner import Runner
 from dovetail.core.worker.slots import DRAWS, Draw
+from dovetail.core.worker.warmup import failed_capture
 from dovetail.plugins.executor.inproc import InprocExecutor
 
 
@@ -136,6 +137,24 @@ def test_warm_up_runs_all_that_is_captured() -> None:
     bare_graphs(4, captured).capture(lambda call: (call, call()), quiet)
     bare_graphs(4, warm).warm_up()
     assert len(captured.calls) > 50 and warm.calls == captured.calls
+
+
+def broken(call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    """A capture that fails as CUDA's do: its end raises another error."""
+    try:
+        call()
+        raise RuntimeError("operation not permitted when stream is capturing")
+    finally:
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+
+def test_a_trial_capture_says_what_broke_it() -> None:
+    rank = load_rank(compose(["model=tiny_draft", "engine.device=cpu", "engine.kv_pages=64"]), quiet)
+    captured: list[Any] = []
+    assert failed_capture(rank.parts, lambda call: captured.append(call()) or (call, None)) is None
+    assert len(captured) == 1  # The backend captures decode steps only.
+    assert failed_capture(rank.parts, broken) == "operation not permitted when stream is capturing"
+    rank.close()
 
 
 # Steps with the layout of graphs, on any device.

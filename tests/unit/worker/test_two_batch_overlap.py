@@ -211,7 +211,7 @@ class Whole(Model):
 
 
 def test_a_model_without_layers_is_refused() -> None:
-    part = Component(kind="model", name="whole", config=WholeConfig, target=f"{__name__}:Whole", api="model/0.2")
+    part = Component(kind="model", name="whole", config=WholeConfig, target=f"{__name__}:Whole", api="model/0.3")
     own = installed()
     registry = Registry(
         [*own.registered.values(), Registered(part, Package("acme", "1.0"))], own.problems, own.config_dirs

@@ -1,0 +1,1 @@
+"""Decoders of the transformers library, with this engine's attention, linear layers and norms."""

@@ -1,0 +1,56 @@
+"""Attention of a transformers model by this engine's backend. Shapes: T tokens, H query heads, K kv heads, D head dim,
+E dimensions of a value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface
+
+from dovetail.core.interfaces import PLAIN, AttentionBackend, AttentionLayer, ForwardContext
+
+PAGED = "dovetail"
+"""Name of this implementation in transformers' interface. It has no masks: the backend makes its own."""
+
+
+@dataclass
+class Step:
+    """The step that the model runs, for layers that the library passes no arguments of ours."""
+
+    ctx: ForwardContext | None = None
+    """Set during forward alone."""
+
+    def clear(self) -> None:
+        self.ctx = None
+
+
+@dataclass(frozen=True)
+class PagedAttention:
+    """One layer's attention. The library's module has it as attribute `paged`."""
+
+    backend: AttentionBackend
+    layer: AttentionLayer
+    step: Step
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """q [1, H, T, D], k [1, K, T, D] and v [1, K, T, E], already rotated, to [1, T, H, E]."""
+        layer, (_, heads, tokens, dim) = self.layer, q.shape
+        v_dim = v.shape[-1]
+        if v_dim < dim:
+            v = F.pad(v, (0, dim - v_dim))
+        qkv_THD = torch.cat((q, k, v), dim=1)[0].transpose(0, 1)
+        out = self.backend.write_and_attend(layer, self.step.ctx.attn[layer.group], qkv_THD.reshape(tokens, -1), None)
+        return out[PLAIN].values.view(1, tokens, heads, dim)[..., :v_dim]
+
+
+def _attend(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any, **more: Any
+) -> tuple[torch.Tensor, None]:
+    paged: PagedAttention = module.paged
+    return paged(query, key, value), None
+
+
+AttentionInterface.register(PAGED, _attend)

@@ -1,0 +1,159 @@
+"""Any decoder of transformers (Wolf et al. 2020): the library's forward pass, with this engine's attention, linear
+layers, embeddings and RMSNorms in place of the library's modules.
+
+Shapes: T tokens, B sampled rows, C hidden channels, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from dovetail.core.checkpoint import open_checkpoint
+from dovetail.core.interfaces import (
+    AttentionLayer,
+    BuildContext,
+    ForwardContext,
+    Hidden,
+    KVGroup,
+    Model,
+    ModelSource,
+    ModelSpec,
+    Plane,
+)
+from dovetail.core.layers import KVScales, Taker, dummy_weights, load_weights
+from dovetail.core.memory.sizing import group_layers
+from dovetail.core.startup_notes import note
+from dovetail.plugins.model.config import TransformersConfig
+from dovetail.plugins.model.transformers.attention import PAGED, PagedAttention, Step
+from dovetail.plugins.model.transformers.materialize import make_buffers, make_parameters
+from dovetail.plugins.model.transformers.modules import StatesModule
+from dovetail.plugins.model.transformers.plan import shrink
+from dovetail.plugins.model.transformers.replace import Replacement, matrix_shapes
+from dovetail.plugins.model.transformers.rope import fix_rope
+from dovetail.plugins.model.transformers.spec import decoder_of, spec_of
+from dovetail.plugins.model.transformers.trial import TRIAL, AttentionCall, trial
+from dovetail.plugins.model.transformers.weights import renamed
+
+
+class TransformersDecoder(Model):
+    """Decoder of any class of transformers that lets attention be replaced."""
+
+    capturable = False
+
+    def __init__(self, config: TransformersConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        decoder = decoder_of(config)
+        library, calls = decoder.library, decoder.calls
+        self.model = model = library.build(TRIAL, build.dtype)
+        shapes = matrix_shapes(model)
+        if build.collective.size > 1:
+            shrink(model, build.collective.size)
+            calls = trial(library, model)
+        model.config._attn_implementation = PAGED
+        make_buffers(model, build.device)
+        fix_rope(model)
+        self.blocks = model.get_submodule(decoder.blocks)
+        self.layers_of_engine = Replacement(model, build, decoder.blocks)
+        self.layers_of_engine.replace_tables()
+        self.layers_of_engine.replace_linears(shapes)
+        self.layers_of_engine.replace_norms()
+        self.embedding = model.get_input_embeddings()
+        self.step = Step()
+        self._kv_groups = _kv_groups(build, calls)
+        self.scales = [self._place_attention(call) for call in calls]
+        self.own = list(make_parameters(model, build.device))
+        # The class applies scales and caps of logits in its forward, which thus runs without the body.
+        prefix = model.base_model_prefix
+        self.body = getattr(model, prefix)
+        setattr(model, prefix, StatesModule())
+        note(f"model=transformers runs {build.spec.architecture} with {self.layers_of_engine.words()}")
+
+    @classmethod
+    def spec(cls, config: TransformersConfig) -> ModelSpec:
+        return spec_of(config)
+
+    @classmethod
+    def source(cls, config: TransformersConfig) -> ModelSource:
+        return ModelSource(None if config.path is None else open_checkpoint(config.path), config.load == "dummy")
+
+    @property
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        return self._kv_groups
+
+    def load(self, weights: Iterable[tuple[str, Callable[[], Any]]]) -> None:
+        takers = self._takers()
+        wanted = {stored.name for taker in takers for stored in taker.stored}
+        self._fill(takers, renamed(self.model, weights, wanted, self.layers_of_engine.transposed))
+
+    def init_dummy(self, seed: int) -> None:
+        takers = self._takers()
+        self._fill(takers, dummy_weights(takers, seed, self.build.dtype, self.build.device))
+
+    def embed(
+        self, tokens_T: torch.Tensor, extra_TC: torch.Tensor | None = None, mask_T: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        embeds_TC = self.embedding(tokens_T)
+        return embeds_TC if mask_T is None else torch.where(mask_T.unsqueeze(-1), extra_TC, embeds_TC)
+
+    def forward(self, embeds_TC: torch.Tensor, ctx: ForwardContext, taps: tuple[int, ...] = ()) -> Hidden:
+        tapped: dict[int, torch.Tensor] = {}
+        # Padding may be past the last position, for which tables of learned positions have no row.
+        positions_1T = ctx.positions_T.clamp(max=self.build.spec.max_len - 1).unsqueeze(0)
+        with ExitStack() as hooks:
+            for index in taps:
+                hooks.enter_context(self.blocks[index].register_forward_hook(partial(_tap, tapped, index)))
+            self.step.ctx = ctx
+            hooks.callback(self.step.clear)
+            (states_1TC, *_) = self.body(
+                inputs_embeds=embeds_TC.unsqueeze(0), position_ids=positions_1T, use_cache=False, return_dict=False
+            )
+        return Hidden(states_1TC[0], tapped)
+
+    def logits(self, states_BC: torch.Tensor) -> torch.Tensor:
+        return self.model(inputs_embeds=states_BC.unsqueeze(0), use_cache=False).logits[0]
+
+    def _place_attention(self, call: AttentionCall) -> KVScales:
+        build = self.build
+        group = next(group for group in self._kv_groups if call.layer in group.layers)
+        scales = KVScales(call.module, call.layer, build, build.spec.kv_heads, call.kv_heads)
+        layer = AttentionLayer(
+            index=call.layer,
+            group=group.id,
+            local=group.layers.index(call.layer),
+            heads=call.heads,
+            kv_heads=call.kv_heads,
+            head_dim=call.head_dim,
+            scale=call.scale,
+            window=call.window,
+            k_scale=scales.k,
+            v_scale=scales.v,
+        )
+        build.tuned.append(partial(build.attention.tunables, layer))
+        self.model.get_submodule(call.module).paged = PagedAttention(build.attention, layer, self.step)
+        return scales
+
+    def _takers(self) -> list[Taker]:
+        scales = (weight for scales in self.scales for weight in scales.weights())
+        return [*self.layers_of_engine.takers(), *scales, *self.own]
+
+    def _fill(self, takers: list[Taker], weights: Iterable[tuple[str, Callable[[], Any]]]) -> None:
+        load_weights(takers, weights)
+        for linear in self.layers_of_engine.linears:
+            linear.finish()
+
+
+def _tap(tapped: dict[int, torch.Tensor], index: int, block: nn.Module, inputs: Any, output: Any) -> None:
+    states_1TC = output[0] if isinstance(output, tuple) else output
+    tapped[index] = states_1TC[0]
+
+
+def _kv_groups(build: BuildContext, calls: tuple[AttentionCall, ...]) -> tuple[KVGroup, ...]:
+    shape = (calls[0].kv_heads, calls[0].head_dim)
+    planes = tuple(Plane(name, shape, build.kv_dtype) for name in ("k", "v"))
+    return group_layers([call.window for call in calls], planes, build.page_tokens)

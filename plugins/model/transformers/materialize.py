@@ -1,0 +1,55 @@
+"""Memory for the tensors that stay the library's: buffers, which it computes, and parameters, which the checkpoint
+fills."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import nn
+
+from dovetail.core.layers import Stored, Taker, Weight, WeightSet
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from dovetail.core.checkpoint import LazyTensor
+
+
+def make_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Compute the buffers of a model on the meta device. The library does so where it initializes weights."""
+    for weight in model.parameters():
+        weight._is_hf_initialized = True
+    for module in model.modules():
+        module._is_hf_initialized = False
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = torch.empty_like(buffer, device=device)
+    model.initialize_weights()
+
+
+def make_parameters(model: PreTrainedModel, device: torch.device) -> Iterator[Taker]:
+    """Allocate the parameters and yield what loads them, and buffers that a checkpoint may have."""
+    made: dict[int, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        for name, weight in module.named_parameters(recurse=False):
+            if id(weight) not in made:
+                made[id(weight)] = nn.Parameter(torch.empty_like(weight, device=device), requires_grad=False)
+                yield _weight(f"{path}.{name}", made[id(weight)])
+            module.register_parameter(name, made[id(weight)])
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                stored = Stored(f"{path}.{name}", tuple(buffer.shape), optional=True)
+                yield WeightSet((stored,), partial(_take_buffer, stored.name, buffer))
+
+
+def _weight(name: str, weight: torch.Tensor) -> Weight:
+    init: Literal["normal", "ones", "zeros"] = (
+        "zeros" if name.endswith("bias") else "ones" if weight.ndim == 1 else "normal"
+    )
+    return Weight(name, lambda lazy: weight.copy_(lazy[...]), tuple(weight.shape), init)
+
+
+def _take_buffer(name: str, buffer: torch.Tensor, tensors: Mapping[str, LazyTensor]) -> None:
+    buffer.copy_(tensors[name][...])

@@ -1,0 +1,185 @@
+"""Trial forward on the meta device: it shows how a model of transformers calls attention, without weights.
+
+Shapes: T tokens, H query heads, K kv heads, D head dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from dovetail.core.errors import ConfigError
+from dovetail.plugins.model.transformers.library import Library, error_text
+from dovetail.plugins.model.transformers.rope import fixed_rope
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+TRIAL = "dovetail_trial"
+"""Name of the recording implementation in transformers' interfaces of attention and of masks."""
+
+TOKENS = 4
+_HARMLESS = {
+    "dropout",
+    "is_causal",
+    "sliding_window",
+    "position_ids",
+    "cache_position",
+}
+"""Arguments of an attention call that change nothing here, or that the mask states too."""
+_LACKING = {"softcap": "caps on attention scores", "s_aux": "attention sinks"}
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One layer's call of attention."""
+
+    layer: int
+    module: str
+    """Path of the calling module."""
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_dim: int
+    """At most head_dim."""
+    scale: float
+    window: int
+    """0 = the layer sees all earlier tokens."""
+
+
+@dataclass
+class _Recorder:
+    library: Library
+    names: dict[int, str]
+    """id of a module -> its path."""
+    masks: list[tuple[torch.Tensor, int | None]] = field(default_factory=list)
+    """Masks that were made, with their windows; None = neither causal nor a causal window."""
+    calls: list[AttentionCall] = field(default_factory=list)
+
+    def window(self, mask: torch.Tensor | None) -> int:
+        if mask is None:
+            return 0
+        found = next((window for made, window in self.masks if made is mask), None)
+        if found is None:
+            raise self.library.refused("its attention mask is neither causal nor a causal sliding window")
+        return found
+
+
+_recorder: ContextVar[_Recorder] = ContextVar("recorder")
+
+
+def _record_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., torch.Tensor],
+    local_size: int | None = None,
+    **others: Any,
+) -> torch.Tensor:
+    mask = torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
+    _recorder.get().masks.append((mask, _window_of(mask_function, local_size or 0)))
+    return mask
+
+
+def _window_of(mask_function: Callable[..., torch.Tensor], size: int) -> int | None:
+    """Return `size` if the mask is causal with that window, at positions around its multiples; otherwise None."""
+    near = (0, 1, 2, 3, *(size * times + offset for times in (1, 2, 3) for offset in (-2, -1, 0, 1, 2)))
+    at_N = torch.tensor(sorted({position for position in near if position >= 0}), device="cpu")
+    q, kv, zero = at_N[:, None], at_N[None, :], torch.zeros((), dtype=torch.int64, device="cpu")
+    expected = (kv <= q) & ((kv > q - size) if size else True)
+    try:
+        found = torch.broadcast_to(mask_function(zero, zero, q, kv), expected.shape)
+        return size if torch.equal(found.bool(), expected) else None
+    except (RuntimeError, IndexError, NotImplementedError):  # It reads padding or blocks of this batch.
+        return None
+
+
+def _record_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    recorder = _recorder.get()
+    library, given = (
+        recorder.library,
+        {name for name, value in others.items() if value is not None and value is not False},
+    )
+    for name, words in _LACKING.items():
+        if name in given:
+            raise library.refused(f"its layers have {words}, which attention backends here lack")
+    if unknown := sorted(given - _HARMLESS):
+        raise library.refused(f"its attention has arguments that are not supported: {', '.join(unknown)}")
+    if key.shape[2] != query.shape[2] or query.shape[2] != TOKENS:
+        raise library.refused("its layers attend to other tokens than their own (cross attention or shared K and V)")
+    if not getattr(module, "is_causal", True) or others.get("is_causal") is False:
+        raise library.refused("its layers attend to later tokens")
+    _, heads, tokens, dim = query.shape
+    if value.shape[-1] > dim:
+        raise library.refused(f"its values have {value.shape[-1]} dimensions a head, more than the {dim} of its keys")
+    recorder.calls.append(
+        AttentionCall(
+            layer=getattr(module, "layer_idx", -1),
+            module=recorder.names.get(id(module), ""),
+            heads=heads,
+            kv_heads=key.shape[1],
+            head_dim=dim,
+            v_dim=value.shape[-1],
+            scale=dim**-0.5 if scaling is None else float(scaling),
+            window=recorder.window(attention_mask),
+        )
+    )
+    return query.new_empty(1, tokens, heads, value.shape[-1]), None
+
+
+def trial(library: Library, model: PreTrainedModel) -> tuple[AttentionCall, ...]:
+    """Run `model`, which was built on the meta device with attention TRIAL, and return its calls in order of layers.
+    Raises ConfigError for what the engine's attention cannot do."""
+    recorder = _Recorder(library, {id(module): name for name, module in model.named_modules()})
+    reset = _recorder.set(recorder)
+    try:
+        with torch.no_grad(), torch.device("meta"), fixed_rope(model):
+            embeds = model.get_input_embeddings()(torch.zeros(1, TOKENS, dtype=torch.long))
+            # A padding mask keeps transformers from comparing positions, whose values a meta tensor lacks.
+            model(
+                inputs_embeds=embeds,
+                position_ids=torch.arange(TOKENS)[None],
+                attention_mask=torch.ones(1, TOKENS, dtype=torch.long),
+                use_cache=False,
+            )
+    except ConfigError:
+        raise
+    except Exception as error:  # The library's code fails in its own ways for what it cannot trace.
+        raise library.refused(f"a trial without weights fails: {error_text(error)}") from error
+    finally:
+        _recorder.reset(reset)
+    return _ordered(library, recorder.calls)
+
+
+def _ordered(library: Library, calls: Sequence[AttentionCall]) -> tuple[AttentionCall, ...]:
+    layers = library.config.get_text_config().num_hidden_layers
+    times = Counter(call.layer for call in calls)
+    lacking = [str(layer) for layer in range(layers) if not times[layer]]
+    if lacking:
+        raise library.refused(f"layers {', '.join(lacking[:8])} of {layers} have no attention (state-space or hybrid)")
+    if len(calls) != layers:
+        raise library.refused(f"its {layers} layers call attention {len(calls)} times")
+    shapes = {(call.heads, call.kv_heads, call.head_dim) for call in calls}
+    if len(shapes) > 1:
+        listed = " and ".join(map(str, sorted(shapes)))
+        raise library.refused(f"its layers differ in (heads, kv heads, head dim): {listed}")
+    return tuple(sorted(calls, key=lambda call: call.layer))
+
+
+AttentionInterface.register(TRIAL, _record_attention)
+AttentionMaskInterface.register(TRIAL, _record_mask)

@@ -1,0 +1,110 @@
+"""Tensors of a checkpoint under the names and shapes of a transformers model."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+from dovetail.core.checkpoint import LazyTensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Opener = Callable[[], LazyTensor]
+Source = Iterable[tuple[str, Opener]]
+"""Pairs as Model.load takes them."""
+
+
+def renamed(model: PreTrainedModel, source: Source, wanted: Collection[str], transposed: Collection[str]) -> Source:
+    """Yield the tensors under the names of `wanted`, as transformers renames those of older checkpoints and of models
+    that were saved without a head, and merges those of experts. Tensors that the class ignores are left out.
+
+    `transposed`: names of matrices that the checkpoint stores as [inputs, outputs]."""
+    transforms = get_model_conversion_mapping(model)
+    renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
+    converters = [one for one in transforms if isinstance(one, WeightConverter)]
+    merged: dict[str, Merged] = {}
+    prefix = f"{model.base_model_prefix}."
+    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    tied = model.all_tied_weights_keys
+
+    def unused(name: str) -> bool:
+        return name in tied or name.endswith(".inv_freq") or any(pattern.search(name) for pattern in ignored)
+
+    for name, opener in source:
+        found, pattern = rename_source_key(name, renamings, converters)
+        if found not in wanted:
+            found = next((each for each in (prefix + found, found.removeprefix(prefix)) if each in wanted), found)
+        if pattern is not None and found in wanted:
+            converter = next(one for one in converters if pattern in one.source_patterns)
+            merged.setdefault(found, Merged(model, found, converter)).parts.append((name, pattern, opener))
+        elif found in wanted or not unused(found):
+            yield found, partial(_transposed, opener) if found in transposed else opener
+    for first in merged.values():
+        yield from first.openers()
+
+
+class Merged:
+    """Tensors that the library makes of others, such as all experts of a layer."""
+
+    def __init__(self, model: PreTrainedModel, name: str, converter: WeightConverter) -> None:
+        self.model, self.name, self.converter = model, name, converter
+        self.parts: list[tuple[str, str, Opener]] = []
+        """(name, matching pattern of the converter, opener) of each tensor in the checkpoint."""
+
+    def openers(self) -> Iterator[tuple[str, Opener]]:
+        first, *others = self.converter.target_patterns
+        for target in (first, *others):
+            name = self.name.replace(first, target)
+            yield name, partial(self.opened, name)
+
+    def opened(self, name: str) -> LazyTensor:
+        converter = copy.deepcopy(self.converter)
+        for source, pattern, opener in sorted(self.parts, key=lambda part: dot_natural_key(part[0])):
+            converter.add_tensor(self.name, source, pattern, partial(_read, opener))
+        whole: torch.Tensor = converter.convert(self.name, model=self.model, config=self.model.config)[name]
+        return Whole(whole)
+
+
+def _read(opener: Opener) -> torch.Tensor:
+    whole: torch.Tensor = opener()[...]
+    return whole
+
+
+def _transposed(opener: Opener) -> LazyTensor:
+    return Transposed(opener())
+
+
+class Whole:
+    """LazyTensor in memory."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._tensor[index]
+
+
+class Transposed:
+    """LazyTensor of a transposed matrix."""
+
+    def __init__(self, tensor: LazyTensor) -> None:
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.get_shape())[::-1]
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        if isinstance(index, tuple) and len(index) == 2:
+            return self._tensor[index[::-1]].t()
+        return self._tensor[...].t()[index]

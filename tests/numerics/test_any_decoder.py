@@ -1,0 +1,94 @@
+"""Decoders that no native family covers, by model=transformers: random weights, float32, against transformers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dovetail import LLM, SamplingParams
+from dovetail.core.checkpoint import open_checkpoint
+from dovetail.core.testing.model_driver import Driver, build_context
+from dovetail.core.testing.rank_threads import on_threads
+from dovetail.plugins.model.config import TransformersConfig
+
+from .decoders import CI, DECODERS, save_decoder
+
+NIGHTLY = os.environ.get("DOVETAIL_DECODERS") == "all"
+KINDS = list(DECODERS) if NIGHTLY else CI
+OUTPUT = 48
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+def load(folder: Path, **options: Any) -> Any:
+    from dovetail.plugins.model.transformers.decoder import TransformersDecoder
+
+    config = TransformersConfig(path=str(folder))
+    model = TransformersDecoder(config, build_context(TransformersDecoder.spec(config), **options))
+    model.load(open_checkpoint(folder).open())
+    return model
+
+
+@torch.no_grad()
+def reference_logits(model: Any, tokens: list[int]) -> torch.Tensor:
+    return model(torch.tensor([tokens])).logits[0].float()
+
+
+def tokens_of(count: int) -> list[int]:
+    return torch.randint(3, 96, (count,), generator=torch.Generator().manual_seed(count)).tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_and_greedy_tokens_equal_transformers(kind, tmp_path):
+    """Logits of a prompt in one step, and of its chunks beside a decode row. Then the engine: prompts in chunks mixed
+    with decoding, two plans in flight, too few pages for all sequences, and once more with prefixes in the cache."""
+    reference = save_decoder(tmp_path, kind)
+    whole = tokens_of(70)
+    expected = reference_logits(reference, whole)
+    assert expected.std() > 0.3  # logits must not be so flat that any model would pass
+    driver = Driver(load(tmp_path))
+    (at_once,) = driver.step([("at once", whole)], slack=3, padding=2)
+    (start,) = driver.step([("chunks", whole[:30])])
+    both = driver.step([("at once", tokens_of(1)), ("chunks", whole[30:])], num_decode=1, slack=3)
+    for found in (at_once, torch.cat((start, both[1]))):
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+    prompts = [tokens_of(count) for count in (5, 60, 31)]
+    engine = [
+        "engine.device=cpu",
+        "engine.token_budget=24",
+        "engine.depth=2",
+        "engine.page_size=8",
+        "engine.max_len=128",
+    ]
+    windowed = "sliding_window" in DECODERS[kind] and "layer_types" not in DECODERS[kind]
+    with LLM(str(tmp_path), overrides=[*engine, f"engine.kv_pages={64 if windowed else 20}"]) as llm:
+        assert llm.composition.part("model").name == "transformers"
+        params = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
+        rounds = [llm.generate(prompts, params) for _ in range(2)]
+        # If all layers have windows, a sequence needs few pages, and enough are left for prefixes.
+        assert windowed or llm.engine.scheduler.stats().preemptions > 0
+    assert sum(result.cached_tokens for result in rounds[1]) > 0
+    for results in rounds:
+        for prompt, result in zip(prompts, results, strict=True):
+            logits = reference_logits(reference, prompt + list(result.token_ids))[len(prompt) - 1 : -1]
+            assert list(result.token_ids) == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS if NIGHTLY else ["gpt_neox", "cohere2"])
+def test_two_ranks_equal_one(kind, tmp_path):
+    from dovetail.plugins.model.transformers.spec import decoder_of
+
+    reference, tokens = save_decoder(tmp_path, kind), tokens_of(50)
+    if 2 not in decoder_of(TransformersConfig(path=str(tmp_path))).ranks:
+        pytest.skip("its class has no plan for two ranks")
+    expected = reference_logits(reference, tokens)
+    for found in on_threads(2, lambda ranks: Driver(load(tmp_path, collective=ranks)).step([("a", tokens)])[0]):
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)

@@ -1,0 +1,122 @@
+"""model=transformers and model=auto: what is chosen, what is refused, and what a plan reads, without weights."""
+
+from __future__ import annotations
+
+import io
+import json
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail import LLM, SamplingParams
+from dovetail.core.compose import compose
+from dovetail.core.compose.cli import main
+from dovetail.core.errors import CapabilityError, ConfigError
+from dovetail.plugins.model.transformers.spec import read_decoder
+
+PHI: dict[str, Any] = {
+    "architectures": ["PhiForCausalLM"],
+    "model_type": "phi",
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "eos_token_id": 2,
+}
+
+
+def of(architecture: str, kind: str, **changes: Any) -> dict[str, Any]:
+    return {**PHI, "architectures": [architecture], "model_type": kind, **changes}
+
+
+LAYERS = {"layer_types": ["full_attention", "chunked_attention"]}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "remote code": (
+        {**PHI, "auto_map": {"AutoModelForCausalLM": "modeling_phi.PhiForCausalLM"}},
+        r"auto_map asks for code of the model folder, 'modeling_phi\.py', and such code is never run",
+    ),
+    "no architecture": ({**PHI, "architectures": None}, "architectures is None; it must be a list"),
+    "unknown": ({**PHI, "model_type": "phi99"}, r"model_type is 'phi99'; transformers 5\S+ does not know it\. Native"),
+    "another task": (
+        {**PHI, "architectures": ["PhiModel"]},
+        "the decoder of model_type phi is PhiForCausalLM",
+    ),
+    "no decoder": (of("ViTModel", "vit"), "'ViTModel': it is no decoder of text"),
+    "wrong type": ({**PHI, "hidden_size": "32"}, "PhiForCausalLM: transformers refuses the file"),
+    "missing": ({k: v for k, v in PHI.items() if k != "num_hidden_layers"}, "the key 'num_hidden_layers' is missing"),
+    "too many": ({**PHI, "num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; it must be from 1 to 1024"),
+    "contradiction": ({**PHI, "hidden_size": 30}, "PhiForCausalLM: "),
+    "state space": (of("MambaForCausalLM", "mamba"), "its layers keep a recurrent state"),
+    "hybrid": (of("Lfm2ForCausalLM", "lfm2", layer_types=["conv", "full_attention"]), "layers of the type 'conv'"),
+    "cross attention": (of("BartForCausalLM", "bart"), "it has an encoder and cross attention"),
+    "linear biases": (of("BloomForCausalLM", "bloom"), "does not let attention be replaced"),
+    "both directions": (of("BertLMHeadModel", "bert"), "attend to later tokens"),
+    "caps": (of("Gemma2ForCausalLM", "gemma2"), "have caps on attention scores, which attention backends here lack"),
+    "chunks": (of("Llama4ForCausalLM", "llama4_text", **LAYERS), "layers of the type 'chunked_attention'"),
+    "two calls": (of("DiffLlamaForCausalLM", "diffllama"), "its 2 layers call attention 4 times"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_run_is_refused_by_name(case: str) -> None:
+    hf, message = REFUSED[case]
+    with pytest.raises(ConfigError, match=message):
+        read_decoder(hf, "config.json")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Any:
+    def write(hf: dict[str, Any]) -> list[str]:
+        (tmp_path / "config.json").write_text(json.dumps(hf))
+        return [f"model.path={tmp_path}", "model.load=dummy", "engine.device=cpu"]
+
+    return write
+
+
+def test_auto_prefers_a_native_family(folder: Any) -> None:
+    chosen = {}
+    for name, kind in (("PhiForCausalLM", "phi"), ("LlamaForCausalLM", "llama"), ("MixtralForCausalLM", "mixtral")):
+        chosen[kind] = compose(["model=auto", *folder(of(name, kind))]).part("model").name
+    assert chosen == {"phi": "transformers", "llama": "llama", "mixtral": "transformers"}
+    with pytest.raises(ConfigError, match="absent"):
+        compose(["model=auto", "model.path=/absent"])
+
+
+def test_the_start_up_says_what_runs_and_why(folder: Any) -> None:
+    with LLM(overrides=["model=auto", *folder(PHI)]) as llm:
+        (result,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3, ignore_eos=True))
+        notes = llm.info.notes
+    assert len(result.token_ids) == 3
+    assert "model=auto chose model=transformers, because no native model has PhiForCausalLM" in notes
+    assert "model=transformers runs PhiForCausalLM with 12 linear layers and 0 norms of this engine" in notes
+
+
+def test_ranks_follow_the_plan_of_the_class(folder: Any) -> None:
+    assert read_decoder(PHI, "config.json").ranks == (1, 2)
+    whole = of("GPT2LMHeadModel", "gpt2")
+    with pytest.raises(CapabilityError, match=r"tp 1 \(its class has no plan that splits its layers\)"):
+        compose(["model=auto", *folder(whole), "executor=multiproc", "engine.tp=2"]).check_layout(None)  # type: ignore[arg-type]
+
+
+def test_a_plan_counts_the_parameters(folder: Any) -> None:
+    experts = of("MixtralForCausalLM", "mixtral", num_local_experts=4, num_experts_per_tok=2)
+    told = io.StringIO()
+    with redirect_stdout(told):
+        assert main(["app=plan", "plan.format=json", "cost=h200", "model=auto", *folder(experts)]) == 0
+    assert json.loads(told.getvalue())["parameters"] == pytest.approx(2 * 4 * 3 * 32 * 48 + 2 * 67 * 32, rel=0.2)
+    counted = read_decoder(experts, "config.json").spec.parameters
+    assert counted is not None
+    assert counted.experts == 2 * 4 * 3 * 32 * 48 == 2 * counted.active_experts
+    assert counted.embedding == counted.head == 67 * 32 and counted.mlp == 0
+    assert counted.attention == 2 * 32 * (32 + 2 * 16 + 32)
+
+
+def test_frequencies_that_grow_with_the_length_limit_it() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+    spec = read_decoder({**PHI, "rope_parameters": {**rope, "partial_rotary_factor": 0.5}}, "config.json").spec
+    assert spec.max_len == 16
