@@ -44,7 +44,6 @@ DECODERS: dict[str, dict[str, Any]] = {
     "smollm3": dict(SIZES, no_rope_layers=[1, 0]),
     "exaone4": dict(SIZES, sliding_window=24, layer_types=["sliding_attention", "full_attention"]),
     "persimmon": SIZES,
-    "codegen": dict(GPT2, n_ctx=512, rotary_dim=8),
     "arcee": SIZES,
     "seed_oss": dict(SIZES, head_dim=16),
     "ernie4_5": dict(SIZES, head_dim=16),

@@ -13,8 +13,11 @@ from dovetail import LLM, SamplingParams
 from dovetail.core.checkpoint import open_checkpoint
 from dovetail.core.testing.model_driver import Driver, build_context
 from dovetail.core.testing.rank_threads import on_threads
+from dovetail.plugins.adapter.config import LoRAConfig
+from dovetail.plugins.adapter.lora.adapters import LoRA
 from dovetail.plugins.model.config import TransformersConfig
 
+from .adapters import adapted_logits, save_adapter
 from .decoders import CI, DECODERS, save_decoder
 
 NIGHTLY = os.environ.get("DOVETAIL_DECODERS") == "all"
@@ -92,3 +95,31 @@ def test_two_ranks_equal_one(kind, tmp_path):
     expected = reference_logits(reference, tokens)
     for found in on_threads(2, lambda ranks: Driver(load(tmp_path, collective=ranks)).step([("a", tokens)])[0]):
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+def test_adapters_equal_peft(tmp_path):
+    reference, tokens = save_decoder(tmp_path / "base", "gpt_neox"), tokens_of(30)
+    save_adapter(tmp_path / "own", reference, seed=1, target_modules=["query_key_value", "dense", "dense_4h_to_h"])
+    lora = LoRA(LoRAConfig(slots=1), torch.device("cpu"), torch.float32)
+    driver = Driver(load(tmp_path / "base", adapters=lora))
+    lora.allocate()
+    lora.read("own", tmp_path / "own")
+    lora.place(0, "own")
+    lora.slots_T = torch.zeros(len(tokens), dtype=torch.int32)
+    (found,) = driver.step([("a", tokens)])
+    expected = adapted_logits(reference, tmp_path / "own", tokens)
+    assert (expected - reference_logits(reference, tokens)).std() > 0.05
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
+
+
+def test_old_names_and_unused_tensors(tmp_path):
+    """The first GPT-2 checkpoints have no prefix, and hold masks."""
+    reference, tokens = save_decoder(tmp_path, "gpt2"), tokens_of(9)
+    whole = load(tmp_path)
+    held = {name.removeprefix("transformer."): opener for name, opener in open_checkpoint(tmp_path).open()}
+    assert "h.0.attn.c_attn.weight" in held
+    mask = {f"h.{layer}.attn.bias": held["wte.weight"] for layer in (0, 1)}
+    whole.load((held | mask).items())
+    torch.testing.assert_close(
+        Driver(whole).step([("a", tokens)])[0], reference_logits(reference, tokens), atol=1e-4, rtol=0
+    )

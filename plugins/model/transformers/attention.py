@@ -41,8 +41,8 @@ class PagedAttention:
         v_dim = v.shape[-1]
         if v_dim < dim:
             v = F.pad(v, (0, dim - v_dim))
-        qkv_THD = torch.cat((q, k, v), dim=1)[0].transpose(0, 1)
-        out = self.backend.write_and_attend(layer, self.step.ctx.attn[layer.group], qkv_THD.reshape(tokens, -1), None)
+        qkv_THD = torch.cat([x[0].transpose(0, 1) for x in (q, k, v)], dim=1)
+        out = self.backend.write_and_attend(layer, self.step.ctx.attn[layer.group], qkv_THD.flatten(1), None)
         return out[PLAIN].values.view(1, tokens, heads, dim)[..., :v_dim]
 
 

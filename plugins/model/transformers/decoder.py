@@ -56,7 +56,10 @@ class TransformersDecoder(Model):
             shrink(model, build.collective.size)
             calls = trial(library, model)
         model.config._attn_implementation = PAGED
-        make_buffers(model, build.device)
+        try:
+            make_buffers(model, build.device)
+        except ValueError as error:
+            raise library.refused(str(error)) from error
         fix_rope(model)
         self.blocks = model.get_submodule(decoder.blocks)
         self.layers_of_engine = Replacement(model, build, decoder.blocks)
@@ -116,7 +119,7 @@ class TransformersDecoder(Model):
         return Hidden(states_1TC[0], tapped)
 
     def logits(self, states_BC: torch.Tensor) -> torch.Tensor:
-        return self.model(inputs_embeds=states_BC.unsqueeze(0), use_cache=False).logits[0]
+        return self.model(inputs_embeds=states_BC.unsqueeze(0), use_cache=False, return_dict=True).logits[0]
 
     def _place_attention(self, call: AttentionCall) -> KVScales:
         build = self.build

@@ -25,8 +25,16 @@ if TYPE_CHECKING:
 NATIVE = f"Native families (model=llama): {', '.join(RUNNABLE)}"
 """End of messages about models that cannot run."""
 
-_IMPLEMENTATIONS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
-"""Keys that choose an implementation in transformers, possibly code from a hub. They are not read."""
+_UNREAD = {
+    "attn_implementation",
+    "_attn_implementation",
+    "experts_implementation",
+    "_experts_implementation",
+    "quantization_config",
+    "output_attentions",
+    "output_hidden_states",
+}
+"""Keys that the library does not get: they choose implementations, possibly code from a hub, or are the quantizer's."""
 
 _BOUNDED = {
     "num_hidden_layers": "layers",
@@ -92,10 +100,12 @@ def read_library(hf: Mapping[str, Any], where: str) -> Library:
         why = "it is no decoder of text" if expected is None else f"the decoder of model_type {kind} is {expected}"
         raise refusal(where, shown(architecture), why)
     try:
-        config = CONFIG_MAPPING[kind].from_dict({key: hf[key] for key in hf if key not in _IMPLEMENTATIONS})
+        config = CONFIG_MAPPING[kind].from_dict({key: hf[key] for key in hf if key not in _UNREAD})
     except Exception as error:  # Its validation raises errors of several libraries.
         raise refusal(where, architecture, f"transformers refuses the file: {error_text(error)}") from error
     found = Library(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], where)
+    if config.get_text_config() is not config:
+        raise found.refused("it has a decoder besides other models (text_config), for images or sound")
     if getattr(config, "is_encoder_decoder", False):
         raise found.refused("it has an encoder and cross attention")
     if getattr(found.model, "_is_stateful", False):

@@ -19,14 +19,30 @@ if TYPE_CHECKING:
 
 
 def make_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Compute the buffers of a model on the meta device. The library does so where it initializes weights."""
+    """Compute the buffers of a model on the meta device. The library does so where it initializes weights. Raises
+    ValueError for tensors that it leaves without values."""
     for weight in model.parameters():
         weight._is_hf_initialized = True
     for module in model.modules():
         module._is_hf_initialized = False
         for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = torch.empty_like(buffer, device=device)
+            module._buffers[name] = torch.full_like(buffer, _UNSET.get(buffer.dtype, float("nan")), device=device)
     model.initialize_weights()
+    if device.type != "meta":
+        for path, module in model.named_modules():
+            _check_values(path, module)
+
+
+_UNSET = {torch.bool: False, **dict.fromkeys((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64), 0)}
+"""Values of buffers before the library computes them; NaN for other dtypes."""
+
+
+def _check_values(path: str, module: nn.Module) -> None:
+    for name, value in (*vars(module).items(), *module.named_buffers(recurse=False)):
+        if not isinstance(value, torch.Tensor) or name in set(module._buffers) - module._non_persistent_buffers_set:
+            continue
+        if value.is_meta or (value.is_floating_point() and bool(value.isnan().any())):
+            raise ValueError(f"the library does not compute {path}.{name} where it initializes weights")
 
 
 def make_parameters(model: PreTrainedModel, device: torch.device) -> Iterator[Taker]:

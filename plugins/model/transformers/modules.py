@@ -13,6 +13,11 @@ from dovetail.core.layers import Linear, LMHead, RMSNorm, VocabParallelEmbedding
 from dovetail.core.ops import encode, rms_norm
 
 
+def rows(x: torch.Tensor) -> torch.Tensor:
+    """Return [..., C] as [T, C], contiguous as kernels read it."""
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
 class LinearModule(nn.Module):
     """A linear layer whose weight is in the quantizer's format. Its output is the sum over ranks."""
 
@@ -21,7 +26,7 @@ class LinearModule(nn.Module):
         self.linear, self.collective = linear, collective
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor | Partial = self.linear(encode(x.reshape(-1, x.shape[-1]), self.linear.inputs))
+        y: torch.Tensor | Partial = self.linear(encode(rows(x), self.linear.inputs))
         y_TO = self.collective.reduce(y)
         return y_TO.view(*x.shape[:-1], y_TO.shape[-1])
 
@@ -34,7 +39,7 @@ class NormModule(nn.Module):
         self.norm = norm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        bundle, _ = self.norm(x.reshape(-1, x.shape[-1]))
+        bundle, _ = self.norm(rows(x))
         return bundle[PLAIN].values.view(x.shape)
 
 
@@ -57,7 +62,7 @@ class HeadModule(nn.Module):
         self.head = head
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        logits = self.head(states.reshape(-1, states.shape[-1]))
+        logits = self.head(rows(states))
         return logits.view(*states.shape[:-1], logits.shape[-1])
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dovetail import LLM, SamplingParams
 from dovetail.core.compose import compose
@@ -55,6 +56,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "hybrid": (of("Lfm2ForCausalLM", "lfm2", layer_types=["conv", "full_attention"]), "layers of the type 'conv'"),
     "cross attention": (of("BartForCausalLM", "bart"), "it has an encoder and cross attention"),
     "linear biases": (of("BloomForCausalLM", "bloom"), "does not let attention be replaced"),
+    "images": (
+        {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": {}},
+        "it has a decoder besides other models",
+    ),
     "both directions": (of("BertLMHeadModel", "bert"), "attend to later tokens"),
     "caps": (of("Gemma2ForCausalLM", "gemma2"), "have caps on attention scores, which attention backends here lack"),
     "chunks": (of("Llama4ForCausalLM", "llama4_text", **LAYERS), "layers of the type 'chunked_attention'"),
@@ -120,3 +125,19 @@ def test_frequencies_that_grow_with_the_length_limit_it() -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
     spec = read_decoder({**PHI, "rope_parameters": {**rope, "partial_rotary_factor": 0.5}}, "config.json").spec
     assert spec.max_len == 16
+
+
+def test_buffers_without_values_are_refused() -> None:
+    """A buffer that the library leaves as it was allocated would hold anything."""
+    from transformers import PhiConfig, PhiForCausalLM
+
+    from dovetail.plugins.model.transformers.materialize import make_buffers
+
+    with torch.device("meta"):
+        model = PhiForCausalLM(PhiConfig(**{key: PHI[key] for key in PHI if key != "architectures"}))
+        model.model.register_buffer("table", torch.ones(3), persistent=False)
+    with pytest.raises(ValueError, match=r"does not compute model\.table"):
+        make_buffers(model, torch.device("cpu"))
+    del model.model.table
+    make_buffers(model, torch.device("cpu"))
+    assert torch.equal(model.model.rotary_emb.inv_freq, PhiForCausalLM(model.config).model.rotary_emb.inv_freq)
