@@ -32,6 +32,7 @@ from dovetail.core.interfaces import (
     Model,
     ModelSpec,
 )
+from dovetail.core.testing.host_sync import NoHostSync
 from dovetail.core.testing.model_doubles import OverwritesOutputs, SpyAttention, TaggingQuantizer, WatchedCollective
 from dovetail.core.testing.model_driver import Driver, build_context
 from dovetail.core.testing.model_weights import Weights, WeightTests, opened
@@ -233,6 +234,21 @@ class ModelContract(WeightTests):
         expected = self._logits(model, tokens)
         self._logits(model, self._tokens(33))
         assert_near(self._logits(model, tokens), expected, self.tolerance, "logits after another sequence")
+
+    def test_forward_does_not_wait_for_the_device(self) -> None:
+        """Otherwise its steps cannot be captured as CUDA graphs, which `capturable` says."""
+        model = self._model()
+        if not model.capturable:
+            pytest.skip("capturable = False")
+        driver = Driver(model)
+
+        def forward(*args: Any) -> Hidden:
+            with NoHostSync("forward"):
+                return model.forward(*args)
+
+        driver.forward = forward
+        driver.step([("a", self._tokens(9))])
+        driver.step([("a", self._tokens(1))], num_decode=1)
 
     # Taps
 

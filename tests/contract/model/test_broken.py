@@ -121,6 +121,12 @@ class RemembersTheStepBefore(Sound):
         return hidden
 
 
+class ReadsAPosition(Sound):
+    def forward(self, embeds_TC: torch.Tensor, ctx: ForwardContext, *rest: Any) -> Hidden:
+        assert int(ctx.positions_T.max()) < self.build.max_len
+        return super().forward(embeds_TC, ctx, *rest)
+
+
 class TapsBeforeTheLayer(Sound):
     def forward(self, embeds_TC: torch.Tensor, ctx: ForwardContext, taps: tuple[int, ...] = ()) -> Hidden:
         hidden = super().forward(embeds_TC, ctx, tuple(tap - 1 for tap in taps))
@@ -271,6 +277,7 @@ BROKEN: dict[str, list[type[Sound]]] = {
     ],
     "test_positions_are_the_steps": [positioned("HasNoPositions", torch.zeros_like)],
     "test_nothing_stays_between_steps": [RemembersTheStepBefore],
+    "test_forward_does_not_wait_for_the_device": [ReadsAPosition],
     "test_a_tap_comes_after_its_layer": [TapsBeforeTheLayer],
     "test_taps_are_given_when_asked": [
         fault(

@@ -113,9 +113,8 @@ def test_a_plan_counts_the_parameters(folder: Any) -> None:
     told = io.StringIO()
     with redirect_stdout(told):
         assert main(["app=plan", "plan.format=json", "cost=h200", "model=auto", *folder(experts)]) == 0
-    assert json.loads(told.getvalue())["parameters"] == pytest.approx(2 * 4 * 3 * 32 * 48 + 2 * 67 * 32, rel=0.2)
     counted = read_decoder(experts, "config.json").spec.parameters
-    assert counted is not None
+    assert counted is not None and json.loads(told.getvalue())["parameters"] == counted.total
     assert counted.experts == 2 * 4 * 3 * 32 * 48 == 2 * counted.active_experts
     assert counted.embedding == counted.head == 67 * 32 and counted.mlp == 0
     assert counted.attention == 2 * 32 * (32 + 2 * 16 + 32)
