@@ -34,7 +34,9 @@ KINDS: dict[str, Kind] = {
         _kind("model", "one", "Model", "layers, weight names and the forward pass", api="0.3"),
         _kind("scheduler", "one", "Scheduler", "which sequences run in a step, and how many tokens of each"),
         _kind("kv_cache", "one", "KVAllocator", "which sequence owns which KV page, and what is reused"),
-        _kind("attention", "one", "AttentionBackend", "writes keys and values to pages and attends over them"),
+        _kind(
+            "attention", "one", "AttentionBackend", "writes keys and values to pages and attends over them", api="0.2"
+        ),
         _kind("quant", "one", "Quantizer", "the number format of weights, activations and KV", api="0.2"),
         _kind("adapter", "one", "Adapters", "changes to linear layers that requests choose by name"),
         _kind("spec_decode", "one", "Drafter", "proposes tokens that the model then verifies"),

@@ -40,6 +40,11 @@ class AttentionLayer:
     """Divides K before it is stored in 8 bits: a number, or float32 [kv_heads] on the device."""
     v_scale: float | torch.Tensor = 1.0
     """The same for V. Both are numbers or both are tensors."""
+    soft_cap: float = 0.0
+    """Scaled scores become cap * tanh(score / cap) (Gemma 2, 2024); 0 = they stay. Capability `scores`: "soft_cap"."""
+    sinks: torch.Tensor | None = None
+    """float32 [heads]: one more score of each head, which counts in the softmax's sum alone (gpt-oss, 2025); None =
+    none. It may be filled after the layer is made. Capability `scores`: "sinks"."""
 
 
 @dataclass(frozen=True, slots=True)

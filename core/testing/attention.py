@@ -76,6 +76,8 @@ class AttentionContract(WriteTests):
     """Page sizes to test."""
     windows = True
     """Whether it supports sliding windows (capability kinds: window)."""
+    scores: tuple[str, ...] = ()
+    """Changes of scores that it supports (capability scores): "soft_cap", "sinks"."""
     tree = True
     """Whether it supports tree masks (capability tree)."""
     mixed_graphs = False
@@ -188,6 +190,26 @@ class AttentionContract(WriteTests):
             ([("b", 1), ("a", 1), ("c", 7)], 2),
             ([("c", 3), ("a", 5), ("b", 1)], 3),
         ):
+            arena.run(arena.plan(rows, num_decode=num_decode, slack=4))
+
+    def test_scores_may_be_capped(self) -> None:
+        self._needs_scores("soft_cap")
+        self._run_scores(soft_cap=0.5)
+
+    def test_sinks_count_in_the_sum_alone(self) -> None:
+        """A head whose sink outweighs its keys attends to almost nothing, and one with a small sink as without it."""
+        self._needs_scores("sinks")
+        heads, _ = self.heads[-2 % len(self.heads)]
+        self._run_scores(sinks=torch.linspace(-9.0, 5.0, heads, device=self.device))
+
+    def _needs_scores(self, what: str) -> None:
+        if what not in self.scores:
+            pytest.skip(f"scores = {self.scores}")
+
+    def _run_scores(self, **options: Any) -> None:
+        """Whole prompts, chunks and decode rows, in full layers and layers with a window."""
+        arena = self._arena(windows=self._windows(0, 6), **options)
+        for rows, num_decode in (([("a", 9)], 0), ([("a", 5), ("b", 17)], 0), ([("b", 1), ("a", 3), ("c", 7)], 2)):
             arena.run(arena.plan(rows, num_decode=num_decode, slack=4))
 
     def test_pages_behind_the_window_may_be_gone(self) -> None:

@@ -69,8 +69,10 @@ class Arena:
         poison: float = float("nan"),
         pages: int = 64,
         kv_scales: tuple[float | torch.Tensor, float | torch.Tensor] = (1.0, 1.0),
+        soft_cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
     ) -> None:
-        self.kv_scales = kv_scales
+        self.kv_scales, self.soft_cap, self.sinks = kv_scales, soft_cap, sinks
         self.backend, self.device, self.dtype, self.kv_dtype = backend, device, dtype, kv_dtype
         self.tolerance, (self.heads, self.kv_heads), self.head_dim = tolerance, heads, head_dim
         planes = tuple(Plane(name, (self.kv_heads, head_dim), kv_dtype) for name in ("k", "v"))
@@ -107,6 +109,8 @@ class Arena:
             window=group.window,
             k_scale=self.kv_scales[0],
             v_scale=self.kv_scales[1],
+            soft_cap=self.soft_cap,
+            sinks=self.sinks,
         )
 
     def plan(
@@ -198,7 +202,7 @@ class Arena:
             length = step.paged.starts[row] + step.rows[row][1]
             seen = [key for key in range(length) if sees(layer, at, key, length, tree_TW, token)]
             k_LKD, v_LKD = self.truth[layer.index, name][seen].unbind(1)
-            out.append(attend_one(q_THD[token].cpu().double(), k_LKD, v_LKD, layer.scale))
+            out.append(attend_one(layer, q_THD[token].cpu().double(), k_LKD, v_LKD))
         return torch.stack(out)
 
 
@@ -221,11 +225,16 @@ def sees(layer: AttentionLayer, at: int, key: int, length: int, tree_TW: torch.T
     return back < 0 or bool(tree_TW[token, back])
 
 
-def attend_one(q_HD: torch.Tensor, k_LKD: torch.Tensor, v_LKD: torch.Tensor, scale: float) -> torch.Tensor:
+def attend_one(layer: AttentionLayer, q_HD: torch.Tensor, k_LKD: torch.Tensor, v_LKD: torch.Tensor) -> torch.Tensor:
     """Attend with one query over its visible keys, head by head."""
     share = len(q_HD) // k_LKD.shape[1]
     heads = []
     for head, q_D in enumerate(q_HD):
-        weights_L = torch.softmax(k_LKD[:, head // share] @ q_D * scale, dim=0)
+        scores_L = k_LKD[:, head // share] @ q_D * layer.scale
+        if layer.soft_cap:
+            scores_L = layer.soft_cap * torch.tanh(scores_L / layer.soft_cap)
+        if layer.sinks is not None:
+            scores_L = torch.cat((scores_L, layer.sinks[head : head + 1].cpu().double()))
+        weights_L = torch.softmax(scores_L, dim=0)[: len(k_LKD)]
         heads.append(weights_L @ v_LKD[:, head // share])
     return torch.cat(heads)

@@ -4,7 +4,14 @@ from dovetail.plugins import builtin
 from dovetail.plugins.attention.config import FlashInferConfig, SDPAConfig, TritonConfig
 
 COMPONENTS = tuple(
-    builtin("attention", name, config, f"{name}.backend:{target}", capabilities=f"{name}.capabilities:capabilities")
+    builtin(
+        "attention",
+        name,
+        config,
+        f"{name}.backend:{target}",
+        capabilities=f"{name}.capabilities:capabilities",
+        api="0.2",
+    )
     for name, config, target in (
         ("sdpa", SDPAConfig, "SDPA"),
         ("triton", TritonConfig, "Triton"),

@@ -17,6 +17,7 @@ SIZES = dict(
     eos_token_id=2,
     pad_token_id=0,
 )
+WINDOWED: dict[str, Any] = dict(sliding_window=24, layer_types=["sliding_attention", "full_attention"])
 GPT2 = dict(vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=512, bos_token_id=1, eos_token_id=2)
 OPT = {key: value for key, value in SIZES.items() if key not in ("intermediate_size", "num_key_value_heads")}
 
@@ -30,19 +31,22 @@ DECODERS: dict[str, dict[str, Any]] = {
     "starcoder2": dict(SIZES, sliding_window=24),
     "olmo": dict(SIZES, clip_qkv=0.5),
     "olmo2": SIZES,
-    "olmo3": dict(SIZES, sliding_window=24, layer_types=["sliding_attention", "full_attention"]),
+    "olmo3": dict(SIZES, **WINDOWED),
     "granite": dict(
         SIZES, attention_multiplier=0.2, residual_multiplier=0.5, embedding_multiplier=3.0, logits_scaling=2.0
     ),
     "cohere": dict(SIZES, logit_scale=0.5, use_qk_norm=True),
-    "cohere2": dict(SIZES, logit_scale=0.5, sliding_window=24, layer_types=["sliding_attention", "full_attention"]),
+    "cohere2": dict(SIZES, logit_scale=0.5, **WINDOWED),
     "glm": dict(SIZES, head_dim=16),
     "glm4": dict(SIZES, head_dim=16),
     "gemma": dict(SIZES, head_dim=16),
+    "gemma2": dict(SIZES, head_dim=16, sliding_window=24, attn_logit_softcapping=2.0, final_logit_softcapping=5.0),
+    "gemma3_text": dict(SIZES, head_dim=16, **WINDOWED),
+    "gpt_oss": dict(SIZES, head_dim=16, num_local_experts=4, num_experts_per_tok=2, **WINDOWED),
     "helium": dict(SIZES, head_dim=16),
     "nemotron": SIZES,
     "smollm3": dict(SIZES, no_rope_layers=[1, 0]),
-    "exaone4": dict(SIZES, sliding_window=24, layer_types=["sliding_attention", "full_attention"]),
+    "exaone4": dict(SIZES, **WINDOWED),
     "persimmon": SIZES,
     "arcee": SIZES,
     "seed_oss": dict(SIZES, head_dim=16),

@@ -32,6 +32,7 @@ def capabilities(config: FlashInferConfig, host: Host) -> Capabilities:
     return Capabilities(
         provides={
             "kinds": ("full", "window"),
+            "scores": (),
             "exact_lengths": "host",
             "kv_dtypes": KV_DTYPES,
             "tree": False,

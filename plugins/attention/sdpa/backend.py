@@ -148,7 +148,8 @@ def _attend(
     batch, count, heads, dim = q_BNHD.shape
     kv_heads = k_BLKD.shape[2]
     group = heads // kv_heads
-    if rows.whole_prompt and not (layer.window and layer.window < count):
+    changed = bool(layer.soft_cap) or layer.sinks is not None
+    if rows.whole_prompt and not changed and not (layer.window and layer.window < count):
         # The first chunk of a prompt needs no mask tensor, so torch can use a flash kernel.
         q, k, v = (x.transpose(1, 2) for x in (q_BNHD, k_BLKD[:, :count], v_BLKD[:, :count]))
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
@@ -156,6 +157,9 @@ def _attend(
     # Query heads of one kv head become extra query positions, so keys and values are not copied per head.
     q_BKGND = q_BNHD.view(batch, count, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
     mask_BNL = rows.mask_BNL(layer.window)
+    if changed:
+        out_BKGND = _attend_by_scores(layer, q_BKGND, k_BLKD.permute(0, 2, 3, 1), v_BLKD.transpose(1, 2), mask_BNL)
+        return out_BKGND.permute(0, 3, 1, 2, 4).flatten(2, 3)
     out = F.scaled_dot_product_attention(
         q_BKGND.flatten(2, 3),
         k_BLKD.transpose(1, 2),
@@ -164,3 +168,20 @@ def _attend(
         scale=layer.scale,
     )
     return out.view(batch, kv_heads, group, count, dim).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def _attend_by_scores(
+    layer: AttentionLayer, q_BKGND: torch.Tensor, k_BKDL: torch.Tensor, v_BKLD: torch.Tensor, mask_BNL: torch.Tensor
+) -> torch.Tensor:
+    """Attention with a cap or sinks, which torch's function lacks, in float32. G: query heads of a kv head."""
+    scores_BKGNL = (q_BKGND.float() @ k_BKDL.float().unsqueeze(2)) * layer.scale
+    if layer.soft_cap:
+        scores_BKGNL = layer.soft_cap * torch.tanh(scores_BKGNL / layer.soft_cap)
+    scores_BKGNL = scores_BKGNL.masked_fill(~mask_BNL[:, None, None], float("-inf"))
+    keys = scores_BKGNL.shape[-1]
+    if layer.sinks is not None:
+        sinks_KG = layer.sinks.view(layer.kv_heads, -1)
+        sinks_BKGN1 = sinks_KG[None, :, :, None, None].expand(*scores_BKGNL.shape[:-1], 1)
+        scores_BKGNL = torch.cat((scores_BKGNL, sinks_BKGN1), dim=-1)
+    weights_BKGNL = scores_BKGNL.softmax(-1)[..., :keys]
+    return (weights_BKGNL @ v_BKLD.float().unsqueeze(2)).to(q_BKGND.dtype)

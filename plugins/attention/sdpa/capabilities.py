@@ -12,6 +12,7 @@ def capabilities(config: SDPAConfig, host: Host) -> Capabilities:
     return Capabilities(
         provides={
             "kinds": ("full", "window"),
+            "scores": ("soft_cap", "sinks"),
             "exact_lengths": "device",
             "kv_dtypes": KV_DTYPES,
             "tree": True,

@@ -12,6 +12,7 @@ def capabilities(config: TransformersConfig, host: Host) -> Capabilities:
 
     decoder = decoder_of(config)
     spec = decoder.spec
+    scores = {"soft_cap": any(call.soft_cap for call in decoder.calls), "sinks": any(c.sinks for c in decoder.calls)}
     kinds = sorted({"window" if window else "full" for window in spec.windows})
     shared = f"they share {spec.heads} heads, {spec.kv_heads} kv heads, {spec.intermediate} MLP channels"
     return Capabilities(
@@ -30,6 +31,11 @@ def capabilities(config: TransformersConfig, host: Host) -> Capabilities:
             *(
                 Requires(kind="attention", key="kinds", contains=kind, reason=f"it has {kind} attention layers")
                 for kind in kinds
+            ),
+            *(
+                Requires(kind="attention", key="scores", contains=name, reason=f"its attention layers have {name}")
+                for name, has in scores.items()
+                if has
             ),
         ),
     )

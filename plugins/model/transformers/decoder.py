@@ -68,6 +68,8 @@ class TransformersDecoder(Model):
         self.layers_of_engine.replace_norms()
         self.embedding = model.get_input_embeddings()
         self.step = Step()
+        self.sinks: list[tuple[torch.Tensor, Callable[[], torch.Tensor]]] = []
+        """Sinks as backends read them, and what returns the library's parameter."""
         self._kv_groups = _kv_groups(build, calls)
         self.scales = [self._place_attention(call) for call in calls]
         self.own = list(make_parameters(model, build.device))
@@ -136,10 +138,20 @@ class TransformersDecoder(Model):
             window=call.window,
             k_scale=scales.k,
             v_scale=scales.v,
+            soft_cap=call.soft_cap,
+            sinks=self._sinks_of(call),
         )
         build.tuned.append(partial(build.attention.tunables, layer))
         self.model.get_submodule(call.module).paged = PagedAttention(build.attention, layer, self.step)
         return scales
+
+    def _sinks_of(self, call: AttentionCall) -> torch.Tensor | None:
+        if not call.sinks:
+            return None
+        owner, _, name = call.sinks.rpartition(".")
+        sinks_H = torch.empty(call.heads, dtype=torch.float32, device=self.build.device)
+        self.sinks.append((sinks_H, partial(getattr, self.model.get_submodule(owner), name)))
+        return sinks_H
 
     def _takers(self) -> list[Taker]:
         scales = (weight for scales in self.scales for weight in scales.weights())
@@ -149,6 +161,8 @@ class TransformersDecoder(Model):
         load_weights(takers, weights)
         for linear in self.layers_of_engine.linears:
             linear.finish()
+        for sinks_H, loaded in self.sinks:
+            sinks_H.copy_(loaded())
 
 
 def _tap(tapped: dict[int, torch.Tensor], index: int, block: nn.Module, inputs: Any, output: Any) -> None:

@@ -26,15 +26,16 @@ TRIAL = "dovetail_trial"
 """Name of the recording implementation in transformers' interfaces of attention and of masks."""
 
 TOKENS = 4
-_HARMLESS = {
+_KNOWN = {
     "dropout",
     "is_causal",
     "sliding_window",
     "position_ids",
     "cache_position",
+    "softcap",
+    "s_aux",
 }
-"""Arguments of an attention call that change nothing here, or that the mask states too."""
-_LACKING = {"softcap": "caps on attention scores", "s_aux": "attention sinks"}
+"""Arguments of an attention call that change nothing here, that the mask states too, or that AttentionCall has."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,17 @@ class AttentionCall:
     scale: float
     window: int
     """0 = the layer sees all earlier tokens."""
+    soft_cap: float
+    """0 = scores are not capped."""
+    sinks: str
+    """Path of the parameter that has each head's sink; "" = none."""
 
 
 @dataclass
 class _Recorder:
     library: Library
     names: dict[int, str]
-    """id of a module -> its path."""
+    """id of a module or parameter -> its path."""
     masks: list[tuple[torch.Tensor, int | None]] = field(default_factory=list)
     """Masks that were made, with their windows; None = neither causal nor a causal window."""
     calls: list[AttentionCall] = field(default_factory=list)
@@ -70,6 +75,13 @@ class _Recorder:
         if found is None:
             raise self.library.refused("its attention mask is neither causal nor a causal sliding window")
         return found
+
+    def sinks(self, given: torch.Tensor | None) -> str:
+        if given is None:
+            return ""
+        if (path := self.names.get(id(given))) is None:
+            raise self.library.refused("its attention sinks are not a parameter")
+        return path
 
 
 _recorder: ContextVar[_Recorder] = ContextVar("recorder")
@@ -115,10 +127,7 @@ def _record_attention(
         recorder.library,
         {name for name, value in others.items() if value is not None and value is not False},
     )
-    for name, words in _LACKING.items():
-        if name in given:
-            raise library.refused(f"its layers have {words}, which attention backends here lack")
-    if unknown := sorted(given - _HARMLESS):
+    if unknown := sorted(given - _KNOWN):
         raise library.refused(f"its attention has arguments that are not supported: {', '.join(unknown)}")
     if key.shape[2] != query.shape[2] or query.shape[2] != TOKENS:
         raise library.refused("its layers attend to other tokens than their own (cross attention or shared K and V)")
@@ -137,6 +146,8 @@ def _record_attention(
             v_dim=value.shape[-1],
             scale=dim**-0.5 if scaling is None else float(scaling),
             window=recorder.window(attention_mask),
+            soft_cap=float(others.get("softcap") or 0.0),
+            sinks=recorder.sinks(others.get("s_aux")),
         )
     )
     return query.new_empty(1, tokens, heads, value.shape[-1]), None
@@ -145,7 +156,8 @@ def _record_attention(
 def trial(library: Library, model: PreTrainedModel) -> tuple[AttentionCall, ...]:
     """Run `model`, which was built on the meta device with attention TRIAL, and return its calls in order of layers.
     Raises ConfigError for what the engine's attention cannot do."""
-    recorder = _Recorder(library, {id(module): name for name, module in model.named_modules()})
+    named = (*model.named_modules(), *model.named_parameters())
+    recorder = _Recorder(library, {id(one): path for path, one in named})
     reset = _recorder.set(recorder)
     try:
         with torch.no_grad(), torch.device("meta"), fixed_rope(model):

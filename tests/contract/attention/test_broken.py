@@ -85,7 +85,12 @@ class Sound(AttentionBackend):
         head_H = self.kv_head_H(layer)
         k_LHD, v_LHD = k_LKD[seen_L][:, head_H].float(), v_LKD[seen_L][:, head_H].float()
         scores_HL = torch.einsum("hd,lhd->hl", q_HD.float(), k_LHD) * layer.scale
-        return torch.einsum("hl,lhd->hd", self.softmax(scores_HL), v_LHD).to(q_HD.dtype)
+        if layer.soft_cap:
+            scores_HL = layer.soft_cap * torch.tanh(scores_HL / layer.soft_cap)
+        if layer.sinks is not None:
+            scores_HL = torch.cat((scores_HL, layer.sinks[:, None]), dim=1)
+        weights_HL = self.softmax(scores_HL)[:, : len(k_LHD)]
+        return torch.einsum("hl,lhd->hd", weights_HL, v_LHD).to(q_HD.dtype)
 
     def kv_head_H(self, layer: AttentionLayer) -> torch.Tensor:
         return torch.arange(layer.heads) // (layer.heads // layer.kv_heads)
@@ -294,6 +299,18 @@ def keys_as_values(qkv: torch.Tensor, layer: AttentionLayer, **_: Any) -> dict[s
 
 
 BROKEN: dict[str, list[type[Sound]]] = {
+    "test_scores_may_be_capped": [
+        fault("CapsNothing", mix=lambda self, layer, *rest: Sound.mix(self, replace(layer, soft_cap=0.0), *rest))
+    ],
+    "test_sinks_count_in_the_sum_alone": [
+        fault("HasNoSinks", mix=lambda self, layer, *rest: Sound.mix(self, replace(layer, sinks=None), *rest)),
+        fault(
+            "HasOneSink",
+            mix=lambda self, layer, *rest: Sound.mix(
+                self, replace(layer, sinks=layer.sinks[:1].expand(layer.heads)), *rest
+            ),
+        ),
+    ],
     "test_scale_is_the_layers_own": [
         fault(
             "HasItsOwnScale",
@@ -406,6 +423,7 @@ def suite_of(backend: type[Sound]) -> AttentionContract:
         heads=((6, 2),),
         kv_dtypes=(torch.float16, torch.float8_e4m3fn),
         mixed_graphs=True,
+        scores=("soft_cap", "sinks"),
     )
 
 

@@ -11,6 +11,7 @@ from dovetail.plugins.attention.sdpa.backend import SDPA
 
 
 class TestSDPA(AttentionContract):
+    scores = ("soft_cap", "sinks")
     kv_dtypes = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
     def make(self) -> AttentionBackend:

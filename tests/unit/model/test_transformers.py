@@ -61,7 +61,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "it has a decoder besides other models",
     ),
     "both directions": (of("BertLMHeadModel", "bert"), "attend to later tokens"),
-    "caps": (of("Gemma2ForCausalLM", "gemma2"), "have caps on attention scores, which attention backends here lack"),
     "chunks": (of("Llama4ForCausalLM", "llama4_text", **LAYERS), "layers of the type 'chunked_attention'"),
     "two calls": (of("DiffLlamaForCausalLM", "diffllama"), "its 2 layers call attention 4 times"),
 }

@@ -202,7 +202,7 @@ def registry() -> Iterator[Registry]:
         config=Options,
         target="acme_attention:FromDevice",
         capabilities="acme_attention:provides",
-        api="attention/0.1",
+        api="attention/0.2",
     )
     own = installed()
     part = Registered(component, Package("acme", "1.0"))
