@@ -48,6 +48,12 @@ def tokens_of(count: int) -> list[int]:
     return torch.randint(3, 96, (count,), generator=torch.Generator().manual_seed(count)).tolist()
 
 
+def check_tokens(reference: Any, prompts: list[list[int]], results: list[Any]) -> None:
+    for prompt, result in zip(prompts, results, strict=True):
+        logits = reference_logits(reference, prompt + list(result.token_ids))[len(prompt) - 1 : -1]
+        assert list(result.token_ids) == logits.argmax(-1).tolist()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_and_greedy_tokens_equal_transformers(kind, tmp_path):
     """Logits of a prompt in one step, and of its chunks beside a decode row. Then the engine: prompts in chunks mixed
@@ -80,9 +86,7 @@ def test_logits_and_greedy_tokens_equal_transformers(kind, tmp_path):
         assert windowed or llm.engine.scheduler.stats().preemptions > 0
     assert sum(result.cached_tokens for result in rounds[1]) > 0
     for results in rounds:
-        for prompt, result in zip(prompts, results, strict=True):
-            logits = reference_logits(reference, prompt + list(result.token_ids))[len(prompt) - 1 : -1]
-            assert list(result.token_ids) == logits.argmax(-1).tolist()
+        check_tokens(reference, prompts, results)
 
 
 @pytest.mark.parametrize("kind", KINDS if NIGHTLY else ["gpt_neox", "cohere2"])
@@ -95,6 +99,16 @@ def test_two_ranks_equal_one(kind, tmp_path):
     expected = reference_logits(reference, tokens)
     for found in on_threads(2, lambda ranks: Driver(load(tmp_path, collective=ranks)).step([("a", tokens)])[0]):
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="DOVETAIL_DECODERS is not all")
+@pytest.mark.parametrize("kind", ("gpt_neox", "cohere2"))
+def test_greedy_tokens_of_two_processes(kind, tmp_path):
+    reference, prompts = save_decoder(tmp_path, kind), [tokens_of(count) for count in (5, 60, 31)]
+    ranks = ["engine.device=cpu", "executor=multiproc", "engine.tp=2", "engine.max_len=128", "engine.token_budget=24"]
+    params = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
+    with LLM(str(tmp_path), overrides=[*ranks, "engine.kv_pages=20"]) as llm:
+        check_tokens(reference, prompts, llm.generate(prompts, params))
 
 
 def test_adapters_equal_peft(tmp_path):

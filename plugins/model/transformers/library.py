@@ -112,7 +112,7 @@ def read_library(hf: Mapping[str, Any], where: str) -> Library:
         raise found.refused("its layers keep a recurrent state (state-space or hybrid); the cache holds K and V")
     if not found.model._supports_attention_backend:
         raise found.refused("its class in transformers does not let attention be replaced")
-    if others := sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - _LAYER_TYPES):
+    if others := sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES):
         raise found.refused(f"it has layers of the type {', '.join(map(shown, others))}")
     _check_sizes(raw, config)
     return found
@@ -139,4 +139,5 @@ def _refuse_remote_code(raw: ConfigJson) -> None:
 
 
 def error_text(error: Exception) -> str:
+    """Return an error of the library on one line."""
     return shown(" ".join(f"{type(error).__name__}: {error}".split()), 300)

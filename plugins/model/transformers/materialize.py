@@ -46,7 +46,7 @@ def _check_values(path: str, module: nn.Module) -> None:
 
 
 def make_parameters(model: PreTrainedModel, device: torch.device) -> Iterator[Taker]:
-    """Allocate the parameters and yield what loads them, and buffers that a checkpoint may have."""
+    """Allocate the parameters. Yield what loads them, and buffers that are in checkpoints."""
     made: dict[int, nn.Parameter] = {}
     for path, module in model.named_modules():
         for name, weight in module.named_parameters(recurse=False):
@@ -56,7 +56,9 @@ def make_parameters(model: PreTrainedModel, device: torch.device) -> Iterator[Ta
             module.register_parameter(name, made[id(weight)])
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
-                stored = Stored(f"{path}.{name}", tuple(buffer.shape), optional=True)
+                # Masks and indices, which older checkpoints lack, are computed; other values belong to the model.
+                optional = not buffer.is_floating_point()
+                stored = Stored(f"{path}.{name}", tuple(buffer.shape), "zeros", optional)
                 yield WeightSet((stored,), partial(_take_buffer, stored.name, buffer))
 
 

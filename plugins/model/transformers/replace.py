@@ -143,5 +143,5 @@ class Replacement:
         return re.sub(rf"^{re.escape(self.blocks)}\.", "layers.", path)
 
     def _is_router(self, path: str) -> bool:
-        """Whether the matrix chooses experts: its small error would choose others."""
-        return hasattr(self.model.get_submodule(path.rpartition(".")[0]), "experts") and "expert" not in path
+        """Whether the matrix is beside experts and chooses among them: a small error would choose others."""
+        return hasattr(self.model.get_submodule(path.rpartition(".")[0]), "experts")

@@ -64,7 +64,7 @@ def read_decoder(hf: Mapping[str, Any], where: str) -> Decoder:
 def _read(text: str, where: str) -> Decoder:
     hf = json.loads(text)
     library = read_library(hf, where)
-    raw, config = ConfigJson(hf, where), library.config.get_text_config()
+    raw, config = ConfigJson(hf, where), library.config
     # The library's experts have a meta kernel in this dtype.
     model = library.build(TRIAL, torch.bfloat16)
     calls = trial(library, model)
@@ -128,7 +128,7 @@ def _intermediate(config: Any, model: PreTrainedModel) -> int:
 
 
 def _max_len(library: Library, raw: ConfigJson) -> int:
-    config = library.config.get_text_config()
+    config = library.config
     most = getattr(config, "max_position_embeddings", None)
     if not isinstance(most, int) or most < 1:
         raise raw.wrong("max_position_embeddings", "the maximum length of a sequence must be a whole number")

@@ -68,8 +68,9 @@ class _Recorder:
     """Masks that were made, with their windows; None = neither causal nor a causal window."""
     calls: list[AttentionCall] = field(default_factory=list)
 
-    def window(self, mask: torch.Tensor | None) -> int:
-        if mask is None:
+    def window(self, mask: torch.Tensor | None, stated: int | None) -> int:
+        """Return the window of a mask. `stated`: the call's sliding_window, for implementations without masks."""
+        if mask is None and not stated:
             return 0
         found = next((window for made, window in self.masks if made is mask), None)
         if found is None:
@@ -123,10 +124,8 @@ def _record_attention(
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     recorder = _recorder.get()
-    library, given = (
-        recorder.library,
-        {name for name, value in others.items() if value is not None and value is not False},
-    )
+    library = recorder.library
+    given = {name for name, value in others.items() if value is not None and value is not False}
     if unknown := sorted(given - _KNOWN):
         raise library.refused(f"its attention has arguments that are not supported: {', '.join(unknown)}")
     if key.shape[2] != query.shape[2] or query.shape[2] != TOKENS:
@@ -145,7 +144,7 @@ def _record_attention(
             head_dim=dim,
             v_dim=value.shape[-1],
             scale=dim**-0.5 if scaling is None else float(scaling),
-            window=recorder.window(attention_mask),
+            window=recorder.window(attention_mask, others.get("sliding_window")),
             soft_cap=float(others.get("softcap") or 0.0),
             sinks=recorder.sinks(others.get("s_aux")),
         )
@@ -179,7 +178,7 @@ def trial(library: Library, model: PreTrainedModel) -> tuple[AttentionCall, ...]
 
 
 def _ordered(library: Library, calls: Sequence[AttentionCall]) -> tuple[AttentionCall, ...]:
-    layers = library.config.get_text_config().num_hidden_layers
+    layers = library.config.num_hidden_layers
     times = Counter(call.layer for call in calls)
     lacking = [str(layer) for layer in range(layers) if not times[layer]]
     if lacking:
