@@ -344,7 +344,7 @@ def time_results(rows: int, wanted: int) -> float:
     listed = Rows([Row(slot, slot << 8, 1, 1, 9, 0, int(RowFlag.SAMPLE | RowFlag.DECODE)) for slot in range(rows)])
     zeros_R, results = torch.zeros(rows, dtype=torch.int64), ResultCopies(torch.device("cpu"))
     best = torch.zeros(rows, 1), torch.zeros(rows, 1, wanted), torch.zeros(rows, 1, wanted, dtype=torch.int64)
-    sampled = SampledRows(zeros_R[:, None], zeros_R, zeros_R, zeros_R, best if wanted else None)
+    sampled = SampledRows(zeros_R[:, None], zeros_R, zeros_R, zeros_R, zeros_R, best if wanted else None)
     taken = []
     for step in range(200):
         results.send(step, results.clock.mark(), listed, dict.fromkeys(range(rows), wanted), sampled, {}, None)

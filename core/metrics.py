@@ -213,7 +213,7 @@ class StepMetrics:
         self._rows = histogram("rows", "Rows of a plan.", POWERS[:12])
         self._tokens = histogram("tokens", "Tokens fed in a step, drafts included.", POWERS)
         self._sampled = Counter("dovetail_step_output_tokens", "Output tokens produced.", registry=registry)
-        self._drafted = Counter("dovetail_step_draft_tokens", "Draft tokens verified, upper bound.", registry=registry)
+        self._drafted = Counter("dovetail_step_draft_tokens", "Draft tokens verified.", registry=registry)
         self._accepted = Counter("dovetail_step_accepted_tokens", "Draft tokens accepted.", registry=registry)
         self._schedule = histogram("schedule_seconds", "Host time spent on a plan.", STEP)
         self._device = histogram("device_seconds", "Device time, if the executor measures it.", STEP)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
 
-from dovetail.core.interfaces import Observer, Row, RowResult, StepPlan, StepRecord, StepResult
+from dovetail.core.interfaces import Observer, RowResult, StepPlan, StepRecord, StepResult
 from dovetail.core.interfaces.plan import DECODE
 
-_DRAFT, _TOKENS = itemgetter(Row._fields.index("draft")), itemgetter(RowResult._fields.index("tokens"))
+_DRAFTED, _TOKENS = (itemgetter(RowResult._fields.index(name)) for name in ("drafted", "tokens"))
 
 
 class StepCounts(NamedTuple):
@@ -20,6 +20,7 @@ class StepCounts(NamedTuple):
     sampled: int
     """Output tokens."""
     drafted: int
+    """Drafts verified."""
     accepted: int
 
 
@@ -57,7 +58,7 @@ class Counters:
         """Count a step. `lookahead`: maximum number of drafts per row; 0 = no speculation."""
         # Decode rows come first. Each of these passes over all rows runs in C.
         decodes = bisect_left(plan.rows, True, key=lambda row: not row.flags & DECODE)
-        drafted = sum(map(_DRAFT, plan.rows)) if lookahead else 0
+        drafted = sum(map(_DRAFTED, result.rows)) if lookahead else 0
         accepted = sum(max(len(row.tokens) - 1, 0) for row in result.rows[:decodes]) if drafted else 0
         sampled = sum(map(len, map(_TOKENS, result.rows)))
         self.steps += 1

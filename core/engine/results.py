@@ -57,7 +57,7 @@ class Results:
         ended: list[tuple[int, int, FinishReason]] = []
         find, no_grammars = self._tracked.get, self._grammars is None or not self._grammars.running
         for row in result.rows:
-            _, uid, _, tokens, logprobs, prompt_logprobs, _ = row
+            _, uid, _, tokens, logprobs, prompt_logprobs, _, _ = row
             tracked = find(uid)
             if tracked is None:
                 continue

@@ -19,7 +19,7 @@ class StepRecord:
     sampled: int
     """Output tokens produced."""
     drafted: int
-    """Upper bound of draft tokens verified."""
+    """Draft tokens verified."""
     accepted: int
     """Draft tokens accepted."""
     waiting: int

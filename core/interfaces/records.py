@@ -302,6 +302,8 @@ class RowResult(NamedTuple):
     """For each prompt token fed by this chunk, the logprobs of the token that follows it, if requested."""
     pooled_C: NDArray[np.float32] | None = None
     """Final hidden states of a request with pooling: the prompt's last token, or the sum over this row's tokens."""
+    drafted: int = 0
+    """Drafts that the row verified: at most Row.draft, and fewer if the drafter had no more."""
 
 
 @dataclass(frozen=True, slots=True)

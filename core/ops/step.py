@@ -294,6 +294,8 @@ class Accepted:
     """int64: number of accepted drafts, 0 .. W-1."""
     lengths_R: torch.Tensor
     """int64: exact lengths, including the new tokens."""
+    drafted_R: torch.Tensor
+    """int64: number of drafts verified, 0 .. W-1."""
 
 
 def accept(
@@ -336,7 +338,7 @@ def accept_reference(
     count_R = torch.minimum(drafts_S[slots_R], limit_R)
     accepted_R = leading(tokens_RW[:, :-1] == draft_RK, count_R)
     commit(tokens_RW, accepted_R, slots_R, base_R, tokens_SL, computed_S, drafts_S)
-    return Accepted(accepted_R, base_R + accepted_R + 1)
+    return Accepted(accepted_R, base_R + accepted_R + 1, count_R)
 
 
 def leading(agree_RK: torch.Tensor, count_R: torch.Tensor) -> torch.Tensor:

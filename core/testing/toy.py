@@ -310,6 +310,7 @@ class ToyDevice(Executor):
             if index not in allowed:
                 slot.computed = len(tokens) - 1
                 return RowResult(index, row.uid, row.epoch)
+        drafted = len(slot.drafts[: row.draft])
         for draft in [*slot.drafts[: row.draft], None]:
             token = next_token(tokens, allowed.get(index, range(VOCAB)))
             out.append(token)
@@ -318,7 +319,7 @@ class ToyDevice(Executor):
                 break
         slot.tokens, slot.computed = tokens, len(tokens) - 1
         slot.drafts = self._draft(tokens)
-        return RowResult(index, row.uid, row.epoch, tuple(out))
+        return RowResult(index, row.uid, row.epoch, tuple(out), drafted=drafted)
 
     def _draft(self, tokens: list[int]) -> list[int]:
         """Return drafts whose number and correctness depend on a hash."""

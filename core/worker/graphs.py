@@ -332,7 +332,14 @@ class StepGraphs:
         if out.logprobs is not None and logprobs is not None:
             chosen_RW, values_RWn, ids_RWn = (values[:rows] for values in out.logprobs)
             found = chosen_RW, values_RWn[..., : max(logprobs, 1)], ids_RWn[..., : max(logprobs, 1)]
-        return SampledRows(out.tokens_RW[:rows], out.accepted_R[:rows], out.slots_R[:rows], out.lengths_R[:rows], found)
+        return SampledRows(
+            out.tokens_RW[:rows],
+            out.accepted_R[:rows],
+            out.slots_R[:rows],
+            out.lengths_R[:rows],
+            out.drafted_R[:rows],
+            found,
+        )
 
     def launch_draw(self, width: int, rows: int, draw: Draw) -> SampledRows:
         """Launch what `draw` replays, for the first `rows` rows of `inputs`."""
@@ -353,4 +360,4 @@ class StepGraphs:
         lengths = state.tokens_SL, state.computed_S, state.drafts_S
         accepted = accept(tokens_RW, at.slots_R, at.base_R, at.limit_R, *lengths)
         logprobs = None if top is None else logprobs_by_row(raw_NV, tokens_RW, top)
-        return SampledRows(tokens_RW, accepted.accepted_R, at.slots_R, accepted.lengths_R, logprobs)
+        return SampledRows(tokens_RW, accepted.accepted_R, at.slots_R, accepted.lengths_R, accepted.drafted_R, logprobs)

@@ -34,7 +34,8 @@ class _Pending:
     rows: Rows
     logprobs_wanted: dict[int, int]
     sampled: list[torch.Tensor]
-    """Tokens and, in the last column, drafts accepted; then log-probabilities if some row wants them."""
+    """Columns of tokens, drafts verified and drafts accepted; then log-probabilities if some row wants them. Steps with
+    one token per row have no column of drafts verified."""
     prompt: dict[int, list[torch.Tensor]]
     pooled: tuple[list[int], torch.Tensor] | None
     began: Mark
@@ -61,7 +62,9 @@ class ResultCopies:
         each row wants; its keys, those of `prompt` and the list in `pooled` are indices into `rows`."""
         tensors: list[torch.Tensor] = []
         if sampled is not None:
-            tensors = [torch.cat((sampled.tokens_RW, sampled.accepted_R[:, None]), 1), *(sampled.logprobs or ())]
+            drafted = [sampled.drafted_R[:, None]] if sampled.tokens_RW.shape[1] > 1 else []
+            columns = torch.cat((sampled.tokens_RW, *drafted, sampled.accepted_R[:, None]), 1)
+            tensors = [columns, *(sampled.logprobs or ())]
         self._pending.append(
             _Pending(
                 step=step,
@@ -82,10 +85,12 @@ class ResultCopies:
             pending.done.synchronize()
         rows, sampled = pending.rows, pending.rows.sampled
         tokens: list[tuple[int, ...]] = []
+        drafted: list[int] = []
         logprobs: dict[int, LogprobColumns] = {}
         if sampled:
             token_columns, *more = pending.sampled
             tokens = _accepted(token_columns.numpy())
+            drafted = token_columns[:, -2].tolist() if token_columns.shape[1] > 2 else [0] * len(tokens)
             if more:
                 packed, width = _packed(*more), more[0].shape[1]
                 for r, row in enumerate(sampled):
@@ -95,6 +100,8 @@ class ResultCopies:
         if len(sampled) < len(rows):
             by_row = dict(zip(sampled, tokens, strict=True))
             tokens = [by_row.get(row, ()) for row in range(len(rows))]
+            drafted_by_row = dict(zip(sampled, drafted, strict=True))
+            drafted = [drafted_by_row.get(row, 0) for row in range(len(rows))]
         prompt = {
             row: LogprobColumns(_packed(*found), range(len(found[0])), found[1].shape[1])
             for row, found in pending.prompt.items()
@@ -102,7 +109,7 @@ class ResultCopies:
         pooled = dict(zip(pending.pooled[0], pending.pooled[1].numpy(), strict=True)) if pending.pooled else {}
         every = range(len(rows))
         details = (map(found.get, every, repeat(())) for found in (logprobs, prompt))
-        fields = every, rows.uids, rows.epochs, tokens, *details, map(pooled.get, every)
+        fields = every, rows.uids, rows.epochs, tokens, *details, map(pooled.get, every), drafted
         # Without a Python frame for each row.
         results = tuple(map(_new, repeat(RowResult), zip(*fields, strict=False)))
         return StepResult(pending.step, results, *self.clock.read(pending.began, pending.done))

@@ -32,6 +32,8 @@ class SampledRows:
     slots_R: torch.Tensor
     lengths_R: torch.Tensor
     """Exact lengths, including the new tokens."""
+    drafted_R: torch.Tensor
+    """Drafts verified."""
     logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     """(of the token, best values, best ids): [R, W], [R, W, n], [R, W, n]."""
 
@@ -96,7 +98,7 @@ def sample_step(
     if best is None and masks is None and not wanted and not params.filtered and by_match:
         tokens_RW = sample_over_ranks(model, states_NC, position_N, params).view(rows, width)
         accepted = _accept(tokens_RW, at, state)
-        return SampledRows(tokens_RW, accepted.accepted_R, at.slots_R, accepted.lengths_R)
+        return SampledRows(tokens_RW, accepted.accepted_R, at.slots_R, accepted.lengths_R, accepted.drafted_R)
 
     logits_NV = model.logits(states_NC)
     # Log-probabilities are those before masks and processors.
@@ -123,7 +125,7 @@ def sample_step(
 
     # Masks leave the logits of tokens that can be drawn as they are.
     logprobs = None if top is None else logprobs_by_row(raw_NV, tokens_RW, top)
-    return SampledRows(tokens_RW, accepted.accepted_R, at.slots_R, accepted.lengths_R, logprobs)
+    return SampledRows(tokens_RW, accepted.accepted_R, at.slots_R, accepted.lengths_R, accepted.drafted_R, logprobs)
 
 
 def process(
@@ -169,4 +171,4 @@ def _verify(
     verified = verify_rejection(p_RWV, q_RKV, draft_RK, count_R, state.key_S[at.slots_R], position_RW)
     lengths = state.tokens_SL, state.computed_S, state.drafts_S
     commit(verified.tokens_RW, verified.accepted_R, at.slots_R, at.base_R, *lengths)
-    return verified.tokens_RW, Accepted(verified.accepted_R, at.base_R + verified.accepted_R + 1)
+    return verified.tokens_RW, Accepted(verified.accepted_R, at.base_R + verified.accepted_R + 1, count_R)

@@ -211,7 +211,11 @@ def gather_samples_triton(
     )
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots_ptr", "base_ptr", "limit_ptr", "accepted_ptr", "lengths_ptr"])
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        *("slots_ptr", "base_ptr", "limit_ptr", "accepted_ptr", "lengths_ptr", "drafted_ptr"),
+    ]
+)
 def _accept(
     drawn_ptr,
     slots_ptr,
@@ -223,6 +227,7 @@ def _accept(
     drafts_ptr,
     accepted_ptr,
     lengths_ptr,
+    drafted_ptr,
     padding,
     W: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -246,6 +251,7 @@ def _accept(
         tl.store(drafts_ptr + slot, tl.zeros((), tl.int64))
     tl.store(accepted_ptr + row, accepted)
     tl.store(lengths_ptr + row, base + accepted + 1)
+    tl.store(drafted_ptr + row, count)
 
 
 def accept_triton(
@@ -259,7 +265,7 @@ def accept_triton(
 ) -> Accepted:
     tokens_RW = tokens_RW.contiguous()
     rows, width = tokens_RW.shape
-    accepted_R, lengths_R = torch.empty(2, rows, dtype=torch.int64, device=tokens_RW.device).unbind(0)
+    accepted_R, lengths_R, drafted_R = torch.empty(3, rows, dtype=torch.int64, device=tokens_RW.device).unbind(0)
     if rows:
         _accept[(rows,)](
             tokens_RW,
@@ -272,9 +278,10 @@ def accept_triton(
             drafts_S,
             accepted_R,
             lengths_R,
+            drafted_R,
             len(computed_S) - 1,
             W=width,
             BLOCK=triton.next_power_of_2(width),
             num_warps=1,
         )
-    return Accepted(accepted_R, lengths_R)
+    return Accepted(accepted_R, lengths_R, drafted_R)

@@ -227,7 +227,7 @@ def test_an_engine_weighs_drafts_if_it_has_a_cost_model_and_may(monkeypatch: pyt
     assert questions > 20 and drafted == 0
     for more in ((), ("cost=cpu", "engine.drafts=always")):
         others, drafted = run(*more)
-        assert others == outputs and drafted > 50, "every step has drafts"
+        assert others == outputs and drafted > 20, "every step has drafts, if the drafter finds some"
     assert len(asked) == questions
 
 

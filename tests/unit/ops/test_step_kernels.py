@@ -299,6 +299,7 @@ def test_accept(width):
     want = accept_reference(drawn_RW, slots_R, base_R, limit_R, *states[1])
     assert torch.equal(got.accepted_R, want.accepted_R)
     assert torch.equal(got.lengths_R, want.lengths_R)
+    assert torch.equal(got.drafted_R, want.drafted_R)
     for mine, theirs, name in zip(*states, ("tokens", "computed", "drafts"), strict=True):
         assert torch.equal(mine[:-1], theirs[:-1]), name
     assert torch.equal(states[0][1][-1], computed_S[-1]), "padding was computed"

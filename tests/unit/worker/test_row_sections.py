@@ -82,17 +82,23 @@ def test_a_graph_reads_the_rows_and_padding_between_them(decodes: int, chunks: i
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("sat_out", [False, True], ids=["all_sampled", "one_without_its_mask"])
 def test_results_are_in_row_order(width: int, sat_out: bool) -> None:
-    """Neither a chunk that does not sample nor a row without its mask returns a token."""
+    """Neither a chunk that does not sample nor a row without its mask returns a token or drafts."""
     listed = [Row(slot, 10 + slot, slot, 1, 9, 0, int(DECODE | SAMPLE)) for slot in range(3)]
     listed += [Row(3, 13, 0, 4, 4, 0, 0), Row(4, 14, 0, 4, 4, 0, int(SAMPLE))]
     tokens_RW = torch.arange(100, 100 + 4 * width).view(4, width)
     accepted_R = torch.tensor([0, -1 if sat_out else 0, width - 1, 0])
     results = ResultCopies(torch.device("cpu"))
     began = results.clock.mark()
-    results.send(7, began, Rows(listed), {}, SampledRows(tokens_RW, accepted_R, accepted_R, accepted_R), {}, None)
+    drafted_R = torch.tensor([width - 1, 0, width - 1, 0])
+    sampled = SampledRows(tokens_RW, accepted_R, accepted_R, accepted_R, drafted_R)
+    results.send(7, began, Rows(listed), {}, sampled, {}, None)
     result = results.collect()
-    kept = iter(tuple(row[: int(n) + 1]) for row, n in zip(tokens_RW.tolist(), accepted_R, strict=True))
-    expected = [RowResult(i, row.uid, row.epoch, next(kept) if row.flags else ()) for i, row in enumerate(listed)]
+    kept = iter([(*row[: int(n) + 1],) for row, n in zip(tokens_RW.tolist(), accepted_R, strict=True)])
+    counts = iter(drafted_R.tolist())
+    expected = [
+        RowResult(i, row.uid, row.epoch, next(kept) if row.flags else (), drafted=next(counts) if row.flags else 0)
+        for i, row in enumerate(listed)
+    ]
     assert (result.step, list(result.rows)) == (7, expected)
 
 
@@ -104,7 +110,7 @@ def test_log_probabilities_are_those_of_the_tensors() -> None:
     ids, tokens_RW = torch.randint(0, 1000, (4, width, most)), torch.zeros(4, width, dtype=torch.int64)
     results = ResultCopies(torch.device("cpu"))
     accepted_R = torch.tensor(accepted)
-    sampled = SampledRows(tokens_RW, accepted_R, accepted_R, accepted_R, (chosen, values, ids))
+    sampled = SampledRows(tokens_RW, accepted_R, accepted_R, accepted_R, accepted_R, (chosen, values, ids))
     prompt = {3: [chosen.view(-1, 1), values.view(12, most), ids.view(12, most)]}
     results.send(7, results.clock.mark(), Rows(listed), wanted, sampled, prompt, None)
     found = results.collect().rows
