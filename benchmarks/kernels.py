@@ -33,6 +33,7 @@ from dovetail import SamplingParams
 from dovetail.core.interfaces import AttentionBackend, Join, JoinBlob, Model, Request, StepPlan
 from dovetail.core.ops import encode, matmul, rms_norm, silu_and_mul
 from dovetail.core.worker.device_state import DeviceState
+from dovetail.core.worker.drafts import Drafts
 from dovetail.core.worker.graphs import StepGraphs
 from dovetail.core.worker.slots import Draw, Slots
 from dovetail.plugins.adapter.lora.kernel import lora_triton, output_blocks
@@ -42,6 +43,8 @@ from dovetail.plugins.logits.logit_bias import LogitBias
 from dovetail.plugins.logits.min_tokens import MinTokens
 from dovetail.plugins.logits.penalties import Penalties
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
+from dovetail.plugins.spec_decode.config import NoneConfig
+from dovetail.plugins.spec_decode.none import NoDrafter
 
 CALLS = 32
 """Calls of a kernel in a graph, so that its launch does not count."""
@@ -185,13 +188,13 @@ def captured_draw(logits_NV: torch.Tensor, fields: list[Fields]) -> Callable[[],
         logits=lambda states_NC: logits_NV,
         local_logits=lambda states_NC: (logits_NV, 0),
     )
+    attention = cast("AttentionBackend", None)
     graphs = StepGraphs(
         cast("Model", model),
         state,
         (),
-        cast("AttentionBackend", None),
-        taps=(),
-        lookahead=0,
+        attention,
+        Drafts(NoDrafter(NoneConfig()), state, attention, vocab),
         most_rows=rows,
         most_tokens=0,
         max_len=2 * HISTORY,

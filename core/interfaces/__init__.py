@@ -87,7 +87,7 @@ from dovetail.core.interfaces.scheduler import (
     SchedulerLimits,
     SchedulerStats,
 )
-from dovetail.core.interfaces.spec_decode import Draft, DraftContext, Drafter, TargetView
+from dovetail.core.interfaces.spec_decode import Draft, DraftContext, Drafter, FedTokens, TargetView, Verify
 from dovetail.core.interfaces.workload import SLO, TimedRequest, Workload, WorkloadContext
 
 __all__ = [
@@ -117,6 +117,7 @@ __all__ = [
     "EmbeddingSpec",
     "Executor",
     "ExecutorInfo",
+    "FedTokens",
     "FinishReason",
     "Formats",
     "ForwardContext",
@@ -195,6 +196,7 @@ __all__ = [
     "ToolCallBegin",
     "ToolCallEnd",
     "ToolParser",
+    "Verify",
     "Vocabulary",
     "Workload",
     "WorkloadContext",

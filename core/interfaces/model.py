@@ -200,6 +200,8 @@ class BuildContext:
     tuned: list[Tuned] = field(default_factory=list)
     """Layers append functions that return their tunable operations for a number of rows (dovetail.core.layers do so).
     They must not read weights, which may be on the meta device."""
+    first_group: int = 0
+    """Id of the model's first KV group; others follow. Not 0 for a model inside a drafter."""
 
 
 @dataclass(slots=True)

@@ -3,50 +3,78 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import torch
 
     from dovetail.core.interfaces.kv_cache import KVGroup
-    from dovetail.core.interfaces.model import ModelSpec
+    from dovetail.core.interfaces.model import BuildContext, ForwardContext, Hidden, ModelSpec
+    from dovetail.core.interfaces.quant import Quantizer
+
+Verify = Literal["draws", "rejection", "typical"]
+"""How drafts of rows that are not greedy are verified. Greedy rows accept the drafts that equal the target's arg-max.
+
+- draws: a draft is accepted if it equals the token that plain sampling draws at its position. The text is that of plain
+  decoding, seed by seed.
+- rejection: with probability min(1, p/q) (Leviathan et al. 2023). The distribution is that of plain decoding, the text
+  is not. Every draft must come from `DraftContext.draw`.
+- typical: if the target's probability p is at least min(0.09, 0.3 exp(-entropy of p)) (Medusa, Cai et al. 2024). Not
+  lossless: the distribution is sharper than that of plain decoding.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class TargetView:
-    """The parts of the target model that a drafter may use, on this rank."""
+    """The parts of the target model that a drafter may use, on this rank, and the inputs of layers of its own."""
 
-    spec: ModelSpec
-    device: torch.device
-    dtype: torch.dtype
+    build: BuildContext
+    """Inputs from which the target was built: spec, device, dtypes, attention, collective."""
     max_seqs: int
+    """Number of slots. Tensors by slot have one more entry, for padding."""
     max_len: int
+    first_group: int
+    """Id of the drafter's first KV group; others follow."""
     embed: Callable[[torch.Tensor], torch.Tensor]
+    """Model.embed"""
     logits: Callable[[torch.Tensor], torch.Tensor]
+    """Model.logits"""
+
+    def build_context(self, spec: ModelSpec, quantizer: Quantizer) -> BuildContext:
+        """Return the inputs of a model inside the drafter: the target's device, dtypes, attention and collective,
+        and no adapters. Its operations are tuned together with the target's."""
+        return replace(self.build, spec=spec, quantizer=quantizer, adapters=None, first_group=self.first_group)
 
 
 @dataclass(slots=True)
 class DraftContext:
-    """Device state after verification. Shapes: B rows that sampled, S slots, L tokens a slot, T tokens of the step."""
+    """Decode rows of a step that verifies drafts, before it feeds them. Shapes: B rows, S slots, L tokens a slot, V
+    vocabulary. Padding rows have the last slot and want no drafts."""
 
     slots_B: torch.Tensor
     """int64"""
     tokens_SL: torch.Tensor
     """int32: all known tokens of every slot; tokens_SL[slot, :length] is valid."""
     lengths_B: torch.Tensor
-    """int32: exact length of each row, including the tokens just accepted."""
-    max_length: int
-    """Upper bound of lengths_B, known on the host."""
+    """int64: exact length of each row, including its last token, which the step feeds before the drafts."""
     k: int
-    """Number of draft tokens requested per row."""
+    """Draft tokens to return per row."""
+    k_B: torch.Tensor
+    """int64: drafts that the step verifies at most, 0 .. k. Rows of 0 need no work."""
     key_S: torch.Tensor
     """int64: key of each slot's random draws (core.ops.random), the only permitted source of randomness."""
-    slots_T: torch.Tensor
-    """int64: slot of each token of the step, in the order of the hidden states."""
-    positions_T: torch.Tensor
-    """int64: position of each token of the step. Tokens after the accepted ones are rejected drafts or padding."""
+    draw: Callable[[torch.Tensor, int], torch.Tensor]
+    """draw(logits_BV, w): draft w of each row, int64 [B], from the drafter's logits (any float dtype). Greedy rows have
+    the arg-max. Other rows have a draw with the temperature, the filters and, unless `Drafter.verify` is "rejection",
+    the noise that sampling uses at this position, so that drafts equal the target's draws where the logits agree. -1 =
+    some logit is NaN or +inf."""
+    lay_out: Callable[[torch.Tensor, int], tuple[torch.Tensor, ForwardContext]]
+    """lay_out(first_S, count): the inputs of a forward pass over `count` tokens of each row, from position
+    first_S[slot] (int64, by slot): their ids, int32 [B * count], which are meaningless from position `length` on, and
+    positions and attention of the drafter's own KV groups. Pages have room up to position length + k_B - 1; what is
+    written past that is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +82,48 @@ class Draft:
     """A chain of draft tokens per row (or a tree, if parents_BK is set)."""
 
     tokens_BK: torch.Tensor
-    """int32; entries from count_B on are ignored."""
+    """Integer; entries from count_B on are ignored. An id outside of the vocabulary ends its row's drafts."""
     count_B: torch.Tensor
-    """int32: number of draft tokens of each row, 0 .. K."""
-    probs_BKV: torch.Tensor | None = None
-    """float32: probabilities q(token) from which the tokens were drawn; None = point masses (deterministic drafts)."""
+    """Integer: number of draft tokens of each row, 0 .. k. The step verifies at most k_B of them."""
     parents_BK: torch.Tensor | None = None
     """int32: index of each node's parent, -1 = the last accepted token; None = chain. Trees are refused so far."""
 
 
+@dataclass(slots=True)
+class FedTokens:
+    """Tokens that a step fed to the target. Shapes: T tokens, B rows. Some rows and tokens may be padding: rows of the
+    last slot, rows without tokens, and tokens of the last slot at the end."""
+
+    ids_T: torch.Tensor
+    """int32"""
+    slots_T: torch.Tensor
+    """int64: slot of each token."""
+    ctx: ForwardContext
+    """Positions of the tokens, and attention of every KV group."""
+    slots_B: torch.Tensor
+    """int64: slot of each row."""
+    row_start_B1: torch.Tensor
+    """int32: index of each row's first token, then the number of tokens."""
+    kv_len_B: torch.Tensor
+    """int32: KV length of each row, the fed tokens included."""
+    decodes: int
+    """Number of decode rows, which come first and feed a sampled token and its drafts, of which the step may reject
+    any. The other rows are chunks of prompts."""
+
+
 class Drafter(ABC):
-    """Proposes draft tokens. Built once per rank; all ranks must propose the same tokens."""
+    """Proposes draft tokens. Built once per rank; all ranks must propose the same tokens.
+
+    On a GPU, calls of `propose` and `observe` are captured in CUDA graphs, one per number of rows and tokens: a step
+    repeats their kernels, not their Python code. State that differs from step to step must be in tensors that the
+    drafter allocates in `bind`."""
 
     needs_host_tokens: bool = False
     """True = drafts come from propose_host, which needs every token on the host, so depth must be 1."""
     taps: tuple[int, ...] = ()
     """Target layers whose hidden states are passed to `observe`."""
+    verify: Verify = "draws"
+    """How its drafts are verified."""
 
     def __init__(self, config: object) -> None:
         self.config = config
@@ -84,16 +138,22 @@ class Drafter(ABC):
         self.target = target
 
     def kv_groups(self) -> tuple[KVGroup, ...]:
-        """Additional KV groups for the drafter itself."""
+        """KV groups of the drafter's own layers, valid after `bind`. Their ids begin at target.first_group. Their pages
+        are allocated, shared as prefixes, preempted and moved together with the target's."""
         return ()
 
-    def observe(self, ctx: DraftContext, hidden_TC: torch.Tensor, taps: Mapping[int, torch.Tensor]) -> None:
-        """Receive the hidden states of every step, even if no draft was requested or ctx has no rows."""
+    def join(self, slots_J: torch.Tensor, computed_J: torch.Tensor) -> None:
+        """Called before the first step of new sequences (int64, on the device): each takes a slot, and the KV of its
+        first `computed` tokens is in its pages, because another sequence computed it or it was forked."""
+
+    def observe(self, fed: FedTokens, hidden: Hidden) -> None:
+        """Receive the tokens and hidden states of a step, after the target's layers and before any token is sampled.
+        Called in every step, with and without drafts."""
 
     @abstractmethod
     def propose(self, ctx: DraftContext) -> Draft:
-        """Propose up to ctx.k tokens per row. Called before a step that verifies drafts, for the rows that the step
-        before it sampled. Runs on the device without host sync."""
+        """Propose up to ctx.k tokens per row. Called at the start of a step that verifies drafts, for its decode rows.
+        Runs on the device without host sync."""
 
     def propose_host(self, tokens: Sequence[int], k: int) -> Sequence[int]:
         """Return at most k tokens to follow `tokens`. Called on the host in rank 0's process, only with

@@ -13,14 +13,17 @@ from dovetail.core.errors import CapacityError
 from dovetail.core.interfaces import KVGroup, Plane
 
 
-def group_layers(windows: Sequence[int], planes: tuple[Plane, ...], page_tokens: int) -> tuple[KVGroup, ...]:
-    """Group layers by attention window (0 = full); the layers of a group share pages. `windows`: one per layer."""
+def group_layers(
+    windows: Sequence[int], planes: tuple[Plane, ...], page_tokens: int, first: int = 0
+) -> tuple[KVGroup, ...]:
+    """Group layers by attention window (0 = full); the layers of a group share pages. `windows`: one per layer.
+    `first`: id of the first group."""
     layers_of: dict[int, list[int]] = {}
     for index, window in enumerate(windows):
         layers_of.setdefault(window, []).append(index)
     return tuple(
         KVGroup(id, tuple(layers), planes, "window" if window else "full", window, page_tokens)
-        for id, (window, layers) in enumerate(layers_of.items())
+        for id, (window, layers) in enumerate(layers_of.items(), first)
     )
 
 

@@ -81,10 +81,13 @@ def lay_out(
     state: DeviceState,
     groups: Seq[KVGroup],
     attention: AttentionBackend,
+    first_S: torch.Tensor | None = None,
 ) -> tuple[TokenLayout, dict[int, AttnCtx]]:
     """Lay out `total` tokens, and attention metadata by KV group. Positions come from lengths on the device, so rows
-    can be laid out before the previous step has ended. All work is on the device and can be captured."""
-    tokens = lay_out_tokens(slots_B, row_start_B1, state.computed_S, state.tokens_SL, total, max(host.counts))
+    can be laid out before the previous step has ended. All work is on the device and can be captured. `first_S`:
+    position of each slot's first token, by default the number of computed ones."""
+    first_S = state.computed_S if first_S is None else first_S
+    tokens = lay_out_tokens(slots_B, row_start_B1, first_S, state.tokens_SL, total, max(host.counts))
     planned = attention.plan_host(host)
     attn = {}
     for group in groups:

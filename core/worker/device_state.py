@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dovetail.core.arithmetic import ceil_div
-from dovetail.core.errors import CapabilityError
-from dovetail.core.interfaces import Draft, DraftContext, KVGroup, StepPlan
+from dovetail.core.interfaces import KVGroup, StepPlan
 from dovetail.core.ops.random import sequence_key
 from dovetail.core.worker.slots import SlotInfo
 from dovetail.core.worker.upload import Upload, float_bits, floats
@@ -25,8 +24,18 @@ ALIGNED = 64
 
 class DeviceState:
     def __init__(
-        self, *, slots: int, max_len: int, lookahead: int, groups: Seq[KVGroup], device: torch.device, seed: int
+        self,
+        *,
+        slots: int,
+        max_len: int,
+        lookahead: int,
+        groups: Seq[KVGroup],
+        device: torch.device,
+        seed: int,
+        draft_probs: int = 0,
     ) -> None:
+        """`draft_probs`: vocabulary size if drafts are verified by rejection, which needs the probabilities from which
+        they were drawn; otherwise 0."""
         self.device, self.seed, self.scratch = device, seed, slots
         self._upload = Upload(device)
         rows = slots + 1
@@ -50,7 +59,9 @@ class DeviceState:
             pages = ceil_div(max_len + 2 * lookahead + 1, group.page_tokens)
             self.tables[group.id] = torch.zeros(rows, pages, dtype=torch.int32, device=device)
         self.draft_probs_SKV: torch.Tensor | None = None
-        """Created at the first draft with probabilities."""
+        """float32: probabilities from which each slot's drafts were drawn; None = no draft is verified by rejection."""
+        if draft_probs and lookahead:
+            self.draft_probs_SKV = torch.zeros(rows, lookahead, draft_probs, device=device)
 
     def apply(self, plan: StepPlan, joined: Seq[SlotInfo], extra: Seq[Section] = ()) -> list[torch.Tensor]:
         """Apply joins (`joined`: their records) and page tables. Return `extra`, sent along, as int64 tensors."""
@@ -90,24 +101,3 @@ class DeviceState:
             table.index_fill_(0, slots_J, 0)
         for join, ids in zip(plan.joins, tokens, strict=True):
             self.tokens_SL[join.slot, : len(ids)] = ids
-
-    def set_drafts(self, slot: int, tokens: Seq[int]) -> None:
-        """Write drafts found on the host. Their position is known only while one plan is in flight."""
-        place = self.computed_S[slot] + 1 + torch.arange(len(tokens), device=self.device)
-        self.tokens_SL[slot, place] = self._upload.send([tokens])[0].int()
-        self.drafts_S[slot] = len(tokens)
-
-    def take_draft(self, ctx: DraftContext, draft: Draft) -> None:
-        """Write drafts after each row's last token. Positions past `count` are fed as padding: ids must be valid."""
-        if draft.parents_BK is not None:
-            raise CapabilityError(["the drafter returned a tree of guesses; this version verifies chains only"])
-        step_K = torch.arange(ctx.k, device=self.device)
-        place = ctx.lengths_B[:, None] + step_K
-        guesses = torch.where(step_K < draft.count_B[:, None], draft.tokens_BK, 0)
-        self.tokens_SL[ctx.slots_B[:, None], place] = guesses.int()
-        self.drafts_S[ctx.slots_B] = draft.count_B.long()
-        if draft.probs_BKV is not None:
-            if self.draft_probs_SKV is None:
-                shape = (self.tokens_SL.shape[0], *draft.probs_BKV.shape[1:])
-                self.draft_probs_SKV = torch.zeros(shape, device=self.device)
-            self.draft_probs_SKV[ctx.slots_B] = draft.probs_BKV

@@ -2,7 +2,8 @@
 mixed steps, which also feed prompts, one per number of tokens; and drawing, one per entry of DRAWS and number of
 rows that sample, after any layers. With adapters, layers have a second set of graphs for steps in which some row has an
 adapter, so that other steps do not pay for adapters. With drafts, decode steps and drawing have a second set for steps
-that verify no drafts.
+that verify no drafts. Decode steps that verify drafts begin with the drafter's work; before mixed steps it is a graph
+by itself, one per number of decode rows.
 
 The rows are the only input of a replay. A graph reads the rest (lengths, tokens, page tables) from the device state.
 Unused capacity is padding: rows of the scratch slot, which is never written, rows without tokens, and tokens without a
@@ -40,6 +41,7 @@ from dovetail.core.ops.logprobs import best_logprobs
 from dovetail.core.ops.step import SampleInputs, TokenLayout, accept, gather_samples
 from dovetail.core.worker.batch import Batch, Rows, adapting, lay_out
 from dovetail.core.worker.device_state import DeviceState
+from dovetail.core.worker.drafts import Drafts
 from dovetail.core.worker.row_sections import (
     GraphSections,
     advance_chunks,
@@ -168,9 +170,8 @@ class StepGraphs:
         state: DeviceState,
         groups: Seq[KVGroup],
         attention: AttentionBackend,
+        drafts: Drafts,
         *,
-        taps: tuple[int, ...],
-        lookahead: int,
         most_rows: int,
         most_tokens: int,
         max_len: int,
@@ -180,8 +181,8 @@ class StepGraphs:
         """`most_tokens`: tokens of the largest mixed step that gets a graph; 0 = none does. `processors`: those that
         draws apply, in this order."""
         self.model, self.state, self.groups, self.attention = model, state, groups, attention
-        self.taps, self.max_len = taps, max_len
-        self.widths = (1, 1 + lookahead) if lookahead else (1,)
+        self.drafts, self.max_len = drafts, max_len
+        self.widths = (1, 1 + drafts.lookahead) if drafts.lookahead else (1,)
         self.sizes, self._most_tokens = batch_sizes(most_rows), most_tokens
         self.capacities = [Capacity(size * w, size, 0, size, w) for w in self.widths for size in self.sizes]
         self.capacities += [self._mixed(tokens) for tokens in token_sizes(most_tokens)]
@@ -199,6 +200,8 @@ class StepGraphs:
         """Smallest first within a kind: decode steps of one width or mixed steps, with or without adapters."""
         self._draws: dict[tuple[int, int, Draw], tuple[Replay, SampledRows]] = {}
         """Keys are width, rows and what is drawn."""
+        self._drafting: dict[int, tuple[Replay, torch.Tensor]] = {}
+        """Drafting before mixed steps, and its draft rows, by number of rows."""
 
     def _mixed(self, tokens: int) -> Capacity:
         """Return the capacity of a mixed step. Padding rows cost a little in every layer, so a graph has only the rows
@@ -221,6 +224,10 @@ class StepGraphs:
         ordered = sorted(self.capacities, key=lambda capacity: -capacity.tokens)
         drawn = [(width, size) for width in reversed(self.widths) for size in reversed(self.sizes)]
         share = 1 / (len(ordered) + len(drawn))
+        for rows in reversed(self._draft_sizes):
+            draft_rows_2D = self._draft_padding(rows)
+            replay, _ = record(partial(self._draft, draft_rows_2D))
+            self._drafting[rows] = replay, draft_rows_2D
         for done, capacity in enumerate(ordered):
             progress("capture graphs", done * share)
             sections, input_N = capacity.sections, self._padding(capacity)
@@ -253,6 +260,8 @@ class StepGraphs:
             for width in self.widths:
                 for draw in self.draws:
                     self.launch_draw(width, size, draw)
+        for rows in self._draft_sizes:
+            self._draft(self._draft_padding(rows))
         for capacity in sorted(self.capacities, key=lambda c: between(c.tokens if c.chunks else c.decodes)):
             self._run(capacity, self._padding(capacity))
 
@@ -260,15 +269,43 @@ class StepGraphs:
         """Return the input of a step that has padding only."""
         return capacity.sections.padding(self.state.scratch, self.state.device)
 
+    @property
+    def _draft_sizes(self) -> Seq[int]:
+        """Numbers of decode rows for which drafting before a mixed step has a graph."""
+        return self.sizes if self.drafts.on_device and self._most_tokens else ()
+
+    def _draft_padding(self, rows: int) -> torch.Tensor:
+        """Return draft rows that are all padding, [2, rows]."""
+        draft_rows_2D = torch.zeros(2, rows, dtype=torch.int64, device=self.state.device)
+        draft_rows_2D[0] = self.state.scratch
+        return draft_rows_2D
+
+    def _draft(self, draft_rows_2D: torch.Tensor) -> None:
+        slots_D, most_D = draft_rows_2D.unbind(0)
+        self.drafts.propose(slots_D, most_D, self.drafts.lookahead)
+
+    def draft_size(self, rows: Rows) -> int:
+        """Return the number of draft rows of a mixed step, padding included."""
+        return self._size(rows.decodes)
+
+    def draft(self, draft_rows_N: torch.Tensor) -> None:
+        """Draft before a mixed step. `draft_rows_N`: as row_sections.pack_draft_rows packs `draft_size` rows."""
+        replay, draft_rows_2D = self._drafting[len(draft_rows_N) // 2]
+        draft_rows_2D.copy_(draft_rows_N.view(2, -1))
+        replay()
+
     def _run(self, capacity: Capacity, input_N: torch.Tensor) -> tuple[TokenLayout, Hidden]:
         state, rows = self.state, capacity.rows
         slots_B, row_start_B1, chunks_N, samples_R3 = capacity.sections.unpack(input_N, capacity.width)
+        if self.drafts.on_device and capacity.width > 1 and not capacity.chunks:
+            self.drafts.propose(slots_B, samples_R3[:, 2].contiguous(), capacity.width - 1)
         counts = (capacity.width,) * capacity.decodes + (capacity.tokens,) * capacity.chunks
         host = HostBounds(counts, (self.max_len,) * rows, capacity.decodes)
         tokens, attn = lay_out(slots_B, row_start_B1, capacity.tokens, host, state, self.groups, self.attention)
         ctx = ForwardContext(tokens.positions_T, attn)
         with adapting(self._adapters if capacity.adapted else None, state.adapter_S, tokens.slots_T):
-            hidden = self.model.forward(self.model.embed(tokens.ids_T), ctx, self.taps)
+            hidden = self.model.forward(self.model.embed(tokens.ids_T), ctx, self.drafts.taps)
+        self.drafts.observe(slots_B, row_start_B1, capacity.decodes, tokens, attn, hidden)
         if chunks_N is not None:
             advance_chunks(chunks_N, state.computed_S)
         inputs = self.inputs[capacity.width].first(capacity.samples)

@@ -181,11 +181,19 @@ def _build_parts(
         torch.cuda.synchronize(device)
     phases.end("load weights")
 
-    drafter.bind(TargetView(spec, device, dtype, engine.max_seqs, max_len, model.embed, model.logits))
+    first_group = 1 + max(group.id for group in model.kv_groups)
+    drafter.bind(TargetView(build, engine.max_seqs, max_len, first_group, model.embed, model.logits))
+    if drafter.verify == "typical":
+        note("spec_decode.verify=typical is not lossless: sampled text is less random than without drafts")
     processors = {name: part.build() for name, part in composition.many("logits").items()}
     for processor in processors.values():
         processor.allocate(engine.max_seqs + 1, spec.vocab, device)
     groups = (*model.kv_groups, *drafter.kv_groups())
+    if len({group.id for group in groups}) < len(groups):
+        raise composition.part("spec_decode").fault(
+            f"its KV groups have ids {[group.id for group in drafter.kv_groups()]}, and those of the model are "
+            f"{[group.id for group in model.kv_groups]}: they begin at TargetView.first_group = {first_group}"
+        )
     kv_cache = composition.part("kv_cache")
     host_pages = kv_cache.target().host_pages(kv_cache.config, groups)
     return RankParts(

@@ -6,11 +6,14 @@
 | chunk rows | [X, 2] | slot, tokens |
 | row slots | [B] | slot |
 | row starts | [B + 1] | index of the row's first token; then the number of tokens |
+| draft rows | [2, D] | slots of decode rows; drafts to verify at most |
+| host drafts | [H, 2 + K] | slot, number of drafts, drafts |
 
-A step without a graph sends all four (`StepSections`). A graph reads them from one tensor (`GraphSections`), in which
-padding rows name the scratch slot.
+A step without a graph sends the first four (`StepSections`). A graph reads them from one tensor (`GraphSections`), in
+which padding rows name the scratch slot. Draft rows are sent unless the graph of a decode step drafts too.
 
-B rows, R rows that sample, X rows that do not, W = 1 + most drafts of a row, T tokens.
+B rows, R rows that sample, X rows that do not, D decode rows, H rows with drafts from the host, K most drafts of a row,
+W = 1 + K, T tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from dovetail.core.interfaces.plan import SAMPLE
+from dovetail.core.interfaces.plan import SAMPLE, HostDraft
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -93,6 +96,24 @@ def advance_chunks(chunks_N: torch.Tensor, computed_S: torch.Tensor) -> None:
     if len(chunks_N):
         slots, counts = chunks_N.view(-1, _CHUNK).unbind(1)
         computed_S[slots] += counts
+
+
+# Draft rows.
+
+
+def pack_draft_rows(rows: Rows, size: int, scratch: int) -> list[int]:
+    """Return the decode rows, padded to `size` rows, flat."""
+    padding = size - rows.decodes
+    return [*rows.slots[: rows.decodes], *[scratch] * padding, *rows.drafts[: rows.decodes], *[0] * padding]
+
+
+def pack_host_drafts(drafts: Seq[HostDraft], most: int) -> list[int]:
+    """Return the drafts, up to `most` of each row, flat."""
+    packed: list[int] = []
+    for slot, tokens in drafts:
+        count = min(len(tokens), most)
+        packed += (slot, count, *tokens[:count], *[0] * (most - count))
+    return packed
 
 
 # All of a step.

@@ -1,5 +1,5 @@
 """One rank: holds model, KV pools and device state, and runs plans in order. A step has two halves: forward applies the
-plan and runs the layers; sampling draws, verifies, moves lengths and drafts. Late inputs may arrive between them, and
+plan, drafts and runs the layers; sampling draws, verifies and moves lengths. Late inputs may arrive between them, and
 each half can be captured separately. Neither waits for the device."""
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from dovetail.core.interfaces import (
     AttentionBackend,
     Blobs,
     Collective,
-    DraftContext,
     Drafter,
     ForwardContext,
     Hidden,
@@ -36,9 +35,17 @@ from dovetail.core.interfaces import (
 from dovetail.core.memory.pools import HostPool, apply_page_ops, make_pools
 from dovetail.core.worker.batch import Batch, Rows, adapting, build_batch
 from dovetail.core.worker.device_state import DeviceState
+from dovetail.core.worker.drafts import Drafts
 from dovetail.core.worker.graphs import ForwardGraph, Recorder, StepGraphs
 from dovetail.core.worker.result_copies import Mark, ResultCopies, pooled_states, prompt_logprobs
-from dovetail.core.worker.row_sections import StepSections, advance_chunks, pack_samples, unpack_samples
+from dovetail.core.worker.row_sections import (
+    StepSections,
+    advance_chunks,
+    pack_draft_rows,
+    pack_host_drafts,
+    pack_samples,
+    unpack_samples,
+)
 from dovetail.core.worker.sampling import SampledRows, sample_step, upload_masks
 from dovetail.core.worker.slots import SlotInfo, Slots
 from dovetail.core.worker.two_batch_overlap import OverlappedForward
@@ -132,8 +139,6 @@ class Runner:
         self._use_device()
         self._waiting: tuple[StepPlan, _ForwardedStep] | None = None
         """The latest plan, while its late inputs are missing."""
-        self._undrafted: DraftContext | None = None
-        """Rows that the latest step sampled, until drafts are proposed for them. Without proposals they have none."""
         self._reader = ThreadPoolExecutor(1, "dovetail-adapter")
         """Reads adapters, one at a time."""
         self.slots = Slots(name for name, processor in parts.processors.items() if not processor.graph_safe)
@@ -146,11 +151,13 @@ class Runner:
             groups=parts.groups,
             device=device,
             seed=engine.seed,
+            draft_probs=parts.model.build.spec.vocab if parts.drafter.verify == "rejection" else 0,
         )
+        self.drafts = Drafts(parts.drafter, self.state, parts.attention, parts.model.build.spec.vocab)
         self.results = ResultCopies(device)
         self.graphs: StepGraphs | None = None
         if capture is not None:
-            self.graphs = make_graphs(parts, self.state)
+            self.graphs = make_graphs(parts, self.state, self.drafts)
             capture(self.graphs)
 
     @torch.inference_mode()
@@ -171,13 +178,6 @@ class Runner:
         self._use_device()
         (plan, step), self._waiting = self._waiting, None
         self._finish(plan, step, late)
-
-    @torch.inference_mode()
-    def propose(self) -> None:
-        """Propose drafts for the rows that the latest step sampled, once."""
-        ctx, self._undrafted = self._undrafted, None
-        if ctx is not None:
-            self.state.take_draft(ctx, self.parts.drafter.propose(ctx))
 
     def collect(self) -> StepResult:
         """Return the result of the oldest plan. Waits for its copy, not for later plans. For rank 0."""
@@ -206,11 +206,16 @@ class Runner:
             starts = rows.starts
             samples = pack_samples(rows, starts).reshape(-1) if graphs is None else graphs.samples(rows, starts)
             sections = StepSections.pack(rows, starts, samples)
+        # The graph of a decode step drafts too.
+        drafts = self.drafts.on_device and rows.width > 1 and (graph is None or bool(graph.capacity.chunks))
+        if drafts:
+            size = rows.decodes if graph is None else graphs.draft_size(rows)
+            sections.append(pack_draft_rows(rows, size, state.scratch))
+        if joins := bool(plan.joins) and self.drafts.on_device:
+            sections.append([join.slot for join in plan.joins])
+        if plan.drafts:
+            sections.append(pack_host_drafts(plan.drafts, self.drafts.lookahead))
         began = self.results.clock.mark()
-        # Proposals cost launches, so there are none before a step that verifies no drafts.
-        if rows.width > 1:
-            self.propose()
-        self._undrafted = None
         sent = state.apply(plan, joined, sections)
         for join, info in zip(plan.joins, joined, strict=True):
             if info.affected:
@@ -218,8 +223,12 @@ class Runner:
                     if name in info.affected:
                         processor.join(join.slot, info.blob.request)
         apply_page_ops(self.pools, plan.ops, parts.host_pools)
-        for draft in plan.drafts:
-            state.set_drafts(draft.slot, draft.tokens)
+        if plan.drafts:
+            self.drafts.take_host(sent.pop())
+        if joins:
+            self.drafts.join(sent.pop())
+        if drafts:
+            self._draft(rows, sent.pop(), captured=graph is not None)
         if graph is not None:
             batch, hidden = graphs.forward(graph, rows, sent[0])
             return _ForwardedStep(began, batch, hidden, starts, sent[0][graph.sections.before_samples :], graph)
@@ -229,8 +238,19 @@ class Runner:
         with adapting(parts.adapters if adapted else None, state.adapter_S, batch.tokens.slots_T):
             layers = parts.overlapped or parts.model.forward
             hidden = layers(parts.model.embed(batch.tokens.ids_T), ctx, parts.drafter.taps)
+        self.drafts.observe(step.slots_B, step.row_start_B1.int(), rows.decodes, batch.tokens, batch.attn, hidden)
         advance_chunks(step.chunks_N, state.computed_S)
         return _ForwardedStep(began, batch, hidden, starts, step.samples_N, None)
+
+    def _draft(self, rows: Rows, draft_rows_N: torch.Tensor, *, captured: bool) -> None:
+        """Draft for the decode rows."""
+        if captured:
+            self.graphs.draft(draft_rows_N)
+            return
+        slots_B, most_B = draft_rows_N.view(2, -1).unbind(0)
+        slots = rows.slots[: rows.decodes]
+        random, filtered = (not kind.isdisjoint(slots) for kind in (self.slots.random, self.slots.filtered))
+        self.drafts.propose(slots_B, most_B, rows.width - 1, random=random, filtered=filtered)
 
     def _join(self, plan: StepPlan, blobs: Blobs) -> list[SlotInfo]:
         """Apply the plan's leaves and joins on the host. Return the record of each join."""
@@ -262,43 +282,21 @@ class Runner:
 
     def _sample(self, step: _ForwardedStep, late: LateInputs | None) -> SampledRows | None:
         parts, state, batch, hidden = self.parts, self.state, step.batch, step.hidden
-        drafter, rows, slots = parts.drafter, batch.rows, batch.rows.sampled_slots
+        rows, slots = batch.rows, batch.rows.sampled_slots
         if not slots:
-            if drafter.lookahead:
-                drafter.observe(self._draft_context(batch, None), hidden.states, hidden.taps)
             return None
         graphs, draw = self.graphs, self.slots.draw(slots)
-        by_rejection = state.draft_probs_SKV is not None and not self.slots.random.isdisjoint(slots)
-        if graphs is not None and draw is not None and late is None and not by_rejection:
+        verify = parts.drafter.verify
+        by_draws = verify == "draws" or rows.width == 1 or self.slots.random.isdisjoint(slots)
+        if graphs is not None and draw is not None and late is None and by_draws:
             width = graphs.width(rows)
             if step.graph is None or step.graph.capacity.width != width:
                 graphs.gather(batch, hidden, step.samples_N)
-            sampled = graphs.draw(width, len(slots), draw, self.slots.most_logprobs(slots))
-        else:
-            at = unpack_samples(step.samples_N, rows, batch.tokens.positions_T)
-            states = hidden.states[at.token_RW.reshape(-1)]
-            masks = None if late is None else upload_masks(late, rows, state.device)
-            sampled = sample_step(parts.model, states, at, batch, state, self.slots, parts.processors, masks)
-        if drafter.lookahead:
-            ctx = self._draft_context(batch, sampled)
-            drafter.observe(ctx, hidden.states, hidden.taps)
-            if not drafter.needs_host_tokens:
-                self._undrafted = ctx
-        return sampled
-
-    def _draft_context(self, batch: Batch, sampled: SampledRows | None) -> DraftContext:
-        tokens = batch.tokens
-        empty = tokens.slots_T[:0]
-        return DraftContext(
-            slots_B=empty if sampled is None else sampled.slots_R,
-            tokens_SL=self.state.tokens_SL,
-            lengths_B=empty if sampled is None else sampled.lengths_R,
-            max_length=batch.rows.max_len + batch.rows.width,
-            k=self.parts.drafter.lookahead,
-            key_S=self.state.key_S,
-            slots_T=tokens.slots_T,
-            positions_T=tokens.positions_T,
-        )
+            return graphs.draw(width, len(slots), draw, self.slots.most_logprobs(slots))
+        at = unpack_samples(step.samples_N, rows, batch.tokens.positions_T)
+        states = hidden.states[at.token_RW.reshape(-1)]
+        masks = None if late is None else upload_masks(late, rows, state.device)
+        return sample_step(parts.model, states, at, batch, state, self.slots, parts.processors, masks, verify)
 
     # Adapters.
 
@@ -339,15 +337,14 @@ class Runner:
         self._waiting = self.graphs = self.results = self.state = self.pools = None
 
 
-def make_graphs(parts: RankParts, state: DeviceState) -> StepGraphs:
+def make_graphs(parts: RankParts, state: DeviceState, drafts: Drafts) -> StepGraphs:
     """Return the graphs of a rank, not captured yet."""
     return StepGraphs(
         parts.model,
         state,
         parts.groups,
         parts.attention,
-        taps=parts.drafter.taps,
-        lookahead=parts.drafter.lookahead,
+        drafts,
         most_rows=parts.engine.max_seqs,
         most_tokens=parts.graph_tokens,
         max_len=parts.max_len,

@@ -87,6 +87,11 @@ def probabilities(logits_NV: torch.Tensor, params: SampleParams) -> torch.Tensor
     return torch.where((params.temperature_N > 0)[:, None], scaled_NV.softmax(-1), greedy)
 
 
+LEAST_TYPICAL, TYPICAL_SHARE = 0.09, 0.3
+"""Typical acceptance: least probability of a draft that is always accepted, and share of exp(-entropy) that suffices
+(Medusa's defaults)."""
+
+
 @dataclass(frozen=True, slots=True)
 class VerifiedDrafts:
     """Result of verifying drafts against the target's distributions. Nothing is written to the device state yet."""
@@ -136,3 +141,19 @@ def verify_rejection(
     own = torch.where(best_R.isnan(), -1, own)
     tokens = torch.cat([draft_RK, draft_RK.new_zeros(rows, 1)], dim=1).scatter(1, accepted[:, None], own[:, None])
     return VerifiedDrafts(tokens, accepted)
+
+
+def verify_typical(
+    p_RWV: torch.Tensor, own_RW: torch.Tensor, draft_RK: torch.Tensor, count_R: torch.Tensor
+) -> VerifiedDrafts:
+    """Verify by typical acceptance (Medusa, Cai et al. 2024): accept a draft whose probability is at least
+    LEAST_TYPICAL, or TYPICAL_SHARE of exp(-entropy) where that is less. own_RW: plain sampling's draws from p_RWV, of
+    which the first after the accepted drafts is kept. Not lossless."""
+    drafts = draft_RK.shape[1]
+    p_RKV = p_RWV[:, :drafts]
+    entropy_RK = -torch.xlogy(p_RKV, p_RKV).sum(-1)
+    p_RK = p_RKV.gather(-1, draft_RK[..., None]).squeeze(-1)
+    accepted_R = leading(p_RK >= (TYPICAL_SHARE * (-entropy_RK).exp()).clamp_max(LEAST_TYPICAL), count_R)
+    step_W = torch.arange(own_RW.shape[1], device=own_RW.device)
+    draft_RW = torch.nn.functional.pad(draft_RK, (0, 1))
+    return VerifiedDrafts(torch.where(step_W < accepted_R[:, None], draft_RW, own_RW), accepted_R)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dovetail.core.interfaces import LateInputs, LogitsContext, LogitsProcessor, Model
+from dovetail.core.interfaces import LateInputs, LogitsContext, LogitsProcessor, Model, Verify
 from dovetail.core.interfaces.plan import LATE
 from dovetail.core.ops import apply_bitmask
 from dovetail.core.ops.logprobs import BestLogprobs, best_logprobs, logprobs_of
@@ -17,7 +17,14 @@ from dovetail.core.ops.step import Accepted, accept, commit
 from dovetail.core.worker.batch import Batch, Rows
 from dovetail.core.worker.device_state import DeviceState
 from dovetail.core.worker.row_sections import SamplePositions
-from dovetail.core.worker.sampler import SampleParams, probabilities, sample, sample_over_ranks, verify_rejection
+from dovetail.core.worker.sampler import (
+    SampleParams,
+    probabilities,
+    sample,
+    sample_over_ranks,
+    verify_rejection,
+    verify_typical,
+)
 from dovetail.core.worker.slots import Slots
 
 
@@ -80,6 +87,7 @@ def sample_step(
     slots: Slots,
     processors: Mapping[str, LogitsProcessor],
     masks: Masks | None = None,
+    verify: Verify = "draws",
 ) -> SampledRows:
     """Draw and verify, then write tokens and lengths into the device state, where the next step reads them."""
     sampled_slots, width = batch.rows.sampled_slots, batch.rows.width
@@ -94,8 +102,8 @@ def sample_step(
     wanted = {name for info in infos for name in info.processors}
     random, filtered = (not kind.isdisjoint(sampled_slots) for kind in (slots.random, slots.filtered))
     params = SampleParams.of(state, slots_N, random=random, filtered=filtered)
-    by_match = width == 1 or state.draft_probs_SKV is None or not params.random
-    if best is None and masks is None and not wanted and not params.filtered and by_match:
+    by_draws = width == 1 or verify == "draws" or not params.random
+    if best is None and masks is None and not wanted and not params.filtered and by_draws:
         tokens_RW = sample_over_ranks(model, states_NC, position_N, params).view(rows, width)
         accepted = _accept(tokens_RW, at, state)
         return SampledRows(tokens_RW, accepted.accepted_R, at.slots_R, accepted.lengths_R, accepted.drafted_R)
@@ -115,11 +123,11 @@ def sample_step(
 
     if masks is not None and masks.lacking_X is not None:
         sit_out(masks.lacking_X, at, state)
-    if by_match:
+    if by_draws:
         tokens_RW = sample(logits_NV, position_N, params).view(rows, width)
         accepted = _accept(tokens_RW, at, state)
     else:
-        tokens_RW, accepted = _verify(logits_NV, at, position_RW, params, state)
+        tokens_RW, accepted = _verify(logits_NV, at, position_RW, params, state, verify)
     if masks is not None and masks.lacking_X is not None:
         accepted.accepted_R.index_fill_(0, masks.lacking_X, -1)
 
@@ -160,15 +168,25 @@ def _accept(tokens_RW: torch.Tensor, at: SamplePositions, state: DeviceState) ->
 
 
 def _verify(
-    logits_NV: torch.Tensor, at: SamplePositions, position_RW: torch.Tensor, params: SampleParams, state: DeviceState
+    logits_NV: torch.Tensor,
+    at: SamplePositions,
+    position_RW: torch.Tensor,
+    params: SampleParams,
+    state: DeviceState,
+    verify: Verify,
 ) -> tuple[torch.Tensor, Accepted]:
-    """Return tokens [R, W] and what was accepted of them; both are already in the device state."""
+    """Verify by rejection or typical acceptance. Return tokens [R, W] and what was accepted of them; both are already
+    in the device state."""
     rows, width = position_RW.shape
     draft_RK = state.tokens_SL[at.slots_R[:, None], position_RW[:, :-1]].long()
     count_R = torch.minimum(state.drafts_S[at.slots_R], at.limit_R)
     p_RWV = probabilities(logits_NV, params).view(rows, width, -1)
-    q_RKV = state.draft_probs_SKV[at.slots_R, : width - 1]
-    verified = verify_rejection(p_RWV, q_RKV, draft_RK, count_R, state.key_S[at.slots_R], position_RW)
+    if verify == "rejection":
+        q_RKV = state.draft_probs_SKV[at.slots_R, : width - 1]
+        verified = verify_rejection(p_RWV, q_RKV, draft_RK, count_R, state.key_S[at.slots_R], position_RW)
+    else:
+        own_RW = sample(logits_NV, position_RW.reshape(-1), params).view(rows, width)
+        verified = verify_typical(p_RWV, own_RW, draft_RK, count_R)
     lengths = state.tokens_SL, state.computed_S, state.drafts_S
     commit(verified.tokens_RW, verified.accepted_R, at.slots_R, at.base_R, *lengths)
     return verified.tokens_RW, Accepted(verified.accepted_R, at.base_R + verified.accepted_R + 1, count_R)

@@ -44,14 +44,17 @@ class WarmupStep(NamedTuple):
     decodes: int = 0
     context: int = 0
     """Length of each decode row."""
+    drafts: int = 0
+    """Drafts that each row verifies; then all rows are decode rows."""
 
 
-def warmup_steps(budget: int, most: int, longest: int) -> list[WarmupStep]:
+def warmup_steps(budget: int, most: int, longest: int, lookahead: int = 0) -> list[WarmupStep]:
     """Return the warm-up steps of a rank whose steps have at most `budget` tokens and `most` rows, and whose sequences
     have at most `longest` tokens. The most expensive come first: all tokens in as few chunks as can hold them, then
-    every slot sampling. Then come mixed steps, to compile their kernels: few and many decode rows, long and short ones,
-    short and long chunks. Last are single chunks: of 1 token, of as many as the installed choices of
-    operations serve (core.ops.choices; smaller ones than 64 run in graphs), and of the longest length."""
+    every slot sampling, then, with a drafter, every slot sampling after each of `lookahead` drafts. Then come mixed
+    steps, to compile their kernels: few and many decode rows, long and short ones, short and long chunks. Last are
+    single chunks: of 1 token, of as many as the installed choices of operations serve (core.ops.choices; smaller ones
+    than 64 run in graphs), and of the longest length."""
     tokens = min(budget, most * longest)
     longest = min(longest, tokens)
     chunks = ceil_div(tokens, longest)
@@ -59,7 +62,10 @@ def warmup_steps(budget: int, most: int, longest: int) -> list[WarmupStep]:
     mixed = [(few, 2, 1, short), (few, 2, 1, longest), (tokens, most, most - chunks, short)] if most > 1 else []
     counts = sorted({min(count, longest) for count in (1, *tuned_rows(), longest)})
     alone = [(count, 1) for count in counts if (count, 1) != (tokens, chunks)]
-    return [WarmupStep(*step) for step in ((tokens, chunks), (tokens, most), *mixed, *alone)]
+    drafts = min(lookahead, budget - 1, longest - short)
+    rows = min(most, budget // (1 + drafts))
+    drafted = [(rows * (1 + drafts), rows, rows, short, drafts)] if drafts > 0 else []
+    return [WarmupStep(*step) for step in ((tokens, chunks), (tokens, most), *drafted, *mixed, *alone)]
 
 
 def tuned_rows(least: int = 64) -> list[int]:
@@ -71,11 +77,12 @@ def warmup_plan(
     step: WarmupStep, groups: Sequence[KVGroup], *, embeds: bool = False, adapted: bool = False
 ) -> tuple[StepPlan, dict[tuple[int, int], JoinBlob]]:
     """Return the step as a plan. Each row is a sequence. All rows sample with top-p and log-probabilities, which cost
-    most, and wait for masks (`warmup_masks`). With `embeds` all rows are embedded instead. With `adapted` all use
-    adapter slot 0, even if it is empty."""
+    most, and wait for masks (`warmup_masks`) if they verify no drafts. With `embeds` all rows are embedded instead.
+    With `adapted` all use adapter slot 0, even if it is empty."""
     rows = min(step.rows, step.tokens)
-    decodes = min(step.decodes, rows - 1)
-    share, more = divmod(step.tokens - decodes, rows - decodes)
+    decodes = rows if step.drafts else min(step.decodes, rows - 1)
+    share, more = divmod(step.tokens - decodes, max(rows - decodes, 1))
+    late = 0 if step.drafts else LATE
     params = SamplingParams(temperature=1.0, top_p=0.9, logprobs=1)
     plan = StepPlan(step=-1, rows=[])
     blobs = {}
@@ -83,14 +90,15 @@ def warmup_plan(
         decode = slot < decodes
         count = 1 if decode else share + (slot - decodes < more)
         length = step.context if decode else count
-        flags = (0 if embeds else SAMPLE | LATE) | (DECODE if decode else 0)
+        bound = length + step.drafts
+        flags = (0 if embeds else SAMPLE | late) | (DECODE if decode else 0)
         request = Request(uid=slot, prompt_ids=(0,) * length, params=params, pooling="mean" if embeds else None)
         plan.joins.append(Join(slot, slot, EPOCH, length - count))
-        plan.rows.append(Row(slot, slot, EPOCH, count, length, 0, flags))
+        plan.rows.append(Row(slot, slot, EPOCH, count + step.drafts, bound, step.drafts, flags))
         blobs[slot, EPOCH] = JoinBlob(request.prompt_ids, request, 0, 0 if adapted else -1)
         for group in groups:
             # Rows may share pages here, since only the cost matters.
-            plan.pages += [PageDelta(group.id, slot, i, i + 1) for i in range(ceil_div(length, group.page_tokens))]
+            plan.pages += [PageDelta(group.id, slot, i, i + 1) for i in range(ceil_div(bound, group.page_tokens))]
     return plan, blobs
 
 
@@ -116,13 +124,13 @@ def _trial(parts: RankParts, tokens: int) -> Iterator[Runner]:
 
 def run_warmup_steps(parts: RankParts) -> None:
     engine, spec = parts.engine, parts.model.build.spec
-    for step in warmup_steps(engine.token_budget, engine.max_seqs, parts.max_len - 1):
-        with _trial(parts, max(step.tokens, step.context)) as runner:
+    lookahead = parts.drafter.lookahead if spec.head else 0
+    for step in warmup_steps(engine.token_budget, engine.max_seqs, parts.max_len - 1, lookahead):
+        with _trial(parts, max(step.tokens, step.context + step.drafts)) as runner:
             plan, blobs = warmup_plan(step, parts.groups, embeds=not spec.head, adapted=parts.adapters is not None)
             runner.execute(plan, blobs)
             if plan.late:
                 runner.complete(warmup_masks(plan, spec.vocab))
-            runner.propose()
 
 
 def compile_kernels(parts: RankParts, server: CompileServer | None) -> None:
@@ -131,7 +139,7 @@ def compile_kernels(parts: RankParts, server: CompileServer | None) -> None:
     with compile_ahead(workers, server=server), torch.inference_mode():
         run_warmup_steps(parts)
         with _trial(parts, parts.engine.page_size) as runner:
-            make_graphs(parts, runner.state).warm_up()
+            make_graphs(parts, runner.state, runner.drafts).warm_up()
             if parts.processors:
                 warm_up_float32(runner.state, parts.model.build.spec.vocab)
                 warm_up_processors(parts.processors, runner.state, parts.model.build.spec.vocab)

@@ -290,4 +290,4 @@ def _kv_groups(build: BuildContext) -> tuple[KVGroup, ...]:
     spec = build.spec
     _, kv_heads = local_heads(spec.heads, spec.kv_heads, build.collective.size)
     planes = tuple(Plane(name, (kv_heads, spec.head_dim), build.kv_dtype) for name in ("k", "v"))
-    return group_layers(spec.windows or (0,) * spec.layers, planes, build.page_tokens)
+    return group_layers(spec.windows or (0,) * spec.layers, planes, build.page_tokens, build.first_group)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 
-from dovetail.core.interfaces import Draft, DraftContext, Drafter, Join, Row, RowFlag, StepResult
+from dovetail.core.interfaces import Draft, DraftContext, Drafter, FedTokens, Hidden, Join, Row, RowFlag, StepResult
 from dovetail.core.testing.executor_scripts import Script, prompt, quiet, small_composition
 from dovetail.core.testing.spec_decode import DrafterContract
 from dovetail.core.worker.loader import load_rank
@@ -56,8 +56,9 @@ class Spy(Drafter):
     def lookahead(self) -> int:
         return self.ahead
 
-    def observe(self, ctx: DraftContext, hidden_TC: torch.Tensor, taps: Mapping[int, torch.Tensor]) -> None:
-        self.observed.append(len(hidden_TC))
+    def observe(self, fed: FedTokens, hidden: Hidden) -> None:
+        assert len(fed.ids_T) == len(fed.slots_T) == len(hidden.states)
+        self.observed.append(len(hidden.states))
 
     def propose(self, ctx: DraftContext) -> Draft:
         self.asked += 1

@@ -53,6 +53,7 @@ from dovetail.plugins.collective.symm_mem.collective import FP8
 from dovetail.plugins.logits.kernels import PROGRAMS, add_pairs_triton, penalise_triton
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 from dovetail.plugins.quant.int8.format import INT8_TOKEN
+from dovetail.plugins.spec_decode.kernels import look_up_triton
 
 from ..nowhere import lone_copies, lone_reducer
 from .packed_launches import packed_products
@@ -131,6 +132,7 @@ def steps() -> None:
         tokens_SL, table = cuda(257, 8192, dtype=INT32), cuda(257, 512, dtype=INT32)
         layout = step.lay_out_tokens(slots, starts, cuda(257, dtype=INT64), tokens_SL, total, longest)
         step.lay_out_pages(slots, layout, table, 16)
+        look_up_triton(slots, slots, tokens_SL, 4, 2, 4)
         floats = [cuda(rows, dtype=FP32) for _ in range(3)]
         keys, keys_S, reals_S = cuda(rows, dtype=INT64), cuda(257, dtype=INT64), cuda(257, dtype=FP32)
         step.gather_params(slots, reals_S, keys_S, reals_S, reals_S, keys_S)

@@ -37,6 +37,8 @@ from dovetail.plugins.logits.config import PenaltiesConfig  # noqa: E402
 from dovetail.plugins.logits.kernels import PROGRAMS, add_pairs_triton, penalise_triton  # noqa: E402
 from dovetail.plugins.logits.penalties import Penalties  # noqa: E402
 from dovetail.plugins.logits.ragged import SparseRows  # noqa: E402
+from dovetail.plugins.spec_decode import kernels as lookup_kernels  # noqa: E402
+from dovetail.plugins.spec_decode.ngram import look_up_reference  # noqa: E402
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 FEWER = 4 if INTERPRETED else 1
@@ -392,3 +394,20 @@ def test_pairs_are_added_until_the_history_is_long_enough():
     assert torch.equal(got.view(torch.int32), want.view(torch.int32))
     changed = [not torch.equal(row, before) for row, before in zip(got, logits_NV, strict=True)]
     assert changed == [False, True, True, False, False]
+
+
+@pytest.mark.parametrize(("k", "matches"), [(4, (2, 4)), (3, (1, 1))])
+def test_prompt_lookup(k, matches, monkeypatch):
+    """Matches lie in the same block as the end, in an earlier one, or across two; some rows have none."""
+    monkeypatch.setattr(lookup_kernels, "BLOCK", 16)
+    slots, capacity, rows = 9, 70, 6
+    tokens_SL = torch.randint(5, (slots, capacity), dtype=torch.int32, device=DEVICE)
+    tokens_SL[0] = torch.arange(capacity)
+    slots_B = torch.tensor([0, 3, 5, 8, 1, 2], device=DEVICE)
+    lengths_B = torch.tensor([60, 1, 17, 33, 61, 2], device=DEVICE)
+    tokens_SL[1, 57:61] = tokens_SL[1, 14:18]
+    got = lookup_kernels.look_up_triton(slots_B, lengths_B, tokens_SL, k, *matches)
+    want = look_up_reference(slots_B, lengths_B, tokens_SL, k, *matches)
+    assert torch.equal(got[1], want[1]) and 0 < int((want[1] > 0).sum()) < rows
+    for mine, theirs, count in zip(got[0], want[0], want[1], strict=True):
+        assert torch.equal(mine[:count], theirs[:count])

@@ -6,9 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.core.interfaces import DraftContext
 from dovetail.plugins.spec_decode.config import NgramConfig
-from dovetail.plugins.spec_decode.ngram import NgramDrafter
+from dovetail.plugins.spec_decode.ngram import look_up_reference
 
 
 def by_hand(tokens: list[int], config: NgramConfig) -> list[int]:
@@ -36,10 +35,7 @@ def test_it_finds_the_longest_then_latest_match(rows: list[list[int]], matches: 
     tokens = torch.randint(0, 4, (8, 32), dtype=torch.int32)
     for slot, row in zip(slots.tolist(), rows, strict=True):
         tokens[slot, : len(row)] = torch.tensor(row, dtype=torch.int32)
-    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int32)
-    keys = torch.zeros(8, dtype=torch.int64)
-    bound = int(lengths.max()) + 2
-    ctx = DraftContext(slots, tokens, lengths, bound, k, key_S=keys, slots_T=slots, positions_T=lengths.long() - 1)
-    draft = NgramDrafter(config).propose(ctx)
+    lengths = torch.tensor([len(row) for row in rows])
+    drafts, counts = look_up_reference(slots, lengths, tokens, k, *matches)
     for i, row in enumerate(rows):
-        assert draft.tokens_BK[i, : draft.count_B[i]].tolist() == by_hand(row, config)
+        assert drafts[i, : counts[i]].tolist() == by_hand(row, config)

@@ -21,12 +21,16 @@ from dovetail.core.testing.executor_scripts import quiet
 from dovetail.core.testing.host_sync import NoHostSync
 from dovetail.core.worker.batch import Rows
 from dovetail.core.worker.device_state import DeviceState
+from dovetail.core.worker.drafts import Drafts
 from dovetail.core.worker.graphs import MOST_PAIRS, StepGraphs, batch_sizes, token_sizes
 from dovetail.core.worker.loader import load_rank
 from dovetail.core.worker.runner import Runner
 from dovetail.core.worker.slots import DRAWS, Draw
 from dovetail.core.worker.warmup import failed_capture
 from dovetail.plugins.executor.inproc import InprocExecutor
+from dovetail.plugins.spec_decode.config import NgramConfig, NoneConfig
+from dovetail.plugins.spec_decode.ngram import NgramDrafter
+from dovetail.plugins.spec_decode.none import NoDrafter
 
 
 @pytest.mark.parametrize("most", [1, 3, 8, 100, 256, 300, 512, 1000])
@@ -73,14 +77,15 @@ class CountedModel:
 
 def bare_graphs(lookahead: int = 0, model: CountedModel | None = None) -> StepGraphs:
     """Graphs of up to 100 rows and, in mixed steps, 200 tokens."""
-    device = torch.device("cpu")
+    state = DeviceState(slots=100, max_len=64, lookahead=lookahead, groups=(), device=torch.device("cpu"), seed=0)
+    attention = FromDevice(None)
+    drafter = NgramDrafter(NgramConfig(lookahead=lookahead)) if lookahead else NoDrafter(NoneConfig())
     return StepGraphs(
         model or CountedModel(),  # type: ignore[arg-type]
-        DeviceState(slots=100, max_len=64, lookahead=lookahead, groups=(), device=device, seed=0),
+        state,
         (),
-        FromDevice(None),
-        taps=(),
-        lookahead=lookahead,
+        attention,
+        Drafts(drafter, state, attention, vocab=16),
         most_rows=100,
         most_tokens=200,
         max_len=64,

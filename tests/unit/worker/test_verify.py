@@ -10,7 +10,7 @@ from scipy import stats
 
 from dovetail.core.ops.random import Purpose, gumbel
 from dovetail.core.testing.spec_decode import verify_match
-from dovetail.core.worker.sampler import SampleParams, VerifiedDrafts, sample, verify_rejection
+from dovetail.core.worker.sampler import SampleParams, VerifiedDrafts, sample, verify_rejection, verify_typical
 
 V, K, N = 6, 2, 40_000
 Verify = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], VerifiedDrafts]
@@ -125,3 +125,23 @@ def test_greedy_targets_make_rejection_exact() -> None:
     expected = (draft == best[:, :K]).long().cumprod(-1).sum(-1)
     assert torch.equal(verified.accepted_R, expected)
     assert torch.equal(verified.tokens_RW.gather(1, expected[:, None]), best.gather(1, expected[:, None]))
+
+
+def typical(p, q, draft, count, key):  # type: ignore[no-untyped-def]
+    own = p.log() + gumbel(key.repeat_interleave(K + 1), positions(len(key)).reshape(-1), Purpose.SAMPLE, V).view_as(p)
+    return verify_typical(p, own.argmax(-1), draft, count)
+
+
+def test_typical_acceptance_is_not_lossless() -> None:
+    assert p_value(typical, certain=False) < 1e-6
+
+
+def test_typical_acceptance_depends_on_the_entropy() -> None:
+    """A sharp distribution accepts only its likely token, a flat one every token with 0.3 exp(-entropy)."""
+    sharp, flat = torch.tensor([0.97, 0.02, 0.01]), torch.tensor([0.05, 0.04] + [0.91 / 40] * 40)
+    for p_V, accepted in ((sharp, [1, 0, 0]), (flat, [1, 1, 1])):
+        p_RWV, own_RW = p_V.expand(3, 2, -1), torch.full((3, 2), 2)
+        verified = verify_typical(p_RWV, own_RW, torch.arange(3)[:, None], torch.ones(3, dtype=torch.long))
+        assert verified.accepted_R.tolist() == accepted
+        kept = [tokens[: n + 1] for tokens, n in zip(verified.tokens_RW.tolist(), accepted, strict=True)]
+        assert kept == [[row, 2] if accepted[row] else [2] for row in range(3)]

@@ -16,10 +16,10 @@ from ..ops.shipped import SHIPPED
 NUMBERS = st.integers(1, 400)
 
 
-@given(budget=NUMBERS, most=NUMBERS, longest=NUMBERS)
+@given(budget=NUMBERS, most=NUMBERS, longest=NUMBERS, lookahead=st.integers(0, 7))
 @temporarily(SHIPPED)
-def test_warm_up_steps_are_possible(budget: int, most: int, longest: int) -> None:
-    plans = [warmup_plan(step, [])[0] for step in warmup_steps(budget, most, longest)]
+def test_warm_up_steps_are_possible(budget: int, most: int, longest: int, lookahead: int) -> None:
+    plans = [warmup_plan(step, [])[0] for step in warmup_steps(budget, most, longest, lookahead)]
     for plan in plans:
         assert 0 < len(plan.rows) <= most
         assert sum(row.count for row in plan.rows) <= budget
@@ -27,6 +27,11 @@ def test_warm_up_steps_are_possible(budget: int, most: int, longest: int) -> Non
     full = min(budget, most * longest)
     assert sum(row.count for row in plans[0].rows) == sum(row.count for row in plans[1].rows) == full
     assert len(plans[1].rows) == min(most, full), "every slot samples"
+    drafts = min(lookahead, budget - 1, min(longest, full) - 2)
+    if drafts > 0:
+        drafted = [plan for plan in plans if plan.rows[0].draft]
+        assert [len(plan.rows) for plan in drafted] == [min(most, budget // (1 + drafts))]
+        assert all(row.draft == row.count - 1 == drafts for row in drafted[0].rows)
     alone = {plan.rows[0].count for plan in plans if len(plan.rows) == 1}
     assert {1, min(longest, full)} <= alone, "single chunks, the shortest and the longest"
     assert {64, 128} <= set(tuned_rows())
@@ -45,4 +50,13 @@ def test_warm_up_steps_have_masks_for_rows_with_grammars(decodes: int) -> None:
     runner.execute(plan, blobs)
     runner.complete(warmup_masks(plan, VOCAB))
     assert all(len(row.tokens) == 1 for row in runner.collect().rows)
+    runner.close()
+
+
+def test_a_warm_up_step_verifies_drafts() -> None:
+    runner = small_runner("spec_decode=ngram", "spec_decode.min_match=1")
+    plan, blobs = warmup_plan(WarmupStep(12, 4, 4, context=2, drafts=2), runner.parts.groups)
+    assert plan.num_tokens == 12 and not plan.late
+    runner.execute(plan, blobs)
+    assert [row.drafted for row in runner.collect().rows] == [2] * 4
     runner.close()

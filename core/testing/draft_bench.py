@@ -1,0 +1,203 @@
+"""Bench for drafters: a drafter with the device state, pages and attention that the engine gives it, without a target.
+
+Shapes: B rows, S slots, K drafts, V vocabulary, T tokens of a step, C channels, J joining sequences.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+
+from dovetail.core.arithmetic import ceil_div
+from dovetail.core.interfaces import (
+    Draft,
+    DraftContext,
+    Drafter,
+    FedTokens,
+    Hidden,
+    HostBounds,
+    KVGroup,
+    TargetView,
+)
+from dovetail.core.memory.pools import make_pools
+from dovetail.core.worker.batch import lay_out
+from dovetail.core.worker.device_state import DeviceState
+from dovetail.core.worker.drafts import Drafts
+
+Histories = Mapping[int, Seq[int]]
+"""slot -> known tokens."""
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """Drafts of one row, without the ignored entries."""
+
+    tokens: tuple[int, ...]
+    probs_KV: torch.Tensor | None = None
+    """Probabilities from which they were drawn, if they are verified by rejection."""
+
+    def same(self, other: Guesses) -> bool:
+        if self.tokens != other.tokens or (self.probs_KV is None) != (other.probs_KV is None):
+            return False
+        return self.probs_KV is None or torch.allclose(self.probs_KV, other.probs_KV, atol=1e-5)
+
+
+class _Watched(Drafter):
+    """Keeps the latest context and draft of another drafter."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        super().__init__(drafter.config)
+        self.inner = drafter
+        self.ctx: DraftContext | None = None
+        self.draft: Draft | None = None
+        self.changed = False
+        """Whether `propose` changed one of its inputs."""
+
+    @property
+    def lookahead(self) -> int:
+        return self.inner.lookahead
+
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        return self.inner.kv_groups()
+
+    def join(self, slots_J: torch.Tensor, computed_J: torch.Tensor) -> None:
+        self.inner.join(slots_J, computed_J)
+
+    def observe(self, fed: FedTokens, hidden: Hidden) -> None:
+        self.inner.observe(fed, hidden)
+
+    def propose(self, ctx: DraftContext) -> Draft:
+        given = ctx.slots_B, ctx.tokens_SL, ctx.lengths_B, ctx.k_B, ctx.key_S
+        before = [tensor.clone() for tensor in given]
+        self.ctx, self.draft = ctx, self.inner.propose(ctx)
+        now = ctx.slots_B, ctx.tokens_SL, ctx.lengths_B, ctx.k_B, ctx.key_S
+        self.changed |= not all(map(torch.equal, before, now))
+        return self.draft
+
+
+class Bench:
+    """A bound drafter with the state, pages and attention that the engine gives it."""
+
+    def __init__(self, drafter: Drafter, view: TargetView) -> None:
+        self.drafter, self.view = drafter, view
+        self.lookahead = drafter.lookahead
+        self.groups = drafter.kv_groups()
+        self.vocab, self.slots, self.page = view.build.spec.vocab, view.max_seqs, view.build.page_tokens
+        self.rows: list[int] = []
+        """Slots of the sequences that are seated."""
+        self.watched = _Watched(drafter)
+
+    def seat(
+        self,
+        histories: Histories,
+        *,
+        poison: int = 0,
+        keys: torch.Tensor | None = None,
+        chunk: int = 0,
+        shared: int = 0,
+    ) -> None:
+        """Give each history a slot of a new device state, and feed it in chunks of `chunk` tokens (0 = whole) up to its
+        last token. Tokens that the drafter must not read depend on `poison`, and its pages hold NaN. keys: int64
+        [slots]; None = each key depends on the sequence's tokens alone. `shared`: pages that the second sequence takes
+        over from the first, which is fed before."""
+        view, generator = self.view, torch.Generator().manual_seed(poison)
+        self.state = state = DeviceState(
+            slots=self.slots,
+            max_len=view.max_len,
+            lookahead=self.lookahead,
+            groups=self.groups,
+            device=view.build.device,
+            seed=0,
+            draft_probs=self.vocab if self.drafter.verify == "rejection" else 0,
+        )
+        self.drafts = Drafts(self.watched, state, view.build.attention, self.vocab)
+        state.tokens_SL.random_(self.vocab, generator=generator)
+        state.key_S.random_(1 << 60, generator=generator)
+        state.temperature_S.fill_(1.0)
+        pages = ceil_div(state.tokens_SL.shape[1], self.page)
+        pools = make_pools(self.groups, {group.id: pages * self.slots for group in self.groups}, view.build.device)
+        for pool in pools.values():
+            for plane in pool.planes.values():
+                plane.fill_(float("nan"))
+        view.build.attention.bind(pools)
+        for group in self.groups:
+            order = torch.randperm(pages * self.slots, generator=generator) + 1
+            state.tables[group.id][: self.slots] = order.view(self.slots, -1).int()
+        self.rows = list(histories)
+        for slot, history in histories.items():
+            state.tokens_SL[slot, : len(history)] = torch.tensor(history, dtype=torch.int32)
+            state.key_S[slot] = _key(history) if keys is None else keys[slot]
+        if shared:
+            first, second = self.rows
+            self._feed({first: histories[first]}, 0, chunk)
+            for table in state.tables.values():
+                table[second, :shared] = table[first, :shared]
+            self._feed({second: histories[second]}, shared * self.page, chunk)
+        else:
+            self._feed(histories, 0, chunk)
+
+    def _feed(self, histories: Histories, computed: int, chunk: int) -> None:
+        """Announce the sequences, and feed them as the chunks of a prompt."""
+        state, slots = self.state, list(histories)
+        state.computed_S[slots] = computed
+        self.drafts.join(torch.tensor(slots))
+        rest = {slot: len(history) - 1 - computed for slot, history in histories.items()}
+        while any(rest.values()):
+            counts = {slot: min(left, chunk or left) for slot, left in rest.items() if left}
+            self.step(counts, 0)
+            for slot, count in counts.items():
+                state.computed_S[slot] += count
+                rest[slot] -= count
+
+    @torch.inference_mode()
+    def step(self, counts: Mapping[int, int], decodes: int) -> None:
+        """Show the drafter a step that feeds `counts` tokens by slot; the first `decodes` rows are decode rows. The
+        hidden states depend on the tokens up to theirs."""
+        state, slots_B = self.state, torch.tensor(list(counts))
+        row_start_B1 = torch.tensor([0, *counts.values()]).cumsum(0).int()
+        host = HostBounds(tuple(counts.values()), (state.tokens_SL.shape[1],) * len(counts), decodes)
+        total, attention = sum(counts.values()), self.view.build.attention
+        tokens, attn = lay_out(slots_B, row_start_B1, total, host, state, self.groups, attention)
+        states = []
+        for slot, at in zip(tokens.slots_T.tolist(), tokens.positions_T.tolist(), strict=True):
+            seed = zlib.crc32(str(state.tokens_SL[slot, : at + 1].tolist()).encode())
+            states.append(torch.randn(self.view.build.spec.hidden, generator=torch.Generator().manual_seed(seed)))
+        hidden_TC = torch.stack(states)
+        taps = {layer: hidden_TC + layer for layer in self.drafter.taps}
+        self.drafts.observe(slots_B, row_start_B1, decodes, tokens, attn, Hidden(hidden_TC, taps))
+
+    @torch.inference_mode()
+    def guess(self, k: int | None = None, most: Seq[int] | None = None) -> list[Guesses]:
+        """Return the drafts of the seated sequences, in their order. `most`: drafts that each verifies at most."""
+        k, state = self.lookahead if k is None else k, self.state
+        lengths = {slot: int(state.computed_S[slot]) + 1 for slot in self.rows}
+        if self.drafter.needs_host_tokens:
+            known = [state.tokens_SL[slot, :length].tolist() for slot, length in lengths.items()]
+            return [Guesses(tuple(self.drafter.propose_host(tokens, k))) for tokens in known]
+        self.drafts.propose(torch.tensor(self.rows), torch.tensor(most or [k] * len(self.rows)), k)
+        found = []
+        for slot, length in lengths.items():
+            count = int(state.drafts_S[slot])
+            q_KV = None if state.draft_probs_SKV is None else state.draft_probs_SKV[slot, :count].clone()
+            found.append(Guesses(tuple(state.tokens_SL[slot, length : length + count].tolist()), q_KV))
+        return found
+
+    def verify(self, accepted: Mapping[int, Seq[int]], *, drafts: bool = True) -> None:
+        """Show the drafter the step that feeds each row's last token and, with `drafts`, its drafts; then append the
+        tokens that the step accepted and sampled."""
+        state = self.state
+        self.step(dict.fromkeys(self.rows, 1 + self.lookahead * drafts), len(self.rows))
+        for slot, tokens in accepted.items():
+            length = int(state.computed_S[slot]) + 1
+            state.tokens_SL[slot, length : length + len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+            state.computed_S[slot] += len(tokens)
+            state.key_S[slot] = _key(state.tokens_SL[slot, : length + len(tokens)].tolist())
+        state.drafts_S.zero_()
+
+
+def _key(history: Seq[int]) -> int:
+    return zlib.crc32(str(list(history)).encode())

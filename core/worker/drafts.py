@@ -1,0 +1,106 @@
+"""Drafts of a step: asks the drafter at the start of a step that verifies drafts, and writes what it proposes to the
+device state, where the step's layout and verification read it. B rows, K most drafts of a row, V vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from dovetail.core.errors import CapabilityError
+from dovetail.core.interfaces import (
+    AttentionBackend,
+    AttnCtx,
+    Draft,
+    DraftContext,
+    Drafter,
+    FedTokens,
+    ForwardContext,
+    Hidden,
+    HostBounds,
+)
+from dovetail.core.ops.random import Purpose, gumbel
+from dovetail.core.ops.step import TokenLayout, leading
+from dovetail.core.worker.batch import lay_out
+from dovetail.core.worker.device_state import DeviceState
+from dovetail.core.worker.sampler import SampleParams, probabilities, sample
+
+
+class Drafts:
+    """A drafter with the state of the rows that it drafts for. All work is on the device and can be captured."""
+
+    def __init__(self, drafter: Drafter, state: DeviceState, attention: AttentionBackend, vocab: int) -> None:
+        self.drafter, self.state, self.attention, self.vocab = drafter, state, attention, vocab
+        self.groups = drafter.kv_groups() if drafter.lookahead else ()
+        self.lookahead, self.taps = drafter.lookahead, drafter.taps
+        self.on_device = self.lookahead > 0 and not drafter.needs_host_tokens
+        """Whether `propose` drafts; otherwise nothing does, or the host."""
+
+    def propose(
+        self, slots_B: torch.Tensor, most_B: torch.Tensor, k: int, *, random: bool = True, filtered: bool = True
+    ) -> None:
+        """Draft for decode rows. `most_B` (int64): drafts that each row verifies at most, 0 .. k. `random`, `filtered`:
+        whether some row is not greedy, or filtered."""
+        state = self.state
+        lengths_B = state.computed_S[slots_B] + 1
+        params = SampleParams.of(state, slots_B, random=random, filtered=filtered)
+
+        def draw(logits_BV: torch.Tensor, w: int) -> torch.Tensor:
+            if state.draft_probs_SKV is None or not random:
+                return sample(logits_BV, lengths_B + w, params)
+            q_BV = probabilities(logits_BV, params)
+            state.draft_probs_SKV[slots_B, w] = q_BV
+            best_B, token_B = (q_BV.log() + gumbel(params.key_N, lengths_B + w, Purpose.DRAFT, self.vocab)).max(-1)
+            return torch.where(best_B.isnan(), -1, token_B)
+
+        def lay_out_rows(first_S: torch.Tensor, count: int) -> tuple[torch.Tensor, ForwardContext]:
+            rows = len(slots_B)
+            row_start_B1 = torch.arange(rows + 1, dtype=torch.int32, device=state.device) * count
+            host = HostBounds((count,) * rows, (state.tokens_SL.shape[1],) * rows, rows)
+            tokens, attn = lay_out(
+                slots_B, row_start_B1, rows * count, host, state, self.groups, self.attention, first_S
+            )
+            return tokens.ids_T, ForwardContext(tokens.positions_T, attn)
+
+        ctx = DraftContext(slots_B, state.tokens_SL, lengths_B, k, most_B, state.key_S, draw, lay_out_rows)
+        self._write(self.drafter.propose(ctx), slots_B, lengths_B, most_B)
+
+    def _write(self, draft: Draft, slots_B: torch.Tensor, lengths_B: torch.Tensor, most_B: torch.Tensor) -> None:
+        """Write drafts after each row's last token. Positions past a row's count are fed as padding: their ids must be
+        valid too."""
+        if draft.parents_BK is not None:
+            raise CapabilityError(["the drafter returned a tree of drafts; this version verifies chains only"])
+        state, tokens_BK = self.state, draft.tokens_BK
+        known_BK = (tokens_BK >= 0) & (tokens_BK < self.vocab)
+        count_B = leading(known_BK, torch.minimum(draft.count_B, most_B).clamp_min(0))
+        step_K = torch.arange(tokens_BK.shape[1], device=state.device)
+        kept_BK = torch.where(step_K < count_B[:, None], tokens_BK, 0)
+        state.tokens_SL[slots_B[:, None], lengths_B[:, None] + step_K] = kept_BK.int()
+        state.drafts_S[slots_B] = count_B
+
+    def join(self, slots_J: torch.Tensor) -> None:
+        """Announce sequences whose state is in these slots."""
+        self.drafter.join(slots_J, self.state.computed_S[slots_J])
+
+    def take_host(self, drafts_N: torch.Tensor) -> None:
+        """Write drafts that the host found (`row_sections.pack_host_drafts`)."""
+        slots_B, count_B, tokens_BK = drafts_N.view(-1, 2 + self.lookahead).split((1, 1, self.lookahead), 1)
+        slots_B, count_B = slots_B[:, 0], count_B[:, 0]
+        self._write(Draft(tokens_BK, count_B), slots_B, self.state.computed_S[slots_B] + 1, count_B)
+
+    def observe(
+        self,
+        slots_B: torch.Tensor,
+        row_start_B1: torch.Tensor,
+        decodes: int,
+        tokens: TokenLayout,
+        attn: Mapping[int, AttnCtx],
+        hidden: Hidden,
+    ) -> None:
+        """Show the drafter what a step fed and its layers computed."""
+        if not self.lookahead:
+            return
+        ctx = ForwardContext(tokens.positions_T, attn)
+        self.drafter.observe(
+            FedTokens(tokens.ids_T, tokens.slots_T, ctx, slots_B, row_start_B1, tokens.kv_len_B, decodes), hidden
+        )
