@@ -186,11 +186,18 @@ class Bench:
             found.append(Guesses(tuple(state.tokens_SL[slot, length : length + count].tolist()), q_KV))
         return found
 
-    def verify(self, accepted: Mapping[int, Seq[int]], *, drafts: bool = True) -> None:
+    def verify(self, accepted: Mapping[int, Seq[int]], *, drafts: bool = True, beside: Seq[int] = ()) -> None:
         """Show the drafter the step that feeds each row's last token and, with `drafts`, its drafts; then append the
-        tokens that the step accepted and sampled."""
+        tokens that the step accepted and sampled. `beside`: prompt of a sequence that the step feeds to a free slot."""
         state = self.state
-        self.step(dict.fromkeys(self.rows, 1 + self.lookahead * drafts), len(self.rows))
+        counts = dict.fromkeys(self.rows, 1 + self.lookahead * drafts)
+        free = next((slot for slot in range(self.slots) if slot not in counts), None)
+        if beside and free is not None:
+            state.tokens_SL[free, : len(beside)] = torch.tensor(beside, dtype=torch.int32)
+            state.computed_S[free] = 0
+            self.drafts.join(torch.tensor([free]))
+            counts[free] = len(beside)
+        self.step(counts, len(self.rows))
         for slot, tokens in accepted.items():
             length = int(state.computed_S[slot]) + 1
             state.tokens_SL[slot, length : length + len(tokens)] = torch.tensor(tokens, dtype=torch.int32)

@@ -193,7 +193,7 @@ class DrafterContract:
         if not bench.groups:
             pytest.skip("kv_groups = (): no pages of its own")
         prefix = [rng.randrange(self.vocab) for _ in range(2 * bench.page)]
-        histories = {1: [*prefix, 1, 2], 4: [*prefix, 3, 1, 1, 4]}
+        histories = {1: [*prefix, 1, 2], 0: [*prefix, 3, 1, 1, 4]}
         bench.seat(histories, shared=2)
         _assert_same(self.guess(histories), bench.guess(), "drafts depend on who computed the prefix")
 
@@ -230,22 +230,22 @@ class DrafterContract:
     # Steps
 
     def test_rejected_drafts_leave_nothing_behind(self) -> None:
-        """After a step that accepted no draft, drafts are those of a sequence that never had any."""
+        """After a step that accepted no draft and a step without drafts, drafts are those of a fresh sequence."""
         for histories in self.loads():
-            bench = self.asked()
-            before = {slot: history[:-1] for slot, history in histories.items() if len(history) > 1}
-            if not before:
+            longer = {slot: history for slot, history in histories.items() if len(history) > 2}
+            if not longer:
                 continue
-            bench.seat(before)
+            bench = self.asked()
+            bench.seat({slot: history[:-2] for slot, history in longer.items()})
             bench.guess()
-            bench.verify({slot: [histories[slot][-1]] for slot in before})
-            fresh = self.guess({slot: histories[slot] for slot in before})
-            _assert_same(fresh, bench.guess(), "drafts depend on rejected drafts")
+            bench.verify({slot: [history[-2]] for slot, history in longer.items()}, beside=(1, 2, 3))
+            bench.verify({slot: [history[-1]] for slot, history in longer.items()}, drafts=False)
+            _assert_same(self.guess(longer), bench.guess(), "drafts depend on rejected drafts")
 
     def test_accepted_drafts_count_as_known_tokens(self) -> None:
         """After steps that accepted every draft, drafts are those of a sequence that had these tokens before."""
         bench, rng = self.asked(), random.Random(11)
-        histories = {slot: self.history(rng)[: self.max_len // 2] for slot in (3, 0, 5)}
+        histories = {slot: self.history(rng)[: self.max_len // 2] for slot in range(self.slots)}
         bench.seat(histories)
         for _ in range(2):
             accepted = {
@@ -266,7 +266,7 @@ class DrafterContract:
             bench.verify({}, drafts=False)
             bench.verify({})
         if bench.lookahead:
-            histories = {2: [1, 2, 3, 1, 2], 0: [4]}
+            histories = {1: [1, 2, 3, 1, 2], 0: [4]}
             bench.seat(histories)
             _assert_same(self.guess(histories), bench.guess(), "drafts depend on earlier steps without drafts")
 

@@ -11,6 +11,7 @@ from dovetail.core.interfaces import Adapters, AttentionBackend, BuildContext, C
 from dovetail.core.interfaces.tuning import Tunable
 from dovetail.core.tuning.startup import MOST_ROWS
 from dovetail.core.worker.dtypes import resolve_dtype, resolve_kv_dtype
+from dovetail.core.worker.fill import read_headers
 from dovetail.core.worker.graphs import graph_sizes
 
 if TYPE_CHECKING:
@@ -18,14 +19,10 @@ if TYPE_CHECKING:
 
 
 def build_quantizer(composition: Composition) -> Quantizer:
-    """Build the quantizer and let it read the headers of the weights. Uses no device, so that what the headers show to
-    be wrong is refused first."""
+    """Build the quantizer and let it read the headers of the weights."""
     quantizer: Quantizer = composition.build("quant")
     model = composition.part("model")
-    weights = model.target().source(model.config).weights
-    if weights is not None:
-        weights.tensors()
-        quantizer.read_checkpoint(weights)
+    read_headers(quantizer, model.target().source(model.config))
     return quantizer
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,8 +15,6 @@ from dovetail.core.host import detect_host
 from dovetail.core.interfaces import (
     Adapters,
     ExecutorInfo,
-    Model,
-    ModelSource,
     ModelSpec,
     Progress,
     Quantizer,
@@ -32,12 +28,12 @@ from dovetail.core.startup_notes import collect_notes, note
 from dovetail.core.tuning.startup import install_choices
 from dovetail.core.worker.build import build_context, build_quantizer, tunables_of, tuned_sizes
 from dovetail.core.worker.dtypes import resolve_device, resolve_dtype
+from dovetail.core.worker.fill import fill
 from dovetail.core.worker.graph_support import reason_against_graphs
 from dovetail.core.worker.graphs import Recorder, StepGraphs
 from dovetail.core.worker.runner import Connection, RankParts, Runner
 from dovetail.core.worker.two_batch_overlap import OverlappedForward, why_useless
 from dovetail.core.worker.warmup import compile_kernels, failed_capture, report_unwarmed_kernels, run_warmup_steps
-from dovetail.core.worker.weight_check import WeightCheck
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -176,15 +172,15 @@ def _build_parts(
         if (why := why_useless(engine.overlap_tokens, engine.token_budget, connection.size)) is not None:
             note(f"engine.overlap_tokens={engine.overlap_tokens} gains nothing: {why}")
     phases.end("build model")
-    _fill(model, model_class.source(selected.config), engine.seed, progress)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    phases.end("load weights")
-
     first_group = 1 + max(group.id for group in model.kv_groups)
     drafter.bind(TargetView(build, engine.max_seqs, max_len, first_group, model.embed, model.logits))
     if drafter.verify == "typical":
         note("spec_decode.verify=typical is not lossless: sampled text is less random than without drafts")
+    fill(model, model_class.source(selected.config), engine.seed, progress)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    phases.end("load weights")
+
     processors = {name: part.build() for name, part in composition.many("logits").items()}
     for processor in processors.values():
         processor.allocate(engine.max_seqs + 1, spec.vocab, device)
@@ -226,25 +222,6 @@ def _build_adapters(composition: Composition, device: torch.device, dtype: torch
         return None
     adapters: Adapters = composition.build("adapter", device=device, dtype=dtype)
     return adapters if adapters.slots else None
-
-
-def _fill(model: Model, source: ModelSource, seed: int, progress: Progress) -> None:
-    """Load the weights, or make dummies."""
-    progress("load weights", 0.0)
-    if source.weights is None:
-        model.init_dummy(seed)
-        return
-    weights = list(source.weights.open())
-    check = WeightCheck(model.build.device, model.build.dtype)
-
-    opened = itertools.count(1)
-
-    def counted(opener: Callable[[], Any]) -> Any:
-        progress("load weights", min(next(opened) / len(weights), 1.0))
-        return opener()
-
-    model.load((name, check.watch(name, partial(counted, opener))) for name, opener in weights)
-    check.finish(source.weights)
 
 
 def _graph_tokens(composition: Composition, device: torch.device) -> int:

@@ -1,9 +1,13 @@
 """Built-in drafters."""
 
 from dovetail.plugins import builtin
-from dovetail.plugins.spec_decode.config import NgramConfig, NoneConfig
+from dovetail.plugins.spec_decode.config import DraftModelConfig, NgramConfig, NoneConfig
 
-COMPONENTS = (
-    builtin("spec_decode", "none", NoneConfig, "none:NoDrafter", capabilities="capabilities:none", api="0.2"),
-    builtin("spec_decode", "ngram", NgramConfig, "ngram:NgramDrafter", capabilities="capabilities:ngram", api="0.2"),
+COMPONENTS = tuple(
+    builtin("spec_decode", name, config, target, capabilities=f"capabilities:{name}", api="0.2")
+    for name, config, target in (
+        ("none", NoneConfig, "none:NoDrafter"),
+        ("ngram", NgramConfig, "ngram:NgramDrafter"),
+        ("draft_model", DraftModelConfig, "draft_model:DraftModel"),
+    )
 )

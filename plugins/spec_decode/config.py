@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
-from dovetail.core.compose import Config
+from dovetail.core.compose import Config, Part, Selected
 
 
 class NoneConfig(Config):
@@ -26,3 +28,18 @@ class NgramConfig(Config):
         if self.min_match > self.max_match:
             raise ValueError(f"min_match={self.min_match} is more than max_match={self.max_match}")
         return self
+
+
+class DraftModelConfig(Config):
+    """Drafts by a smaller model with the same vocabulary, which has KV pages of its own."""
+
+    lookahead: int = Field(4, ge=1, le=16)
+    """Draft tokens per sequence and step; each is a pass of the draft model."""
+    verify: Literal["draws", "rejection", "typical"] = "draws"
+    """How drafts of requests that are not greedy are verified. draws: by comparison with plain sampling's draws, so the
+    text is the same as without drafts. rejection: accepts more at high temperatures; the same distribution, but other
+    text for a seed. typical: not lossless."""
+    model: Selected = Part("model", default="tiny_draft")
+    """The draft model: `model@spec_decode.model=llama spec_decode.model.path=<model folder>`."""
+    quant: Selected = Part("quant", default="none")
+    """Quantizer of the draft model."""

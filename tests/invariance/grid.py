@@ -16,7 +16,12 @@ AXES: dict[str, tuple[tuple[str, ...], ...]] = {
     "kv_cache": tuple((f"kv_cache={name}",) for name in installed().options("kv_cache")),
     "depth": (("engine.depth=1",), ("engine.depth=2",), ("engine.depth=4", "executor.delay=3")),
     "chunk": ((), ("engine.token_budget=64",), ("engine.token_budget=9",)),
-    "drafter": ((), ("spec_decode=ngram",), ("spec_decode=ngram", "spec_decode.lookahead=7")),
+    "drafter": (
+        (),
+        ("spec_decode=ngram",),
+        ("spec_decode=ngram", "spec_decode.lookahead=7"),
+        ("spec_decode=draft_model",),
+    ),
     "pages": ((), ("engine.kv_pages=14",), ("engine.page_size=64", "engine.kv_pages=6")),
     "batch": ((), ("engine.max_seqs=3",)),
 }

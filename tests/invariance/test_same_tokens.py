@@ -37,6 +37,10 @@ VARIANTS = {
     "small chunks, depth 4": ["scheduler.max_chunk=5", "engine.depth=4"],
     "preempted, paged, depth 4": ["engine.kv_pages=12", "engine.depth=4", "kv_cache=paged", "executor.delay=3"],
     "ngram, preempted, depth 2": ["spec_decode=ngram", "engine.kv_pages=12", "engine.depth=2"],
+    "draft model, preempted, small chunks, depth 4": [
+        *("spec_decode=draft_model", "spec_decode.lookahead=3", "engine.kv_pages=12", "scheduler.max_chunk=5"),
+        *("engine.depth=4", "executor.delay=3"),
+    ],
     "ngram where it pays, static, paged, large pages": [
         *("spec_decode=ngram", "cost=cpu", "scheduler=static", "kv_cache=paged", "engine.depth=4"),
         "engine.page_size=64",

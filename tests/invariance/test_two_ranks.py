@@ -24,7 +24,7 @@ def tokens(*overrides: str) -> list[list[list[int]]]:
 
 # Long steps are sharded over the ranks by rows, short steps are not.
 MIXED = ("collective.shard_rows=12", "engine.depth=2", "spec_decode=ngram", "engine.kv_pages=16")
-CHOICES = {"nccl, sharded": ["collective=nccl", *MIXED]}
+CHOICES = {"nccl, sharded": ["collective=nccl", *MIXED], "draft model": ["collective=nccl", "spec_decode=draft_model"]}
 if "DOVETAIL_RANKS" in os.environ:
     CHOICES |= {"nccl": ["collective=nccl"], "ordered, sharded": ["collective=ordered", *MIXED]}
 

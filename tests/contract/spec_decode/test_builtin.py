@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
 
+from dovetail.core.compose import Selected
 from dovetail.core.interfaces import Draft, DraftContext, Drafter, FedTokens, Hidden, Join, Row, RowFlag, StepResult
-from dovetail.core.testing.executor_scripts import Script, prompt, quiet, small_composition
+from dovetail.core.testing.executor_scripts import SMALL_LLAMA, VOCAB, Script, prompt, quiet, small_composition
 from dovetail.core.testing.spec_decode import DrafterContract
 from dovetail.core.worker.loader import load_rank
 from dovetail.core.worker.runner import Runner
 from dovetail.plugins.spec_decode.config import NgramConfig, NoneConfig
+from dovetail.plugins.spec_decode.draft_model import DraftModel
 from dovetail.plugins.spec_decode.ngram import NgramDrafter
 from dovetail.plugins.spec_decode.none import NoDrafter
+
+from ..faults import rejects, suite
 
 
 class TestNone(DrafterContract):
@@ -36,6 +41,35 @@ class TestNgramOfOneToken(DrafterContract):
 class TestNgramFarAhead(DrafterContract):
     def make(self) -> Drafter:
         return NgramDrafter(NgramConfig(lookahead=9, min_match=3, max_match=3))
+
+
+@cache
+def draft_model(*words: str) -> Selected:
+    model = ["model@spec_decode.model=llama", "spec_decode.model.load=dummy", f"spec_decode.model.hf={SMALL_LLAMA}"]
+    return small_composition("spec_decode=draft_model", *model, *words).part("spec_decode")
+
+
+class TestDraftModel(DrafterContract):
+    vocab, slots = VOCAB, 3
+
+    def make(self) -> Drafter:
+        return draft_model("spec_decode.lookahead=3").build()
+
+
+class TestDraftModelByRejection(DrafterContract):
+    vocab, slots = VOCAB, 2
+
+    def make(self) -> Drafter:
+        return draft_model("spec_decode.lookahead=2", "spec_decode.verify=rejection").build()
+
+
+class IgnoresJoins(DraftModel):
+    def join(self, slots_J: torch.Tensor, computed_J: torch.Tensor) -> None: ...
+
+
+def test_a_draft_model_that_ignores_joins_is_rejected() -> None:
+    made = suite(TestDraftModel, make=lambda self: IgnoresJoins(draft_model("spec_decode.lookahead=3").config))
+    assert rejects(made, "test_pages_of_a_shared_prefix_serve_as_its_own")
 
 
 # The engine's side.

@@ -333,7 +333,7 @@ def run(registry: Registry, rank: type[Bound], drafter: str, budget: int, **adap
     return [tokens, logprobs, [vector.round(4).tolist() for vector in vectors]]
 
 
-@pytest.mark.parametrize(("drafter", "budget"), [("none", 24), ("ngram", 40)])
+@pytest.mark.parametrize(("drafter", "budget"), [("none", 24), ("ngram", 40), ("draft_model", 40)])
 def test_the_layout_of_graphs_changes_no_token(
     registry: Registry, kinds: Counter[str], drafter: str, budget: int
 ) -> None:
