@@ -87,7 +87,15 @@ from dovetail.core.interfaces.scheduler import (
     SchedulerLimits,
     SchedulerStats,
 )
-from dovetail.core.interfaces.spec_decode import Draft, DraftContext, Drafter, FedTokens, TargetView, Verify
+from dovetail.core.interfaces.spec_decode import (
+    Draft,
+    DraftContext,
+    Drafter,
+    DrafterFacts,
+    FedTokens,
+    TargetView,
+    Verify,
+)
 from dovetail.core.interfaces.workload import SLO, TimedRequest, Workload, WorkloadContext
 
 __all__ = [
@@ -114,6 +122,7 @@ __all__ = [
     "Draft",
     "DraftContext",
     "Drafter",
+    "DrafterFacts",
     "EmbeddingSpec",
     "Executor",
     "ExecutorInfo",

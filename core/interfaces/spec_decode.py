@@ -27,6 +27,19 @@ Verify = Literal["draws", "rejection", "typical"]
 
 
 @dataclass(frozen=True, slots=True)
+class DrafterFacts:
+    """Facts from which the memory of a drafter is planned, computed from its config by the function that
+    `Component.facts` names."""
+
+    lookahead: int = 0
+    spec: ModelSpec | None = None
+    """The model inside the drafter, split over engine.tp ranks; None = no weights and pages of its own."""
+    weight_bits: float | None = None
+    """Bits per weight of that model's linear layers; None = those of the model's dtype."""
+    verify: Verify = "draws"
+
+
+@dataclass(frozen=True, slots=True)
 class TargetView:
     """The parts of the target model that a drafter may use, on this rank, and the inputs of layers of its own."""
 

@@ -178,7 +178,9 @@ class Bench:
         if self.drafter.needs_host_tokens:
             known = [state.tokens_SL[slot, :length].tolist() for slot, length in lengths.items()]
             return [Guesses(tuple(self.drafter.propose_host(tokens, k))) for tokens in known]
-        self.drafts.propose(torch.tensor(self.rows), torch.tensor(most or [k] * len(self.rows)), k)
+        self.drafts.propose(
+            torch.tensor(self.rows), torch.tensor(most or [k] * len(self.rows)), k, bound=self.view.max_len
+        )
         found = []
         for slot, length in lengths.items():
             count = int(state.drafts_S[slot])

@@ -37,10 +37,17 @@ class Drafts:
         """Whether `propose` drafts; otherwise nothing does, or the host."""
 
     def propose(
-        self, slots_B: torch.Tensor, most_B: torch.Tensor, k: int, *, random: bool = True, filtered: bool = True
+        self,
+        slots_B: torch.Tensor,
+        most_B: torch.Tensor,
+        k: int,
+        *,
+        bound: int,
+        random: bool = True,
+        filtered: bool = True,
     ) -> None:
-        """Draft for decode rows. `most_B` (int64): drafts that each row verifies at most, 0 .. k. `random`, `filtered`:
-        whether some row is not greedy, or filtered."""
+        """Draft for decode rows. `most_B` (int64): drafts that each row verifies at most, 0 .. k. `bound`: upper bound
+        of the rows' lengths. `random`, `filtered`: whether some row is not greedy, or filtered."""
         state = self.state
         lengths_B = state.computed_S[slots_B] + 1
         params = SampleParams.of(state, slots_B, random=random, filtered=filtered)
@@ -51,12 +58,12 @@ class Drafts:
             q_BV = probabilities(logits_BV, params)
             state.draft_probs_SKV[slots_B, w] = q_BV
             best_B, token_B = (q_BV.log() + gumbel(params.key_N, lengths_B + w, Purpose.DRAFT, self.vocab)).max(-1)
-            return torch.where(best_B.isnan(), -1, token_B)
+            return token_B.masked_fill(best_B.isnan(), -1)
 
         def lay_out_rows(first_S: torch.Tensor, count: int) -> tuple[torch.Tensor, ForwardContext]:
             rows = len(slots_B)
             row_start_B1 = torch.arange(rows + 1, dtype=torch.int32, device=state.device) * count
-            host = HostBounds((count,) * rows, (state.tokens_SL.shape[1],) * rows, rows)
+            host = HostBounds((count,) * rows, (bound + self.lookahead,) * rows, rows)
             tokens, attn = lay_out(
                 slots_B, row_start_B1, rows * count, host, state, self.groups, self.attention, first_S
             )
@@ -74,7 +81,7 @@ class Drafts:
         known_BK = (tokens_BK >= 0) & (tokens_BK < self.vocab)
         count_B = leading(known_BK, torch.minimum(draft.count_B, most_B).clamp_min(0))
         step_K = torch.arange(tokens_BK.shape[1], device=state.device)
-        kept_BK = torch.where(step_K < count_B[:, None], tokens_BK, 0)
+        kept_BK = tokens_BK * (step_K < count_B[:, None])
         state.tokens_SL[slots_B[:, None], lengths_B[:, None] + step_K] = kept_BK.int()
         state.drafts_S[slots_B] = count_B
 

@@ -282,7 +282,7 @@ class StepGraphs:
 
     def _draft(self, draft_rows_2D: torch.Tensor) -> None:
         slots_D, most_D = draft_rows_2D.unbind(0)
-        self.drafts.propose(slots_D, most_D, self.drafts.lookahead)
+        self.drafts.propose(slots_D, most_D, self.drafts.lookahead, bound=self.max_len)
 
     def draft_size(self, rows: Rows) -> int:
         """Return the number of draft rows of a mixed step, padding included."""
@@ -298,7 +298,7 @@ class StepGraphs:
         state, rows = self.state, capacity.rows
         slots_B, row_start_B1, chunks_N, samples_R3 = capacity.sections.unpack(input_N, capacity.width)
         if self.drafts.on_device and capacity.width > 1 and not capacity.chunks:
-            self.drafts.propose(slots_B, samples_R3[:, 2].contiguous(), capacity.width - 1)
+            self.drafts.propose(slots_B, samples_R3[:, 2].contiguous(), capacity.width - 1, bound=self.max_len)
         counts = (capacity.width,) * capacity.decodes + (capacity.tokens,) * capacity.chunks
         host = HostBounds(counts, (self.max_len,) * rows, capacity.decodes)
         tokens, attn = lay_out(slots_B, row_start_B1, capacity.tokens, host, state, self.groups, self.attention)

@@ -248,9 +248,9 @@ class Runner:
             self.graphs.draft(draft_rows_N)
             return
         slots_B, most_B = draft_rows_N.view(2, -1).unbind(0)
-        slots = rows.slots[: rows.decodes]
+        slots, bound = rows.slots[: rows.decodes], max(rows.bounds[: rows.decodes])
         random, filtered = (not kind.isdisjoint(slots) for kind in (self.slots.random, self.slots.filtered))
-        self.drafts.propose(slots_B, most_B, rows.width - 1, random=random, filtered=filtered)
+        self.drafts.propose(slots_B, most_B, rows.width - 1, bound=bound, random=random, filtered=filtered)
 
     def _join(self, plan: StepPlan, blobs: Blobs) -> list[SlotInfo]:
         """Apply the plan's leaves and joins on the host. Return the record of each join."""

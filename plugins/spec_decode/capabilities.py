@@ -15,7 +15,7 @@ def ngram(config: NgramConfig, host: Host) -> Capabilities:
 
 
 def draft_model(config: DraftModelConfig, host: Host) -> Capabilities:
-    spec = config.model.target().spec(config.model.config)
+    spec = config.model.facts() or config.model.target().spec(config.model.config)
     lengths = "it feeds the draft model tokens that the host does not count"
     return Capabilities(
         provides={"drafts": True},

@@ -41,8 +41,10 @@ class DraftModel(Drafter):
         read_headers(quantizer, source)
         self.model = model_class(part.config, target.build_context(spec, quantizer))
         fill(self.model, source)
-        self.known_S, self._at_S = torch.zeros(2, target.max_seqs + 1, dtype=torch.int64, device=target.build.device)
-        """known_S: number of tokens whose KV is in the draft model's pages. _at_S: position of the next pass."""
+        self.known_S = torch.zeros(target.max_seqs + 1, dtype=torch.int64, device=target.build.device)
+        """Number of tokens whose KV is in the draft model's pages."""
+        self._at_S = torch.zeros_like(self.known_S)
+        """Position of the next pass."""
 
     def kv_groups(self) -> tuple[KVGroup, ...]:
         return self.model.kv_groups
@@ -82,4 +84,4 @@ class DraftModel(Drafter):
             _, forward = ctx.lay_out(self._at_S, 1)
             states_BC = model.forward(model.embed(drafts[-1].clamp_min(0)), forward).states
             drafts.append(ctx.draw(model.logits(states_BC), w))
-        return Draft(torch.stack(drafts, 1), torch.where(index_B < window, ctx.k, 0))
+        return Draft(torch.stack(drafts, 1), (index_B < window) * ctx.k)

@@ -31,7 +31,7 @@ class PlanApp(App):
         return 0
 
     def _facts(self, composition: Composition, plan: Plan) -> dict[str, Any]:
-        spec, parameters = plan.spec, plan.spec.parameters
+        spec, parameters, drafts = plan.spec, plan.spec.parameters, plan.drafter.spec
         fits = not plan.missing
         lengths = [n for n in self.config.lengths if n <= plan.max_len] or [plan.max_len]
         return {
@@ -46,11 +46,13 @@ class PlanApp(App):
                 "usable": plan.budget,
                 "weights": plan.weights,
                 "adapters": plan.adapters,
+                "drafter": plan.draft_weights,
                 "activations": plan.activations,
                 "context": CONTEXT_BYTES,
                 "kv_cache": max(plan.kv, 0.0),
             },
             "kv_bytes_per_token": spec.kv_bytes_per_token(plan.formats.kv_bytes),
+            "draft_kv_bytes_per_token": drafts.kv_bytes_per_token(plan.formats.kv_bytes) if drafts else 0,
             "kv_bytes_per_token_and_gpu": spec.kv_bytes_per_token(plan.formats.kv_bytes, plan.engine.tp),
             "max_len": plan.max_len,
             "sequences_of_max_len": plan.sequences(plan.max_len),
@@ -88,12 +90,14 @@ def _print(facts: dict[str, Any]) -> None:
     out.print(f"[bold]{facts['model']}[/], {count}, on {facts['gpus']} devices ({layout})")
 
     memory = Table("per GPU", "GiB", title="memory", title_justify="left")
-    for name in ("memory", "usable", "weights", "adapters", "activations", "context", "kv_cache"):
-        if name != "adapters" or sizes[name]:
+    for name in ("memory", "usable", "weights", "adapters", "drafter", "activations", "context", "kv_cache"):
+        if name not in ("adapters", "drafter") or sizes[name]:
             memory.add_row(name.replace("_", " "), f"{sizes[name] / gib:.2f}")
     out.print(memory)
     per_token = facts["kv_bytes_per_token"]
     out.print(f"KV cache: {per_token} bytes per token, {facts['kv_bytes_per_token_and_gpu']} on each GPU")
+    if own := facts["draft_kv_bytes_per_token"]:
+        out.print(f"KV cache of the drafter: {own} bytes per token in addition")
 
     fit = Table("tokens", "sequences at once", title="how many fit", title_justify="left")
     for length, number in facts["sequences"].items():

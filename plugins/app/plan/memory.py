@@ -9,7 +9,7 @@ from dovetail.core.arithmetic import ceil_div
 from dovetail.core.compose import Composition, EngineConfig, Host
 from dovetail.core.engine.cost import bind_cost
 from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces import AdapterFacts, CostModel, Formats, ModelSpec
+from dovetail.core.interfaces import AdapterFacts, CostModel, DrafterFacts, Formats, ModelSpec
 
 CONTEXT_BYTES = 0.6e9
 """Memory that a process takes before its first tensor: CUDA context, library handles and kernels."""
@@ -27,6 +27,7 @@ class Plan:
     formats: Formats
     cost: CostModel
     adapter: AdapterFacts
+    drafter: DrafterFacts
     device_bytes: float
     max_len: int
 
@@ -40,13 +41,14 @@ class Plan:
 
     @property
     def activations(self) -> float:
-        """Peak of a step: either a full token budget in one layer, or the logits of every sequence sorted for top-p."""
+        """Peak of a step: either a full token budget in one layer, or the logits of every sequence, also after each of
+        its drafts, sorted for top-p."""
         spec, engine, size = self.spec, self.engine, self.formats.dtype_bytes
         moe = spec.moe
         width = moe.intermediate * (moe.active + moe.shared) if moe is not None else spec.intermediate
         heads = spec.heads * spec.head_dim / engine.tp
         layer = engine.token_budget * size * (4 * spec.hidden + 3 * heads + 3 * width / engine.tp)
-        logits = min(engine.max_seqs, engine.token_budget) * spec.vocab * 4 * 5
+        logits = min(engine.max_seqs * (1 + self.drafter.lookahead), engine.token_budget) * spec.vocab * 4 * 5
         return max(layer, logits)
 
     @property
@@ -59,13 +61,33 @@ class Plan:
         return float(slots * each * self.formats.dtype_bytes)
 
     @property
+    def draft_weights(self) -> float:
+        """Weights of the model inside the drafter, and the probabilities of drafts that are verified by rejection."""
+        facts, engine, formats = self.drafter, self.engine, self.formats
+        probs = (engine.max_seqs + 1) * facts.lookahead * self.spec.vocab * 4 if facts.verify == "rejection" else 0
+        if facts.spec is None:
+            return float(probs)
+        p = facts.spec.parameters
+        if p is None:
+            raise ConfigError(f"the size of the draft model {facts.spec.architecture} is unknown: set spec_decode=none")
+        bits = 8 * formats.dtype_bytes if facts.weight_bits is None else facts.weight_bits
+        plain = (p.embedding + p.head + p.rest) * formats.dtype_bytes
+        return probs + ((p.attention + p.mlp + p.experts) * bits / 8 + plain) / engine.tp
+
+    @property
     def kv(self) -> float:
         """Memory left for the KV cache; negative if the rest does not fit."""
-        return self.budget - self.weights - self.adapters - self.activations - CONTEXT_BYTES
+        return self.budget - self.weights - self.adapters - self.draft_weights - self.activations - CONTEXT_BYTES
+
+    def kv_bytes(self, length: int) -> float:
+        """Return the KV cache bytes of a sequence of `length` tokens, the drafter's included."""
+        drafts = self.drafter.spec
+        own = 0 if drafts is None else drafts.kv_bytes(length, self.formats.kv_bytes, self.engine.tp)
+        return self.cost.kv_bytes(length) + own
 
     def sequences(self, length: int) -> int:
         """Return how many sequences of `length` tokens fit at once, over all replicas."""
-        return max(int(self.kv // self.cost.kv_bytes(length)), 0) * self.engine.dp
+        return max(int(self.kv // self.kv_bytes(length)), 0) * self.engine.dp
 
     def decode_seconds(self, batch: int, context: int) -> float:
         """Return the time of a decode step of `batch` sequences, on the replica that has the most of them."""
@@ -74,7 +96,7 @@ class Plan:
     @property
     def missing(self) -> float:
         """Bytes missing for one sequence of max_len; 0 = it fits."""
-        return max(self.cost.kv_bytes(self.max_len) - self.kv, 0.0)
+        return max(self.kv_bytes(self.max_len) - self.kv, 0.0)
 
 
 def matrices(spec: ModelSpec, tp: int) -> Iterator[tuple[int, int, int]]:
@@ -109,5 +131,9 @@ def make_plan(composition: Composition) -> Plan:
     stated: AdapterFacts | None = adapter.facts()
     if stated is None:
         raise ConfigError(f"adapter={adapter.name} does not state the size of its slots: plan with adapter=none")
+    part = composition.part("spec_decode")
+    drafter: DrafterFacts | None = part.facts()
+    if drafter is None:
+        raise ConfigError(f"spec_decode={part.name} does not state its memory: plan with spec_decode=none")
     max_len = spec.longest(composition.engine.max_len)
-    return Plan(spec, composition.engine, cost.formats, cost, stated, memory * 1e9, max_len)
+    return Plan(spec, composition.engine, cost.formats, cost, stated, drafter, memory * 1e9, max_len)

@@ -46,7 +46,7 @@ def test_llama3_70b_on_eight_h200() -> None:
     assert facts["kv_bytes_per_token"] == 327_680
     assert facts["kv_bytes_per_token_and_gpu"] == 327_680 // 8
     assert facts["fits"] and facts["sequences"]["131072"] == int(sizes["kv_cache"] // (131072 * 40960)) > 10
-    used = sum(sizes[name] for name in ("weights", "adapters", "activations", "context", "kv_cache"))
+    used = sum(sizes[name] for name in ("weights", "adapters", "drafter", "activations", "context", "kv_cache"))
     assert used == pytest.approx(sizes["usable"])
     tpot = {row["batch"]: row["tpot_ms"] for row in facts["speed"]}
     # Reading this GPU's share of the weights alone takes 4 ms at 4.4 TB/s.
@@ -123,6 +123,23 @@ def test_a_plan_counts_what_adapters_take() -> None:
     assert (
         plan("cost=cpu", "cost.memory=8", "adapter=lora", "engine.dtype=float32")["bytes_per_gpu"]["adapters"] == taken
     )
+
+
+def test_a_drafter_takes_its_share() -> None:
+    """Llama 3 8B drafts for 70B on eight GPUs: weights in bfloat16 or FP8, 128 KiB of KV per token, and logits after
+    each draft."""
+    words = ["+preset=h200_bf16_tp8", "engine.token_budget=8192", "engine.max_seqs=256"]
+    drafts = ["spec_decode=draft_model", "model@spec_decode.model=llama3_8b"]
+    plain, drafted = quick(*words), plan(*words, *drafts)
+    sizes = drafted["bytes_per_gpu"]
+    assert sizes["drafter"] == pytest.approx(8.03e9 * 2 / 8, rel=0.01) and plain["bytes_per_gpu"]["drafter"] == 0
+    assert drafted["draft_kv_bytes_per_token"] == 131_072
+    per_token = drafted["kv_bytes_per_token_and_gpu"] + 131_072 // 8
+    assert drafted["sequences"]["4096"] == int(sizes["kv_cache"] // (4096 * per_token)) < plain["sequences"]["4096"]
+    assert sizes["activations"] == 256 * 5 * 128_256 * 4 * 5
+    fp8 = quick(*words, *drafts, "quant@spec_decode.quant=fp8", "spec_decode.verify=rejection")
+    probs = 257 * 4 * 128_256 * 4
+    assert 0.5 < (fp8["bytes_per_gpu"]["drafter"] - probs) / sizes["drafter"] < 0.6
 
 
 def test_fewer_slots_are_a_remedy() -> None:
