@@ -286,6 +286,45 @@ def best_reference(
     return best_N, torch.where(best_N == float("inf"), -1, token_N + first)
 
 
+def write_drafts(
+    drafts_BK: torch.Tensor,
+    count_B: torch.Tensor,
+    slots_B: torch.Tensor,
+    lengths_B: torch.Tensor,
+    most_B: torch.Tensor,
+    tokens_SL: torch.Tensor,
+    drafts_S: torch.Tensor,
+    vocab: int,
+) -> None:
+    """Write each row's first drafts after its known tokens, and their number to drafts_S: at most count_B and most_B of
+    them, and none from the first id outside of the vocabulary on. The rest of K positions gets id 0: the model may be
+    fed them as padding, so their ids must be valid. drafts_BK and count_B have any integer dtype."""
+    if drafts_BK.is_cuda:
+        from dovetail.core.ops.kernels.step import write_drafts_triton
+
+        write_drafts_triton(drafts_BK, count_B, slots_B, lengths_B, most_B, tokens_SL, drafts_S, vocab)
+    else:
+        write_drafts_reference(drafts_BK, count_B, slots_B, lengths_B, most_B, tokens_SL, drafts_S, vocab)
+
+
+def write_drafts_reference(
+    drafts_BK: torch.Tensor,
+    count_B: torch.Tensor,
+    slots_B: torch.Tensor,
+    lengths_B: torch.Tensor,
+    most_B: torch.Tensor,
+    tokens_SL: torch.Tensor,
+    drafts_S: torch.Tensor,
+    vocab: int,
+) -> None:
+    known_BK = (drafts_BK >= 0) & (drafts_BK < vocab)
+    kept_B = leading(known_BK, torch.minimum(count_B, most_B))
+    step_K = torch.arange(drafts_BK.shape[1], device=drafts_BK.device)
+    kept_BK = torch.where(step_K < kept_B[:, None], drafts_BK, 0)
+    tokens_SL[slots_B[:, None], lengths_B[:, None] + step_K] = kept_BK.int()
+    drafts_S[slots_B] = kept_B
+
+
 @dataclass(frozen=True, slots=True)
 class Accepted:
     """Result of draft verification for the rows of a step."""

@@ -20,7 +20,7 @@ from dovetail.core.interfaces import (
     HostBounds,
 )
 from dovetail.core.ops.random import Purpose, gumbel
-from dovetail.core.ops.step import TokenLayout, leading
+from dovetail.core.ops.step import TokenLayout, write_drafts
 from dovetail.core.worker.batch import lay_out
 from dovetail.core.worker.device_state import DeviceState
 from dovetail.core.worker.sampler import SampleParams, probabilities, sample
@@ -50,9 +50,12 @@ class Drafts:
         of the rows' lengths. `random`, `filtered`: whether some row is not greedy, or filtered."""
         state = self.state
         lengths_B = state.computed_S[slots_B] + 1
-        params = SampleParams.of(state, slots_B, random=random, filtered=filtered)
+        gathered: list[SampleParams] = []
 
         def draw(logits_BV: torch.Tensor, w: int) -> torch.Tensor:
+            if not gathered:  # Many drafters draw nothing.
+                gathered.append(SampleParams.of(state, slots_B, random=random, filtered=filtered))
+            params = gathered[0]
             if state.draft_probs_SKV is None or not random:
                 return sample(logits_BV, lengths_B + w, params)
             q_BV = probabilities(logits_BV, params)
@@ -73,17 +76,12 @@ class Drafts:
         self._write(self.drafter.propose(ctx), slots_B, lengths_B, most_B)
 
     def _write(self, draft: Draft, slots_B: torch.Tensor, lengths_B: torch.Tensor, most_B: torch.Tensor) -> None:
-        """Write drafts after each row's last token. Positions past a row's count are fed as padding: their ids must be
-        valid too."""
         if draft.parents_BK is not None:
             raise CapabilityError(["the drafter returned a tree of drafts; this version verifies chains only"])
-        state, tokens_BK = self.state, draft.tokens_BK
-        known_BK = (tokens_BK >= 0) & (tokens_BK < self.vocab)
-        count_B = leading(known_BK, torch.minimum(draft.count_B, most_B).clamp_min(0))
-        step_K = torch.arange(tokens_BK.shape[1], device=state.device)
-        kept_BK = tokens_BK * (step_K < count_B[:, None])
-        state.tokens_SL[slots_B[:, None], lengths_B[:, None] + step_K] = kept_BK.int()
-        state.drafts_S[slots_B] = count_B
+        state = self.state
+        write_drafts(
+            draft.tokens_BK, draft.count_B, slots_B, lengths_B, most_B, state.tokens_SL, state.drafts_S, self.vocab
+        )
 
     def join(self, slots_J: torch.Tensor) -> None:
         """Announce sequences whose state is in these slots."""

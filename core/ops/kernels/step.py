@@ -211,6 +211,61 @@ def gather_samples_triton(
     )
 
 
+@triton.jit(do_not_specialize=["vocab"], do_not_specialize_on_alignment=["slots_ptr", "lengths_ptr", "most_ptr"])
+def _write_drafts(
+    drafts_ptr,
+    count_ptr,
+    slots_ptr,
+    lengths_ptr,
+    most_ptr,
+    tokens_ptr,
+    tokens_stride,
+    number_ptr,
+    vocab,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    slot = tl.load(slots_ptr + row)
+    count = tl.minimum(tl.load(count_ptr + row).to(tl.int64), tl.load(most_ptr + row))
+    k = tl.arange(0, BLOCK)
+    draft = tl.load(drafts_ptr + row * K + k, mask=k < K, other=-1).to(tl.int64)
+    ends = (k >= count) | (draft < 0) | (draft >= vocab)
+    kept = tl.min(tl.where(ends, k, K), axis=0).to(tl.int64)
+    place = tokens_ptr + slot * tokens_stride + tl.load(lengths_ptr + row) + k
+    tl.store(place, tl.where(k < kept, draft, 0).to(tl.int32), mask=k < K)
+    tl.store(number_ptr + slot, kept)
+
+
+def write_drafts_triton(
+    drafts_BK: torch.Tensor,
+    count_B: torch.Tensor,
+    slots_B: torch.Tensor,
+    lengths_B: torch.Tensor,
+    most_B: torch.Tensor,
+    tokens_SL: torch.Tensor,
+    drafts_S: torch.Tensor,
+    vocab: int,
+) -> None:
+    drafts_BK = drafts_BK.contiguous()
+    rows, most = drafts_BK.shape
+    if rows:
+        _write_drafts[(rows,)](
+            drafts_BK,
+            count_B.contiguous(),
+            slots_B.contiguous(),
+            lengths_B.contiguous(),
+            most_B.contiguous(),
+            tokens_SL,
+            tokens_SL.stride(0),
+            drafts_S,
+            vocab,
+            K=most,
+            BLOCK=triton.next_power_of_2(most),
+            num_warps=1,
+        )
+
+
 @triton.jit(
     do_not_specialize_on_alignment=[
         *("slots_ptr", "base_ptr", "limit_ptr", "accepted_ptr", "lengths_ptr", "drafted_ptr"),

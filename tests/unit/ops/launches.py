@@ -159,6 +159,9 @@ def steps() -> None:
             lengths = cuda(257, dtype=INT64)
             into = step.SampleInputs.empty(rows, width, 4096, BF16, torch.device("cuda"))
             step.gather_samples(cuda(total, 4096), keys, cuda(rows, 3, dtype=INT64), into)
+            if width > 1:
+                drafts = cuda(rows, width - 1, dtype=INT32)
+                step.write_drafts(drafts, starts[1:], slots, keys, keys, tokens_SL, lengths, VOCAB)
             step.accept(cuda(rows, width, dtype=INT64), slots, keys, keys, tokens_SL, lengths, lengths)
 
 

@@ -20,6 +20,7 @@ from dovetail.core.ops.kernels.step import (  # noqa: E402
     gather_samples_triton,
     lay_out_pages_triton,
     lay_out_tokens_triton,
+    write_drafts_triton,
 )
 from dovetail.core.ops.logprobs import best_logprobs_reference, logprobs_of_reference  # noqa: E402
 from dovetail.core.ops.random import Purpose, gumbel  # noqa: E402
@@ -31,6 +32,7 @@ from dovetail.core.ops.step import (  # noqa: E402
     lay_out_pages_reference,
     lay_out_tokens_reference,
     least_kept_reference,
+    write_drafts_reference,
 )
 from dovetail.plugins.logits import kernels as logits_kernels  # noqa: E402
 from dovetail.plugins.logits.config import PenaltiesConfig  # noqa: E402
@@ -411,3 +413,21 @@ def test_prompt_lookup(k, matches, monkeypatch):
     assert torch.equal(got[1], want[1]) and 0 < int((want[1] > 0).sum()) < rows
     for mine, theirs, count in zip(got[0], want[0], want[1], strict=True):
         assert torch.equal(mine[:count], theirs[:count])
+
+
+@pytest.mark.parametrize(("most", "dtype"), [(1, torch.int64), (5, torch.int32)])
+def test_write_drafts(most, dtype):
+    """Some counts are more than a row wants or less than none, and some ids are outside of the vocabulary of 9."""
+    slots, capacity, rows = 9, 40, 8
+    drafts_BK = torch.randint(-1, 11, (rows, most), device=DEVICE).to(dtype)
+    drafts_BK[0] = torch.arange(most, device=DEVICE)
+    count_B = torch.randint(-1, most + 2, (rows,), device=DEVICE).to(dtype)
+    most_B = torch.randint(most + 1, (rows, 2), device=DEVICE)[:, 1]
+    count_B[0] = most_B[0] = most
+    slots_B = torch.randperm(slots - 1, device=DEVICE)[:rows]
+    lengths_B = torch.randint(1, capacity - most, (rows,), device=DEVICE)
+    tokens_SL = torch.randint(9, (slots, capacity), dtype=torch.int32, device=DEVICE)
+    states = [(tokens_SL.clone(), torch.full((slots,), 7, device=DEVICE)) for _ in range(2)]
+    for write, state in zip((write_drafts_triton, write_drafts_reference), states, strict=True):
+        write(drafts_BK, count_B, slots_B, lengths_B, most_B, *state, 9)
+    assert all(map(torch.equal, *states)) and int(states[0][1][slots_B[0]]) == most
