@@ -188,7 +188,7 @@ def _build_parts(
     if len({group.id for group in groups}) < len(groups):
         raise composition.part("spec_decode").fault(
             f"its KV groups have ids {[group.id for group in drafter.kv_groups()]}, and those of the model are "
-            f"{[group.id for group in model.kv_groups]}: they begin at TargetView.first_group = {first_group}"
+            f"{[group.id for group in model.kv_groups]}: number those of the drafter from TargetView.first_group = {first_group}"
         )
     kv_cache = composition.part("kv_cache")
     host_pages = kv_cache.target().host_pages(kv_cache.config, groups)

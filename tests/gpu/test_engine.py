@@ -36,14 +36,14 @@ def reference() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
-@pytest.mark.parametrize("drafter", ["none", "ngram"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "draft_model"])
 def test_float32_tokens_equal_the_cpu_reference(reference: list[list[int]], depth: int, drafter: str) -> None:
     got = tokens("engine.device=cuda", "engine.dtype=float32", f"engine.depth={depth}", f"spec_decode={drafter}")
     assert got == reference
 
 
 @pytest.mark.parametrize("graphs", ["true", "false"])
-@pytest.mark.parametrize("drafter", ["none", "ngram"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "draft_model"])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_graphs_and_paged_kernels_give_the_reference_tokens(
     reference: list[list[int]], depth: int, drafter: str, graphs: str
@@ -60,7 +60,19 @@ def test_graphs_and_paged_kernels_give_the_reference_tokens(
     assert got == reference
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram"])
+@pytest.mark.parametrize("budget", [24, 200])
+def test_drafts_of_the_target_itself_are_accepted(budget: int) -> None:
+    """Matmuls of other numbers of rows may round a close decision differently."""
+    overrides = ["engine.device=cuda", "engine.dtype=float32", "attention=triton", "engine.depth=2", FEW]
+    overrides += ["spec_decode=draft_model", "model@spec_decode.model=tiny", f"engine.token_budget={budget}"]
+    with LLM("tiny", overrides=[*overrides, "engine.max_seqs=4"]) as llm:
+        for temperature in (0.0, 0.8):
+            llm.generate(PROMPTS, SamplingParams(temperature=temperature, seed=1, max_tokens=40, ignore_eos=True))
+        counters = llm.engine.counters
+    assert counters.drafted > 100 and counters.accepted > 0.97 * counters.drafted
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "draft_model"])
 @pytest.mark.parametrize("budget", [24, 200])
 def test_graphs_of_mixed_steps_give_the_reference_tokens(
     reference: list[list[int]], drafter: str, budget: int, monkeypatch: pytest.MonkeyPatch

@@ -10,7 +10,19 @@ import pytest
 import torch
 
 from dovetail.core.compose import Selected
-from dovetail.core.interfaces import Draft, DraftContext, Drafter, FedTokens, Hidden, Join, Row, RowFlag, StepResult
+from dovetail.core.errors import PluginError
+from dovetail.core.interfaces import (
+    Draft,
+    DraftContext,
+    Drafter,
+    FedTokens,
+    Hidden,
+    Join,
+    KVGroup,
+    Row,
+    RowFlag,
+    StepResult,
+)
 from dovetail.core.testing.executor_scripts import SMALL_LLAMA, VOCAB, Script, prompt, quiet, small_composition
 from dovetail.core.testing.spec_decode import DrafterContract
 from dovetail.core.worker.loader import load_rank
@@ -149,3 +161,9 @@ def test_what_stands_behind_its_guesses_is_ignored() -> None:
     tidy, untidy = Spy(), Spy()
     untidy.garbage = -1
     assert [result.rows for result in run(untidy)] == [result.rows for result in run(tidy)]
+
+
+def test_kv_groups_with_ids_of_the_model_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NgramDrafter, "kv_groups", lambda self: (KVGroup(0, (0,)),))
+    with pytest.raises(PluginError, match=r"spec_decode=ngram: its KV groups have ids \[0\], .*first_group = 1"):
+        load_rank(small_composition("spec_decode=ngram"), quiet)
