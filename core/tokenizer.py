@@ -57,6 +57,10 @@ class Tokenizer:
     def vocab(self) -> int:
         return self._tokenizer.get_vocab_size()
 
+    def ids(self) -> dict[str, int]:
+        """Return the id of each ordinary token, without those that were added for chats and tools."""
+        return self._tokenizer.get_vocab(with_added_tokens=False)
+
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """special: add the tokenizer's special tokens (usually a leading BOS). Raises RequestError for a text with
         which the tokenizer fails."""

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from dovetail.core.interfaces.kv_cache import KVGroup
-    from dovetail.core.interfaces.model import BuildContext, ForwardContext, Hidden, ModelSpec
+    from dovetail.core.interfaces.model import BuildContext, ForwardContext, Hidden, ModelSource, ModelSpec
     from dovetail.core.interfaces.quant import Quantizer
 
 Verify = Literal["draws", "rejection", "typical"]
@@ -45,6 +45,8 @@ class TargetView:
 
     build: BuildContext
     """Inputs from which the target was built: spec, device, dtypes, attention, collective."""
+    source: ModelSource
+    """The target's files."""
     max_seqs: int
     """Number of slots. Tensors by slot have one more entry, for padding."""
     max_len: int

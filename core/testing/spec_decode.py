@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 import pytest
 import torch
 
-from dovetail.core.interfaces import Drafter, ModelSpec, TargetView
+from dovetail.core.interfaces import Drafter, ModelSource, ModelSpec, TargetView
 from dovetail.core.ops.step import accept
 from dovetail.core.testing.draft_bench import Bench, Guesses, Histories
 from dovetail.core.testing.host_sync import NoHostSync
@@ -42,6 +42,7 @@ class DrafterContract:
         spec = ModelSpec("small", self.vocab, 2, HIDDEN, 2, 2, HIDDEN // 2, HIDDEN, self.max_len, "float32")
         return TargetView(
             build=build_context(spec, max_len=2 * self.max_len),
+            source=ModelSource(None, dummy=True),
             max_seqs=slots,
             max_len=self.max_len,
             first_group=FIRST_GROUP,

@@ -173,10 +173,11 @@ def _build_parts(
             note(f"engine.overlap_tokens={engine.overlap_tokens} gains nothing: {why}")
     phases.end("build model")
     first_group = 1 + max(group.id for group in model.kv_groups)
-    drafter.bind(TargetView(build, engine.max_seqs, max_len, first_group, model.embed, model.logits))
+    source = model_class.source(selected.config)
+    drafter.bind(TargetView(build, source, engine.max_seqs, max_len, first_group, model.embed, model.logits))
     if drafter.verify == "typical":
         note("spec_decode.verify=typical is not lossless: sampled text is less random than without drafts")
-    fill(model, model_class.source(selected.config), engine.seed, progress)
+    fill(model, source, engine.seed, progress)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     phases.end("load weights")
@@ -188,7 +189,7 @@ def _build_parts(
     if len({group.id for group in groups}) < len(groups):
         raise composition.part("spec_decode").fault(
             f"its KV groups have ids {[group.id for group in drafter.kv_groups()]}, and those of the model are "
-            f"{[group.id for group in model.kv_groups]}: number those of the drafter from TargetView.first_group = {first_group}"
+            f"{[group.id for group in model.kv_groups]}: number its own from TargetView.first_group = {first_group}"
         )
     kv_cache = composition.part("kv_cache")
     host_pages = kv_cache.target().host_pages(kv_cache.config, groups)

@@ -19,9 +19,6 @@ def draft_model(config: DraftModelConfig, host: Host) -> Capabilities:
     lengths = "it feeds the draft model tokens that the host does not count"
     return Capabilities(
         provides={"drafts": True},
-        requires=(
-            Requires(kind="model", key="vocab", allowed=(spec.vocab,), reason="its draft model has this vocabulary"),
-            Requires(kind="attention", key="exact_lengths", allowed=("device",), reason=lengths),
-        ),
+        requires=(Requires(kind="attention", key="exact_lengths", allowed=("device",), reason=lengths),),
         lacks=("a draft model without attention windows",) if any(spec.windows) else (),
     )

@@ -9,8 +9,21 @@ from __future__ import annotations
 
 import torch
 
-from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces import Draft, DraftContext, Drafter, FedTokens, Hidden, KVGroup, Model, TargetView, Verify
+from dovetail.core.errors import ConfigError, shown
+from dovetail.core.interfaces import (
+    Draft,
+    DraftContext,
+    Drafter,
+    FedTokens,
+    Hidden,
+    KVGroup,
+    Model,
+    ModelSource,
+    ModelSpec,
+    TargetView,
+    Verify,
+)
+from dovetail.core.tokenizer import FILE, Tokenizer
 from dovetail.core.worker.fill import fill, read_headers
 from dovetail.plugins.spec_decode.config import DraftModelConfig
 
@@ -32,11 +45,7 @@ class DraftModel(Drafter):
         part = self.config.model
         model_class = part.target()
         spec, source = model_class.spec(part.config), model_class.source(part.config)
-        if spec.max_len < target.max_len:
-            raise ConfigError(
-                f"model@spec_decode.model={part.name} has a context of {spec.max_len} tokens, and sequences may have "
-                f"{target.max_len}: set engine.max_len={spec.max_len}, or choose another draft model"
-            )
+        check_fit(f"model@spec_decode.model={part.name}", spec, source, target)
         quantizer = self.config.quant.build()
         read_headers(quantizer, source)
         self.model = model_class(part.config, target.build_context(spec, quantizer))
@@ -45,6 +54,8 @@ class DraftModel(Drafter):
         """Number of tokens whose KV is in the draft model's pages."""
         self._at_S = torch.zeros_like(self.known_S)
         """Position of the next pass."""
+        self._last_id = spec.vocab - 1
+        self._more_ids = target.build.spec.vocab - spec.vocab
 
     def kv_groups(self) -> tuple[KVGroup, ...]:
         return self.model.kv_groups
@@ -56,7 +67,7 @@ class DraftModel(Drafter):
         rows = len(fed.slots_B)
         if fed.decodes == rows:
             return  # The next proposal feeds these tokens, as far as they are accepted.
-        self.model.forward(self.model.embed(fed.ids_T), fed.ctx)
+        self.model.forward(self._embed(fed.ids_T), fed.ctx)
         count_B = fed.row_start_B1.diff()
         first_B = fed.kv_len_B - count_B
         # Of a decode row only the first token is certain to be accepted.
@@ -74,14 +85,52 @@ class DraftModel(Drafter):
         first_B = torch.minimum(self.known_S[slots_B], last_B)
         self._at_S[slots_B] = first_B
         ids_T, forward = ctx.lay_out(self._at_S, window)
-        states_BWC = model.forward(model.embed(ids_T), forward).states.view(rows, window, -1)
+        states_BWC = model.forward(self._embed(ids_T), forward).states.view(rows, window, -1)
         self.known_S[slots_B] = torch.minimum(first_B + window, ctx.lengths_B)
         index_B = last_B - first_B
         states_BC = states_BWC[torch.arange(rows, device=slots_B.device), index_B.clamp_max(window - 1)]
-        drafts = [ctx.draw(model.logits(states_BC), 0)]
+        drafts = [ctx.draw(self._logits(states_BC), 0)]
         for w in range(1, ctx.k):
             self._at_S[slots_B] = last_B + w
             _, forward = ctx.lay_out(self._at_S, 1)
-            states_BC = model.forward(model.embed(drafts[-1].clamp_min(0)), forward).states
-            drafts.append(ctx.draw(model.logits(states_BC), w))
+            states_BC = model.forward(self._embed(drafts[-1]), forward).states
+            drafts.append(ctx.draw(self._logits(states_BC), w))
         return Draft(torch.stack(drafts, 1), (index_B < window) * ctx.k)
+
+    def _embed(self, ids_T: torch.Tensor) -> torch.Tensor:
+        # An id may be -1, where logits were NaN, or one that only the target has.
+        return self.model.embed(ids_T.clamp(0, self._last_id))
+
+    def _logits(self, states_BC: torch.Tensor) -> torch.Tensor:
+        """Return logits over the target's vocabulary."""
+        logits_BV = self.model.logits(states_BC)
+        if self._more_ids == 0:
+            return logits_BV
+        return torch.nn.functional.pad(logits_BV, (0, self._more_ids), value=float("-inf"))
+
+
+def check_fit(name: str, spec: ModelSpec, source: ModelSource, target: TargetView) -> None:
+    """Raise ConfigError for a draft model whose tokens or context are not the target's."""
+    vocab = target.build.spec.vocab
+    files = [one.checkpoint for one in (source, target.source)]
+    texts = [None if one is None else one.text(FILE) for one in files]
+    if None in texts:
+        if spec.vocab != vocab:
+            raise ConfigError(
+                f"{name} has a vocabulary of {spec.vocab} tokens, and the model one of {vocab}: choose a draft model "
+                f"of the same family (without a {FILE} of both, only equal sizes are accepted)"
+            )
+    elif texts[0] != texts[1]:
+        ids, target_ids = (Tokenizer(one).ids() for one in files if one is not None)
+        unlike = next((token for token, id in ids.items() if target_ids.get(token) != id), None)
+        if unlike is not None or len(ids) < len(target_ids):
+            token = unlike or next(token for token in target_ids if token not in ids)
+            raise ConfigError(
+                f"{name} has another tokenizer than the model: token {shown(token)} is id {ids.get(token)} in one and "
+                f"{target_ids.get(token)} in the other; choose a draft model of the same family"
+            )
+    if spec.max_len < target.max_len:
+        raise ConfigError(
+            f"{name} has a context of {spec.max_len} tokens, and sequences may have {target.max_len}: set "
+            f"engine.max_len={spec.max_len}, or choose another draft model"
+        )

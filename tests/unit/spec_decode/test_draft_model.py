@@ -5,13 +5,19 @@ Any fault in its pages, positions or draws shows as a rejected draft.
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from dovetail import LLM, SamplingParams
 from dovetail.core.errors import CapabilityError, ConfigError
 from dovetail.core.testing.executor_scripts import SMALL_LLAMA
+from dovetail.plugins.model import bundled
 
 BASE = ["engine.device=cpu", "engine.dtype=float32", "engine.max_len=160", "spec_decode=draft_model"]
 SAME = "model@spec_decode.model=tiny"
@@ -59,14 +65,46 @@ def test_it_catches_up_after_steps_without_drafts() -> None:
     )
 
 
+def resized(folder: Path, vocab: int, swapped: bool = False) -> list[str]:
+    """Save the bundled draft model with another size of its vocabulary; return what chooses it. `swapped`: two tokens
+    have each other's id."""
+    source = Path(bundled.__file__).parent / "tiny_draft"
+    shutil.copytree(source, folder)
+    config = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": vocab}))
+    tensors = load_file(source / "model.safetensors")
+    name = "model.embed_tokens.weight"
+    rows = tensors[name][:vocab]
+    tensors[name] = torch.cat((rows, rows.new_zeros(vocab - len(rows), rows.shape[1])))
+    save_file(tensors, folder / "model.safetensors")
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    ids = tokenizer["model"]["vocab"]
+    if swapped:
+        ids["if"], ids["or"] = ids["or"], ids["if"]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer, indent=1))
+    return ["model@spec_decode.model=llama", f"spec_decode.model.path={folder}"]
+
+
+def test_sizes_of_the_vocabulary_may_differ(tmp_path: Path) -> None:
+    """Rows of padding change no draft. A target may have tokens that the draft model lacks."""
+    found = []
+    for words in ([], resized(tmp_path / "more", 4100), resized(tmp_path / "fewer", 3000)):
+        with LLM("tiny", overrides=[*BASE, *words]) as llm:
+            texts = [generation.token_ids for generation in llm.generate(PROMPTS, PARAMS[0])]
+            found.append((texts, llm.engine.counters.accepted))
+    assert found[0] == found[1] and found[2][0] == found[0][0]
+    assert 0 < found[2][1] < found[0][1]
+
+
+def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has another tokenizer than the model: token '(if|or)' is id"):
+        LLM("tiny", overrides=[*BASE, *resized(tmp_path / "swapped", 4096, swapped=True)])
+
+
 @pytest.mark.parametrize(
     ("changed", "error", "says"),
     [
-        (
-            {},
-            CapabilityError,
-            "requires model with vocab 97 .its draft model has this vocabulary.; the checkpoint has 4096",
-        ),
+        ({}, ConfigError, "has a vocabulary of 97 tokens, and the model one of 4096"),
         ({"vocab_size: 97": "vocab_size: 4096"}, ConfigError, "has a context of 128 tokens, .*set engine.max_len=128"),
         (
             {"vocab_size: 97": "vocab_size: 4096, sliding_window: 32", "LlamaFor": "MistralFor"},
