@@ -179,8 +179,9 @@ class AttentionBackend(ABC):
         """Run `write`, then `attend`. Override it in a backend that does both in one kernel.
 
         A kernel launched with PDL may run before its predecessor ends. Before its grid-dependency wait it may read only
-        data written before this step (KV of earlier steps, `rope`, `qk_norm`, the layer's scales) and the inputs of
-        `plan_device`, which are ready when this is called. None of them is written until the step ends.
+        data written before this forward pass (KV of earlier steps, in a drafter also of earlier passes of the step;
+        `rope`, `qk_norm`, the layer's scales) and the inputs of `plan_device`, which are ready when this is called.
+        None of them is written until the pass ends.
         """
         return self.attend(layer, ctx, self.write(layer, ctx, qkv, rope, qk_norm), emit)
 

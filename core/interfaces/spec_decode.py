@@ -114,7 +114,8 @@ class FedTokens:
     slots_T: torch.Tensor
     """int64: slot of each token."""
     ctx: ForwardContext
-    """Positions of the tokens, and attention of every KV group."""
+    """Positions of the tokens, and attention of the target's KV groups; in steps with chunks of prompts also of the
+    drafter's own."""
     slots_B: torch.Tensor
     """int64: slot of each row."""
     row_start_B1: torch.Tensor

@@ -161,7 +161,8 @@ class Bench:
         row_start_B1 = torch.tensor([0, *counts.values()]).cumsum(0).int()
         host = HostBounds(tuple(counts.values()), (state.tokens_SL.shape[1],) * len(counts), decodes)
         total, attention = sum(counts.values()), self.view.build.attention
-        tokens, attn = lay_out(slots_B, row_start_B1, total, host, state, self.groups, attention)
+        groups = self.drafts.groups_to_lay_out(self.groups, chunks=decodes < len(counts))
+        tokens, attn = lay_out(slots_B, row_start_B1, total, host, state, groups, attention)
         states = []
         for slot, at in zip(tokens.slots_T.tolist(), tokens.positions_T.tolist(), strict=True):
             seed = zlib.crc32(str(state.tokens_SL[slot, : at + 1].tolist()).encode())

@@ -4,6 +4,7 @@ device state, where the step's layout and verification read it. B rows, K most d
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 
 import torch
 
@@ -18,6 +19,7 @@ from dovetail.core.interfaces import (
     ForwardContext,
     Hidden,
     HostBounds,
+    KVGroup,
 )
 from dovetail.core.ops.random import Purpose, gumbel
 from dovetail.core.ops.step import TokenLayout, write_drafts
@@ -35,6 +37,12 @@ class Drafts:
         self.lookahead, self.taps = drafter.lookahead, drafter.taps
         self.on_device = self.lookahead > 0 and not drafter.needs_host_tokens
         """Whether `propose` drafts; otherwise nothing does, or the host."""
+
+    def groups_to_lay_out(self, groups: Seq[KVGroup], *, chunks: bool) -> Seq[KVGroup]:
+        """Return those of all KV groups that a step lays out. Without chunks of prompts these are the target's: the
+        drafter feeds sampled tokens in its next proposal, so steps without drafts do not pay for it."""
+        own = {group.id for group in self.groups}
+        return groups if chunks else [group for group in groups if group.id not in own]
 
     def propose(
         self,
@@ -64,6 +72,8 @@ class Drafts:
             return token_B.masked_fill(best_B.isnan(), -1)
 
         def lay_out_rows(first_S: torch.Tensor, count: int) -> tuple[torch.Tensor, ForwardContext]:
+            # Kernels that lay out rows run only after all earlier ones have ended, so the KV of the pass before is
+            # complete when kernels with PDL read it early.
             rows = len(slots_B)
             row_start_B1 = torch.arange(rows + 1, dtype=torch.int32, device=state.device) * count
             host = HostBounds((count,) * rows, (bound + self.lookahead,) * rows, rows)

@@ -301,7 +301,8 @@ class StepGraphs:
             self.drafts.propose(slots_B, samples_R3[:, 2].contiguous(), capacity.width - 1, bound=self.max_len)
         counts = (capacity.width,) * capacity.decodes + (capacity.tokens,) * capacity.chunks
         host = HostBounds(counts, (self.max_len,) * rows, capacity.decodes)
-        tokens, attn = lay_out(slots_B, row_start_B1, capacity.tokens, host, state, self.groups, self.attention)
+        groups = self.drafts.groups_to_lay_out(self.groups, chunks=capacity.chunks > 0)
+        tokens, attn = lay_out(slots_B, row_start_B1, capacity.tokens, host, state, groups, self.attention)
         ctx = ForwardContext(tokens.positions_T, attn)
         with adapting(self._adapters if capacity.adapted else None, state.adapter_S, tokens.slots_T):
             hidden = self.model.forward(self.model.embed(tokens.ids_T), ctx, self.drafts.taps)

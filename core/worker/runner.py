@@ -233,7 +233,8 @@ class Runner:
             batch, hidden = graphs.forward(graph, rows, sent[0])
             return _ForwardedStep(began, batch, hidden, starts, sent[0][graph.sections.before_samples :], graph)
         step = StepSections(*sent)
-        batch = build_batch(rows, step.slots_B, step.row_start_B1, state, parts.groups, parts.attention)
+        groups = self.drafts.groups_to_lay_out(parts.groups, chunks=rows.decodes < len(rows))
+        batch = build_batch(rows, step.slots_B, step.row_start_B1, state, groups, parts.attention)
         ctx = ForwardContext(batch.tokens.positions_T, batch.attn)
         with adapting(parts.adapters if adapted else None, state.adapter_S, batch.tokens.slots_T):
             layers = parts.overlapped or parts.model.forward

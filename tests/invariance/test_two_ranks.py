@@ -24,9 +24,12 @@ def tokens(*overrides: str) -> list[list[list[int]]]:
 
 # Long steps are sharded over the ranks by rows, short steps are not.
 MIXED = ("collective.shard_rows=12", "engine.depth=2", "spec_decode=ngram", "engine.kv_pages=16")
-CHOICES = {"nccl, sharded": ["collective=nccl", *MIXED], "draft model": ["collective=nccl", "spec_decode=draft_model"]}
+CHOICES = {"nccl, sharded": ["collective=nccl", *MIXED]}
 if "DOVETAIL_RANKS" in os.environ:
-    CHOICES |= {"nccl": ["collective=nccl"], "ordered, sharded": ["collective=ordered", *MIXED]}
+    CHOICES |= {
+        "nccl": ["collective=nccl", "spec_decode=draft_model"],
+        "ordered, sharded": ["collective=ordered", *MIXED],
+    }
 
 
 @pytest.mark.parametrize("overrides", CHOICES.values(), ids=CHOICES)

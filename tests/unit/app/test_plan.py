@@ -130,14 +130,14 @@ def test_a_drafter_takes_its_share() -> None:
     each draft."""
     words = ["+preset=h200_bf16_tp8", "engine.token_budget=8192", "engine.max_seqs=256"]
     drafts = ["spec_decode=draft_model", "model@spec_decode.model=llama3_8b"]
-    plain, drafted = quick(*words), plan(*words, *drafts)
+    plain, drafted = plan(*words), plan(*words, *drafts)
     sizes = drafted["bytes_per_gpu"]
     assert sizes["drafter"] == pytest.approx(8.03e9 * 2 / 8, rel=0.01) and plain["bytes_per_gpu"]["drafter"] == 0
     assert drafted["draft_kv_bytes_per_token"] == 131_072
     per_token = drafted["kv_bytes_per_token_and_gpu"] + 131_072 // 8
     assert drafted["sequences"]["4096"] == int(sizes["kv_cache"] // (4096 * per_token)) < plain["sequences"]["4096"]
     assert sizes["activations"] == 256 * 5 * 128_256 * 4 * 5
-    fp8 = quick(*words, *drafts, "quant@spec_decode.quant=fp8", "spec_decode.verify=rejection")
+    fp8 = plan(*words, *drafts, "quant@spec_decode.quant=fp8", "spec_decode.verify=rejection")
     probs = 257 * 4 * 128_256 * 4
     assert 0.5 < (fp8["bytes_per_gpu"]["drafter"] - probs) / sizes["drafter"] < 0.6
 
