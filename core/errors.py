@@ -31,6 +31,24 @@ class ConfigError(DovetailError, ValueError):
     """The requested composition does not exist, or one of its values is invalid."""
 
 
+class TensorError(ConfigError):
+    """A tensor of a checkpoint that cannot be used. A quantizer states the name below the prefix of a matrix; the
+    layer adds the prefix, and the loader the file."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        """`reason` completes a sentence: "has values that are not finite"."""
+        self.name, self.reason = name, reason
+        super().__init__(f"tensor {shown(name)} {reason}")
+
+
+class TextError(ConfigError):
+    """A text of a checkpoint, such as config.json, that cannot be used. The loader adds its place."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        self.name, self.reason = name, reason
+        super().__init__(f"{name}: {reason}")
+
+
 class CapabilityError(DovetailError):
     """Parts of a composition do not fit together. `conflicts` has one sentence per conflict."""
 

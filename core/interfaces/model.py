@@ -112,6 +112,8 @@ class ModelSpec:
     """Attention window of each layer, 0 = full; empty = all full."""
     hf: Mapping[str, Any] | None = None
     """The unmodified config.json."""
+    where: str = field(default="config.json", compare=False)
+    """Place of `hf`, for messages."""
     mla: MLA | None = None
     """None = each kv head has a key and a value of head_dim."""
     moe: MoE | None = None
@@ -250,6 +252,12 @@ class Model(ABC):
     @abstractmethod
     def kv_groups(self) -> tuple[KVGroup, ...]:
         """Valid after construction. Each layer is in exactly one group; planes are sized for this rank's heads."""
+
+    def check_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Compare the headers of a checkpoint with the tensors that `load` takes. Called on a model that was built on
+        the meta device, on each rank, before a device is used. Raises ConfigError naming file and tensor. The default
+        checks nothing: `load` then finds what does not fit."""
+        return None
 
     @abstractmethod
     def load(self, weights: Iterable[tuple[str, Callable[[], Any]]]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from dovetail.core.errors import CapabilityError, ConfigError, shown
+from dovetail.core.errors import CapabilityError, TextError, shown
 from dovetail.core.interfaces.activation import PLAIN, ActFormat, Activation, Partial
 from dovetail.core.interfaces.tensor_record import PLAIN_WEIGHT, TensorRecord
 from dovetail.core.interfaces.tuning import Tunable
@@ -112,7 +112,8 @@ class LinearMethod(ABC):
         """Store this rank's share of one part in the output rows `part`. `tensors` has every tensor of `tensors_of`,
         without optional ones that the checkpoint lacks. Along an axis that counts outputs, a tensor has one entry per
         row of `part`; along inputs, one per column of this rank, or the groups that have columns of this rank (see
-        LinearShape.spread_groups). Besides the result, at most one part may be in memory."""
+        LinearShape.spread_groups). Besides the result, at most one part may be in memory. Raises TensorError for values
+        that cannot be used."""
 
     def finish(self, params: dict[str, torch.Tensor]) -> None:
         """Pack, transpose or check the weights. Called once, after the last load."""
@@ -148,12 +149,14 @@ class Quantizer(ABC):
     def read_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Read config.json, the files beside it and the headers of tensors of the checkpoint that the weights come
         from. Called once, before `linear` and before a device is used, unless weights are dummies.
-        `quantization_config` describes existing quantization, which the default refuses. Raises ConfigError."""
+        `quantization_config` describes existing quantization, which the default refuses. Raises ConfigError, or
+        TextError and TensorError, to which the file is added."""
         if (existing := checkpoint.config().get("quantization_config")) is not None:
             method = existing.get("quant_method") if isinstance(existing, Mapping) else existing
-            raise ConfigError(
-                f"config.json: the checkpoint is quantized already (quant_method {shown(method)}), and "
-                f"{type(self).__name__} takes plain weights. Choose a quantizer that reads it, or another checkpoint"
+            raise TextError(
+                "config.json",
+                f"the checkpoint is quantized already (quant_method {shown(method)}), and {type(self).__name__} takes "
+                "plain weights. Choose a quantizer that reads it, or another checkpoint",
             )
 
     @abstractmethod

@@ -70,6 +70,9 @@ class TensorRecord:
     blocks; () = the tensor `name` itself. They are read whole."""
     combine: Callable[[Mapping[str, torch.Tensor], int, int], torch.Tensor] | None = None
     """combine(tensors by name, outputs, inputs) -> a tensor with `axes`, from `sources`."""
+    check: Callable[[Mapping[str, torch.Tensor], int, int], None] | None = None
+    """check(tensors by name, outputs, inputs) raises TensorError if shapes or dtypes of `sources` do not fit. It is
+    called before `combine`, and with tensors on the meta device before a device is used."""
 
     @property
     def names(self) -> tuple[str, ...]:

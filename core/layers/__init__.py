@@ -7,7 +7,7 @@ from dovetail.core.layers.norm import LayerNorm, RMSNorm
 from dovetail.core.layers.plain import PlainLinear
 from dovetail.core.layers.rotary import build_rope
 from dovetail.core.layers.run import run_layers
-from dovetail.core.layers.weights import Stored, Taker, Weight, WeightSet, dummy_weights, load_weights
+from dovetail.core.layers.weights import Stored, Taker, Weight, WeightSet, check_headers, dummy_weights, load_weights
 
 __all__ = [
     "ColumnParallel",
@@ -26,6 +26,7 @@ __all__ = [
     "Weight",
     "WeightSet",
     "build_rope",
+    "check_headers",
     "dummy_weights",
     "load_weights",
     "local_heads",

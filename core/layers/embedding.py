@@ -4,6 +4,7 @@ T tokens, B sampled rows, C channels, V vocabulary."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -12,7 +13,7 @@ from dovetail.core.checkpoint import LazyTensor
 from dovetail.core.interfaces import BuildContext, LinearShape
 from dovetail.core.interfaces.tuning import Tunable
 from dovetail.core.layers.plain import PlainLinear
-from dovetail.core.layers.share import Wanted, shares_of, stored_of
+from dovetail.core.layers.share import Wanted, below, check_records, shares_of, stored_of
 from dovetail.core.layers.weights import Taker, Weight, WeightSet
 from dovetail.core.ops import encode
 
@@ -44,14 +45,19 @@ class VocabTable:
 
     def weights(self) -> Iterator[Taker]:
         records = self.method.tensors_of(self.name)
-        yield WeightSet(stored_of(self.name, records, self.vocab, self.channels), self._take)
+        yield WeightSet(
+            stored_of(self.name, records, self.vocab, self.channels),
+            partial(check_records, records, self.name, outputs=self.vocab, inputs=self.channels),
+            self._take,
+        )
 
     def _take(self, tensors: Mapping[str, LazyTensor]) -> None:
         if self.start == self.stop:
             return
         outputs, inputs = Wanted(self.vocab, self.start, self.stop), Wanted(self.channels, 0, self.channels)
-        share = shares_of(self.name, self.method.tensors_of(self.name), tensors, outputs, inputs)
-        self.method.load(self.params, slice(0, self.stop - self.start), share)
+        with below(self.name):
+            share = shares_of(self.name, self.method.tensors_of(self.name), tensors, outputs, inputs)
+            self.method.load(self.params, slice(0, self.stop - self.start), share)
         self.method.finish(self.params)
 
 

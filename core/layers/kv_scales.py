@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from dovetail.core.checkpoint import LazyTensor
-from dovetail.core.errors import ConfigError
+from dovetail.core.errors import TensorError, shown
 from dovetail.core.interfaces import BuildContext
 from dovetail.core.layers.weights import Weight
 from dovetail.core.ops.kv_write import FLOAT8
@@ -38,9 +38,10 @@ class KVScales:
         """Load one scale for all heads, or one per head."""
         found = lazy[...].float().flatten()
         if len(found) not in (1, self.kv_heads) or not (found.isfinite() & (found > 0)).all():
-            raise ConfigError(
-                f"{name} is {found.tolist()[:8]}; it must be one positive number, or one for each of {self.kv_heads} "
-                "kv heads"
+            raise TensorError(
+                name,
+                f"is {shown(found.tolist())}; it must be one positive number, or one for each of {self.kv_heads} kv "
+                "heads",
             )
         if isinstance(scale_K, torch.Tensor):
             scale_K.copy_(found if len(found) == 1 else found[self.start : self.start + len(scale_K)])

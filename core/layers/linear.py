@@ -17,7 +17,7 @@ from dovetail.core.interfaces import PLAIN, ActFormat, BuildContext, Bundle, Lin
 from dovetail.core.interfaces.model import can_share_heads
 from dovetail.core.interfaces.tensor_record import TensorRecord
 from dovetail.core.interfaces.tuning import Tunable
-from dovetail.core.layers.share import Wanted, shares_of, stored_of
+from dovetail.core.layers.share import Wanted, below, check_records, shares_of, stored_of
 from dovetail.core.layers.weights import Taker, Weight, WeightSet
 
 
@@ -109,7 +109,12 @@ class Linear:
 
     def weights(self) -> Iterator[Taker]:
         for source, rows in {part.name: part.rows for part in self.parts}.items():
-            yield WeightSet(stored_of(source, self._records(source), rows, self.inp), partial(self._take, source))
+            records = self._records(source)
+            yield WeightSet(
+                stored_of(source, records, rows, self.inp),
+                partial(check_records, records, source, outputs=rows, inputs=self.inp),
+                partial(self._take, source),
+            )
             if self.has_bias:
                 yield Weight(f"{source}.bias", partial(self._take_bias, source), (rows,), "zeros")
 
@@ -149,8 +154,9 @@ class Linear:
         inputs = Wanted(self.inp, self.columns.start, self.columns.stop)
         for part, to in self._of(source):
             outputs = Wanted(part.rows, part.start, part.stop, part.order)
-            share = shares_of(source, self._records(source), tensors, outputs, inputs)
-            self.method.load(self.params, to, share)
+            with below(source):
+                share = shares_of(source, self._records(source), tensors, outputs, inputs)
+                self.method.load(self.params, to, share)
 
     def _take_bias(self, source: str, lazy: LazyTensor) -> None:
         for part, to in self._of(source):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -10,11 +11,10 @@ from typing import Any
 import torch
 
 from dovetail.core.checkpoint import LazyTensor
-from dovetail.core.errors import ConfigError, shown
+from dovetail.core.errors import TensorError, shown
+from dovetail.core.interfaces.checkpoint import TensorHeader
 from dovetail.core.interfaces.tensor_record import PLAIN_WEIGHT, Axis, TensorRecord
-from dovetail.core.layers.weights import Stored
-
-PLAIN_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+from dovetail.core.layers.weights import PLAIN_DTYPES, Stored, check_dtype, header_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,38 @@ def stored_of(prefix: str, records: Iterable[TensorRecord], outputs: int, inputs
     return tuple(found.values())
 
 
+@contextmanager
+def below(prefix: str) -> Iterator[None]:
+    """Add the prefix of a matrix to names in errors."""
+    try:
+        yield
+    except TensorError as error:
+        raise TensorError(f"{prefix}.{error.name}", error.reason) from None
+
+
+def check_records(
+    records: Iterable[TensorRecord], prefix: str, headers: Mapping[str, TensorHeader], outputs: int, inputs: int
+) -> None:
+    """Raise TensorError if headers of a matrix do not fit their records. Optional tensors may be missing."""
+    with below(prefix):
+        for record in records:
+            found = [headers.get(f"{prefix}.{name}") for name in record.names]
+            headers_of = {name: each for name, each in zip(record.names, found, strict=True) if each is not None}
+            if len(headers_of) < len(found):
+                continue
+            dtypes = {name: header_dtype(name, header) for name, header in headers_of.items()}
+            if record.sources:
+                if record.check is not None:
+                    metas = {
+                        name: torch.empty(header.shape, dtype=dtypes[name], device="meta")
+                        for name, header in headers_of.items()
+                    }
+                    record.check(metas, outputs, inputs)
+            else:
+                _check_sizes(record.name, headers_of[record.name].shape, record, outputs, inputs)
+                check_dtype(record.name, dtypes[record.name], record.dtypes or PLAIN_DTYPES)
+
+
 def shares_of(
     prefix: str,
     records: Iterable[TensorRecord],
@@ -44,7 +76,8 @@ def shares_of(
     outputs: Wanted,
     inputs: Wanted,
 ) -> dict[str, torch.Tensor]:
-    """Read this rank's share of each tensor that the checkpoint has, by the records' names."""
+    """Read this rank's share of each tensor that the checkpoint has, by the records' names. Raises TensorError, with
+    the name below the prefix."""
     shares = {}
     for record in records:
         lazy = [tensors.get(f"{prefix}.{name}") for name in record.names]
@@ -53,9 +86,11 @@ def shares_of(
         (tensor, *_) = lazy
         if record.combine is not None:
             whole = {name: each[...] for name, each in zip(record.names, lazy, strict=True) if each is not None}
+            if record.check is not None:
+                record.check(whole, outputs.total, inputs.total)
             tensor = _Computed(record.combine(whole, outputs.total, inputs.total))
         assert tensor is not None
-        shares[record.name] = read_share(f"{prefix}.{record.name}", tensor, record, outputs, inputs)
+        shares[record.name] = read_share(record.name, tensor, record, outputs, inputs)
     return shares
 
 
@@ -73,24 +108,15 @@ class _Computed:
 
 
 def read_share(name: str, lazy: LazyTensor, record: TensorRecord, outputs: Wanted, inputs: Wanted) -> torch.Tensor:
-    """Read this rank's share of a tensor, as LinearMethod.load expects it. Raise ConfigError, with the tensor's name,
-    if it does not fit its record."""
+    """Read this rank's share of a tensor, as LinearMethod.load expects it. Raise TensorError if it does not fit its
+    record."""
     sides = {"outputs": outputs, "inputs": inputs}
-    sizes = tuple(axis.size(sides[axis.counts].total if axis.counts in sides else 0) for axis in record.axes)
     found = tuple(lazy.get_shape())
-    if _squeezed(found) != _squeezed(sizes):
-        counts = ", ".join(map(str, record.axes))
-        raise ConfigError(
-            f"{name} has shape {shown(found)} in the checkpoint; for {outputs.total} outputs and {inputs.total} inputs "
-            f"it must be {sizes} ({counts})"
-        )
+    sizes = _check_sizes(name, found, record, outputs.total, inputs.total)
     spans = [_span(axis, sides) for axis in record.axes]
     cuts = tuple(slice(span[0], span[1]) for span in spans)
     tensor = lazy[cuts] if found == sizes else lazy[...].reshape(sizes)[cuts]
-    allowed = record.dtypes or PLAIN_DTYPES
-    if tensor.dtype not in allowed:
-        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
-        raise ConfigError(f"{name} is {str(tensor.dtype).removeprefix('torch.')} in the checkpoint; it must be {names}")
+    check_dtype(name, tensor.dtype, record.dtypes or PLAIN_DTYPES)
     if record.unpack is not None:
         tensor = record.unpack(tensor)
     for dim, (axis, (first, _)) in enumerate(zip(record.axes, spans, strict=True)):
@@ -99,6 +125,20 @@ def read_share(name: str, lazy: LazyTensor, record: TensorRecord, outputs: Wante
         elif axis.counts == "inputs":
             tensor = _columns(tensor, dim, axis, first, inputs)
     return tensor
+
+
+def _check_sizes(name: str, found: tuple[int, ...], record: TensorRecord, outputs: int, inputs: int) -> tuple[int, ...]:
+    """Return the shape that a tensor must have, but for axes of size 1."""
+    totals = {"outputs": outputs, "inputs": inputs, "nothing": 0}
+    sizes = tuple(axis.size(totals[axis.counts]) for axis in record.axes)
+    if _squeezed(found) != _squeezed(sizes):
+        counts = ", ".join(map(str, record.axes))
+        raise TensorError(
+            name,
+            f"has shape {shown(found)} in the checkpoint; for {outputs} outputs and {inputs} inputs it must be "
+            f"{sizes} ({counts})",
+        )
+    return sizes
 
 
 def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -11,9 +11,27 @@ from typing import Any, Literal, Protocol
 import torch
 
 from dovetail.core.checkpoint import LazyTensor
-from dovetail.core.errors import ConfigError, shown
+from dovetail.core.errors import ConfigError, TensorError, shown
+from dovetail.core.interfaces.checkpoint import Checkpoint, TensorHeader
 
 DUMMY_STD = 0.02
+PLAIN_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+STORED_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""TensorHeader.dtype -> dtype of the tensor that is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +51,7 @@ class Taker(Protocol):
 
     @property
     def stored(self) -> tuple[Stored, ...]: ...
+    def check(self, headers: Mapping[str, TensorHeader]) -> None: ...
     def take_all(self, tensors: Mapping[str, LazyTensor]) -> object: ...
 
 
@@ -50,6 +69,12 @@ class Weight:
         self.take = take
         self.stored = (Stored(name, shape, init),)
 
+    def check(self, headers: Mapping[str, TensorHeader]) -> None:
+        (stored,) = self.stored
+        header = headers[stored.name]
+        _check_shape(stored, header.shape)
+        check_dtype(stored.name, header_dtype(stored.name, header), PLAIN_DTYPES)
+
     def take_all(self, tensors: Mapping[str, LazyTensor]) -> None:
         self.take(tensors[self.stored[0].name])
 
@@ -59,6 +84,8 @@ class WeightSet:
     """Checkpoint tensors that a layer takes together, for instance packed codes and their scales."""
 
     stored: tuple[Stored, ...]
+    check: Callable[[Mapping[str, TensorHeader]], None]
+    """Raises TensorError if the headers by name do not fit; optional tensors may be missing."""
     take_all: Callable[[Mapping[str, LazyTensor]], object]
     """Receives the tensors by name; optional ones may be missing."""
 
@@ -68,26 +95,71 @@ def load_weights(
 ) -> None:
     """Pass the source's tensors to the layers, in the order of the source. Nothing is read before all names are known.
     Unexpected names that end in one of `ignore` are skipped."""
-    takers = {stored.name: taker for taker in weights for stored in taker.stored}
-    found: dict[str, Callable[[], Any]] = {}
-    unexpected = []
-    for name, opener in source:
-        if name in takers:
-            found[name] = opener
-        elif not name.endswith(ignore):
-            unexpected.append(name)
-    wanted = {stored.name: stored for taker in takers.values() for stored in taker.stored}
-    missing = [name for name, stored in wanted.items() if name not in found and not stored.optional]
-    if missing or unexpected:
-        raise ConfigError(
-            "the checkpoint does not fit the model that its config.json describes: "
-            f"{_listed('missing', missing)}; {_listed('unexpected', unexpected)}"
-        )
-    for taker in {id(takers[name]): takers[name] for name in found}.values():
-        tensors = {stored.name: found[stored.name]() for stored in taker.stored if stored.name in found}
-        for name, tensor in tensors.items():
-            _check_shape(wanted[name], tensor)
+    takers = _by_name(weights)
+    openers = dict(source)
+    if differences := _differences(takers, openers, ignore):
+        raise ConfigError(_unlike(*differences))
+    for taker in {id(takers[name]): takers[name] for name in openers if name in takers}.values():
+        tensors = {stored.name: openers[stored.name]() for stored in taker.stored if stored.name in openers}
+        for stored in taker.stored:
+            if stored.name in tensors:
+                _check_shape(stored, tuple(tensors[stored.name].get_shape()))
         taker.take_all(tensors)
+
+
+def check_headers(
+    weights: Iterable[Taker], headers: Mapping[str, TensorHeader], checkpoint: Checkpoint, ignore: tuple[str, ...] = ()
+) -> None:
+    """Check names, shapes and dtypes as `load_weights` does, from headers alone. `headers`: those of `checkpoint`,
+    under the names that the layers take. Raises ConfigError naming file and tensor."""
+    takers = _by_name(weights)
+    if differences := _differences(takers, headers, ignore):
+        missing, unexpected = differences
+        beside = {name.rpartition(".")[0]: header.file for name, header in headers.items()}
+        files = [beside.get(name.rpartition(".")[0], checkpoint.path) for name in missing]
+        files += [headers[name].file for name in unexpected]
+        raise ConfigError(f"{shown(files[0])}: {_unlike(missing, unexpected)}")
+    for taker in {id(taker): taker for taker in takers.values()}.values():
+        found = {stored.name: headers[stored.name] for stored in taker.stored if stored.name in headers}
+        if found:
+            try:
+                taker.check(found)
+            except TensorError as error:
+                raise ConfigError(f"{shown(headers[error.name].file)}: {error}") from None
+
+
+def _by_name(weights: Iterable[Taker]) -> dict[str, Taker]:
+    return {stored.name: taker for taker in weights for stored in taker.stored}
+
+
+def _differences(
+    takers: Mapping[str, Taker], found: Mapping[str, object], ignore: tuple[str, ...]
+) -> tuple[list[str], list[str]] | None:
+    """Return the names of missing and of unexpected tensors; None = there are none."""
+    needed = {stored.name for taker in takers.values() for stored in taker.stored if not stored.optional}
+    missing = [name for name in takers if name in needed and name not in found]
+    unexpected = [name for name in found if name not in takers and not name.endswith(ignore)]
+    return (missing, unexpected) if missing or unexpected else None
+
+
+def _unlike(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    return (
+        "the checkpoint does not fit the model that its config.json describes: "
+        f"{_listed('missing', missing)}; {_listed('unexpected', unexpected)}"
+    )
+
+
+def header_dtype(name: str, header: TensorHeader) -> torch.dtype:
+    """Return the dtype of a header. Raises TensorError for one that torch lacks."""
+    if header.dtype not in STORED_DTYPES:
+        raise TensorError(name, f"has the dtype {shown(header.dtype)}; there are {', '.join(STORED_DTYPES)}")
+    return STORED_DTYPES[header.dtype]
+
+
+def check_dtype(name: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> None:
+    if dtype not in allowed:
+        names = " or ".join(str(option).removeprefix("torch.") for option in allowed)
+        raise TensorError(name, f"is {str(dtype).removeprefix('torch.')} in the checkpoint; it must be {names}")
 
 
 def dummy_weights(
@@ -125,15 +197,13 @@ class DummyTensor:
         return torch.Generator(self.device).manual_seed(int.from_bytes(digest, "little"))
 
 
-def _check_shape(stored: Stored, tensor: LazyTensor) -> None:
-    shape = tuple(tensor.get_shape())
+def _check_shape(stored: Stored, shape: tuple[int, ...]) -> None:
     if stored.shape is not None and shape != stored.shape:
-        raise ConfigError(
-            f"{stored.name} has shape {shown(shape)} in the checkpoint; config.json makes it {stored.shape}"
+        raise TensorError(
+            stored.name, f"has shape {shown(shape)} in the checkpoint; config.json makes it {stored.shape}"
         )
 
 
-def _listed(what: str, names: Iterable[str]) -> str:
-    names = list(names)
+def _listed(what: str, names: Sequence[str]) -> str:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return f"{len(names)} {what}" + (f" ({', '.join(map(shown, names[:5]))}{more})" if names else "")

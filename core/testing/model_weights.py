@@ -4,19 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces import BuildContext, Collective, Model, ModelSpec
+from dovetail.core.interfaces import BuildContext, Checkpoint, Collective, Model, ModelSpec
+from dovetail.core.interfaces.checkpoint import TensorHeader, WeightSource
+from dovetail.core.layers.weights import STORED_DTYPES
 from dovetail.core.testing.model_driver import Lazy
 from dovetail.core.testing.numeric import assert_near, poisoned_memory, same_bits
 from dovetail.core.testing.rank_threads import on_threads
 
 Weights = Mapping[str, torch.Tensor]
 """Full checkpoint by tensor name."""
+
+
+class _Headers(Checkpoint):
+    """Headers of tensors in memory."""
+
+    def __init__(self, weights: Weights) -> None:
+        super().__init__(Path("headers"))
+        self._weights = weights
+
+    @classmethod
+    def recognizes(cls, path: Path) -> bool:
+        return False
+
+    def text(self, name: str) -> str | None:
+        return None
+
+    def tensors(self) -> Mapping[str, TensorHeader]:
+        names = {dtype: name for name, dtype in STORED_DTYPES.items()}
+        file = self.path / "model.safetensors"
+        return {name: TensorHeader(names[x.dtype], tuple(x.shape), file) for name, x in self._weights.items()}
+
+    def open(self) -> WeightSource:
+        raise AssertionError("check_checkpoint must not read tensors")
 
 
 class WeightTests:
@@ -133,6 +159,22 @@ class WeightTests:
             self._loaded(weights)
         for name in (*missing, *unexpected):
             assert name in str(error.value), f"the error must name {name}: {error.value}"
+
+    def test_headers_are_checked_without_a_device(self) -> None:
+        """`check_checkpoint` is called on a model on the meta device. A model without one refuses nothing."""
+        weights = self._weights()
+        model = self.make(self._build(device="meta"))
+        model.check_checkpoint(_Headers(weights))
+        if type(model).check_checkpoint is Model.check_checkpoint:
+            return
+        for name, tensor in weights.items():
+            others = {other: each for other, each in weights.items() if other != name}
+            wide, whole = torch.cat((tensor, tensor[:1])), torch.zeros(tensor.shape, dtype=torch.int32)
+            for fault in (others, {**weights, name: wide}, {**weights, name: whole}, {**weights, f"{name}.more": wide}):
+                with pytest.raises(ConfigError) as error:
+                    model.check_checkpoint(_Headers(fault))
+                named = name in str(error.value) and "headers" in str(error.value)
+                assert named, f"the error must name the tensor {name} and the file: {error.value}"
 
     def test_parameters_count_the_checkpoint(self) -> None:
         counted = self.spec().parameters

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
-from dovetail.core.interfaces import Adapters, AttentionBackend, BuildContext, Collective, Drafter, ModelSpec, Quantizer
+from dovetail.core.errors import ConfigError, TensorError, TextError, shown
+from dovetail.core.interfaces import (
+    Adapters,
+    AttentionBackend,
+    BuildContext,
+    Checkpoint,
+    Collective,
+    Drafter,
+    Model,
+    ModelSpec,
+    Quantizer,
+)
 from dovetail.core.interfaces.tuning import Tunable
 from dovetail.core.tuning.startup import MOST_ROWS
 from dovetail.core.worker.dtypes import resolve_dtype, resolve_kv_dtype
@@ -24,6 +36,57 @@ def build_quantizer(composition: Composition) -> Quantizer:
     model = composition.part("model")
     read_headers(quantizer, model.target().source(model.config))
     return quantizer
+
+
+def weights_of(composition: Composition) -> Checkpoint | None:
+    """Return the checkpoint whose weights are loaded; None = random weights."""
+    model = composition.part("model")
+    checkpoint: Checkpoint | None = model.target().source(model.config).weights
+    return checkpoint
+
+
+@contextmanager
+def located(checkpoint: Checkpoint | None) -> Iterator[None]:
+    """Add the file to errors about a text or tensor of the checkpoint."""
+    try:
+        yield
+    except TextError as error:
+        if checkpoint is None:
+            raise
+        raise ConfigError(f"{checkpoint.where(error.name)}: {error.reason}") from None
+    except TensorError as error:
+        header = None if checkpoint is None else checkpoint.tensors().get(error.name)
+        if header is None:
+            raise
+        raise ConfigError(f"{shown(header.file)}: {error}") from None
+
+
+def check_weights(composition: Composition, quantizer: Quantizer, rank: int, size: int) -> None:
+    """Compare the headers of the weights with what this rank's model loads. Uses no device, so that what headers show
+    to be wrong is refused first."""
+    weights = weights_of(composition)
+    if weights is None or composition.part("model").target().check_checkpoint is Model.check_checkpoint:
+        return
+    with located(weights):
+        model_without_weights(composition, quantizer, torch.device("cpu"), rank, size).check_checkpoint(weights)
+
+
+def model_without_weights(
+    composition: Composition, quantizer: Quantizer, device: torch.device, rank: int, size: int
+) -> Model:
+    """Build the model of one rank of `size` on the meta device, where it takes no memory. `device`: the one on which
+    dtypes depend."""
+    engine, selected = composition.engine, composition.part("model")
+    model_class = selected.target()
+    spec = model_class.spec(selected.config)
+    collective = composition.build("collective")
+    # Shapes depend on the rank and the number of ranks only; nothing is sent.
+    collective.rank, collective.size = rank, size
+    attention, drafter = composition.build("attention"), composition.build("spec_decode")
+    dtype = resolve_dtype(engine.dtype, spec.dtype, device)
+    build = build_context(composition, spec, quantizer, torch.device("meta"), dtype, collective, attention, drafter)
+    model: Model = model_class(selected.config, build)
+    return model
 
 
 def build_context(
@@ -66,19 +129,10 @@ def tunables_of(build: BuildContext, sizes: Iterable[int]) -> Iterator[Tunable]:
 
 
 def tunables_without_weights(composition: Composition, device: torch.device, sizes: Iterable[int]) -> list[Tunable]:
-    """Return the tunable operations of rank 0. The model is built on the meta device, so it may be larger than the GPU.
-    `device`: the GPU, on which dtypes depend. `sizes`: numbers of rows; none = those of the engine's graphs."""
-    engine, selected = composition.engine, composition.part("model")
-    model_class = selected.target()
-    spec = model_class.spec(selected.config)
-    collective = composition.build("collective")
-    # Shapes depend on the number of ranks only; nothing is sent.
-    collective.size = engine.tp
-    attention, drafter = composition.build("attention"), composition.build("spec_decode")
-    dtype = resolve_dtype(engine.dtype, spec.dtype, device)
-    quantizer = build_quantizer(composition)
-    build = build_context(composition, spec, quantizer, torch.device("meta"), dtype, collective, attention, drafter)
-    model_class(selected.config, build)
+    """Return the tunable operations of rank 0. The model may be larger than the GPU. `device`: the GPU. `sizes`:
+    numbers of rows; none = those of the engine's graphs."""
+    engine = composition.engine
+    build = model_without_weights(composition, build_quantizer(composition), device, 0, engine.tp).build
     graph_tokens = min(engine.graph_tokens, engine.token_budget)
-    sizes = list(sizes) or tuned_sizes(engine.max_seqs, graph_tokens, drafter.lookahead)
-    return list(tunables_of(build, sizes))
+    lookahead = composition.build("spec_decode").lookahead
+    return list(tunables_of(build, list(sizes) or tuned_sizes(engine.max_seqs, graph_tokens, lookahead)))

@@ -26,7 +26,13 @@ from dovetail.core.ops.compile_ahead import compile_workers
 from dovetail.core.ops.compile_server import CompileServer
 from dovetail.core.startup_notes import collect_notes, note
 from dovetail.core.tuning.startup import install_choices
-from dovetail.core.worker.build import build_context, build_quantizer, tunables_of, tuned_sizes
+from dovetail.core.worker.build import (
+    build_context,
+    build_quantizer,
+    check_weights,
+    tunables_of,
+    tuned_sizes,
+)
 from dovetail.core.worker.dtypes import resolve_device, resolve_dtype
 from dovetail.core.worker.fill import fill
 from dovetail.core.worker.graph_support import reason_against_graphs
@@ -82,6 +88,7 @@ def load_rank(
     to be aborted first."""
     with collect_notes() as notes:
         quantizer = build_quantizer(composition)
+        check_weights(composition, quantizer, rank, size)
     device = resolve_device(composition.engine.device, rank, composition.engine.first_gpu)
     with collect_notes() as more, _compile_server(device) as server:
         phases = _Phases()

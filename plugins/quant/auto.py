@@ -6,13 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from dovetail.core.compose.choice import Reader
-from dovetail.core.errors import ConfigError, shown
+from dovetail.core.errors import ConfigError, TextError, shown
 from dovetail.plugins.quant.config import AutoConfig
 
 
 def choose(config: AutoConfig, spec: Any, readers: Mapping[str, Reader]) -> str:
     """Return the name of the quantizer. `spec`: ModelSpec of the model; None if it states none."""
-    hf = getattr(spec, "hf", None) or {}
+    try:
+        return reader_of(getattr(spec, "hf", None) or {}, readers)
+    except TextError as error:
+        raise ConfigError(f"{spec.where}: {error.reason}") from None
+
+
+def reader_of(hf: Mapping[str, Any], readers: Mapping[str, Reader]) -> str:
+    """Return the name of the quantizer that reads a checkpoint with this config.json."""
     stored = hf.get("quantization_config")
     if stored is None:
         return "none"
@@ -23,8 +30,9 @@ def choose(config: AutoConfig, spec: Any, readers: Mapping[str, Reader]) -> str:
     form = f", format {shown(stored['format'])}" if isinstance(stored, Mapping) and "format" in stored else ""
     if found:
         options = " or ".join(f"quant={name}" for name in found)
-        raise ConfigError(f"config.json: several quantizers read quant_method {shown(method)}{form}: set {options}")
-    raise ConfigError(
-        f"config.json: no installed quantizer reads quant_method {shown(method)}{form}. Those that read quantized "
-        f"checkpoints: {', '.join(f'quant={name}' for name in readers)}"
+        raise TextError("config.json", f"several quantizers read quant_method {shown(method)}{form}: set {options}")
+    raise TextError(
+        "config.json",
+        f"no installed quantizer reads quant_method {shown(method)}{form}. Those that read quantized checkpoints: "
+        f"{', '.join(f'quant={name}' for name in readers)}",
     )

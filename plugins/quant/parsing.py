@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from dovetail.core.errors import ConfigError, shown
+from dovetail.core.errors import TextError, shown
 
 _PATTERN = re.compile(r"[\w.\\*^$|()-]{1,200}")
 """Characters allowed in "re:" entries: enough to match layer names."""
@@ -16,7 +16,7 @@ _REPEATED_GROUP = re.compile(r"\)[*+?{]")
 
 
 def stored_config(hf: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return quantization_config; None = the weights are plain. Raise ConfigError if it is no object."""
+    """Return quantization_config; None = the weights are plain. Raise TextError if it is no object."""
     config = hf.get("quantization_config")
     if config is not None and not isinstance(config, Mapping):
         raise wrong("", config, "it must be an object")
@@ -61,14 +61,15 @@ Way = Literal["names", "substrings", "wildcards"]
 
 
 def skips(ignored: tuple[str, ...], names: tuple[str, ...], path: str, way: Way = "names") -> bool:
-    """Whether the layer merged from these matrices is plain. Raise ConfigError if only some of them are."""
+    """Whether the layer merged from these matrices is plain. Raise TextError if only some of them are."""
     match = WAYS[way]
     plain = [any(match(name, entry) for entry in ignored) for name in names]
     if any(plain) and not all(plain):
         some = ", ".join(name for name, skipped in zip(names, plain, strict=True) if skipped)
-        raise ConfigError(
-            f"config.json: quantization_config leaves {some} unquantized, but not the other matrices of {path}, "
-            "with which it is merged into one matmul"
+        raise TextError(
+            "config.json",
+            f"quantization_config leaves {some} unquantized, but not the other matrices of {path}, with which it is "
+            "merged into one matmul",
         )
     return any(plain)
 
@@ -96,7 +97,7 @@ def modelopt(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return nested if isinstance(nested, Mapping) else config
 
 
-def wrong(key: str, value: object, reason: str) -> ConfigError:
+def wrong(key: str, value: object, reason: str) -> TextError:
     """Return the error for a value of quantization_config."""
     where = "quantization_config" + (f".{key}" if key else "")
-    return ConfigError(f"config.json: {where} is {shown(value)}: {reason}")
+    return TextError("config.json", f"{where} is {shown(value)}: {reason}")

@@ -172,12 +172,12 @@ def test_what_is_not_supported_is_an_error(config, says):
 @pytest.mark.parametrize(
     ("layout", "name", "wrong", "says"),
     [
-        ("gptq, 8 bits, order, v2", "g_idx", lambda t: t + 1, r"g_idx has groups .*; there are \d+"),
-        ("gptq, 8 bits, order, v2", "g_idx", lambda t: t * 0, r"g_idx must have 32 inputs of each group"),
-        ("gptq", "qweight", lambda t: t[:-1], r"qweight has shape .* it must be"),
-        ("gptq", "qzeros", lambda t: t.float(), r"qzeros is float32 in the checkpoint; it must be int32"),
-        ("gptq", "scales", lambda t: t * float("nan"), r"NaN|scales are not finite"),
-        ("gptq", "bias", lambda t: t + 1, r"has a bias that is not zero"),
+        ("gptq, 8 bits, order, v2", "g_idx", lambda t: t + 1, r"g_idx' has groups .*; there are \d+"),
+        ("gptq, 8 bits, order, v2", "g_idx", lambda t: t * 0, r"g_idx' must have 32 inputs of each group"),
+        ("gptq", "qweight", lambda t: t[:-1], r"qweight' has shape .* it must be"),
+        ("gptq", "qzeros", lambda t: t.float(), r"qzeros' is float32 in the checkpoint; it must be int32"),
+        ("gptq", "scales", lambda t: t * float("nan"), r"NaN|scales' has values that are not finite"),
+        ("gptq", "bias", lambda t: t + 1, r"bias' has values that are not zero"),
         ("awq", "qzeros", None, r"1 missing \('model\.layers\.1\.mlp\.down_proj\.qzeros'\)"),
     ],
 )  # fmt: skip
@@ -201,5 +201,7 @@ def test_unlike_orders_of_merged_matrices_are_an_error(tmp_path):
     file, key = tmp_path / "stored/model.safetensors", "model.layers.0.self_attn.k_proj.g_idx"
     tensors = load_file(file)
     save_file({**tensors, key: tensors[key].flip(0).contiguous()}, file)
-    with pytest.raises(ConfigError, match=r"layers\.0\.attn\.qkv: its matrices have unlike orders"):
+    with pytest.raises(
+        ConfigError, match=r"0\.self_attn\.q_proj\.g_idx' orders inputs unlike another matrix of layers\.0\.attn\.qkv"
+    ):
         load(tmp_path / "stored")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ from dovetail.core.interfaces import (
     AttentionLayer,
     BuildContext,
     Bundle,
+    Checkpoint,
     ForwardContext,
     Hidden,
     KVGroup,
@@ -47,6 +48,7 @@ from dovetail.core.layers import (
     VocabParallelEmbedding,
     VocabTable,
     build_rope,
+    check_headers,
     dummy_weights,
     load_weights,
     local_heads,
@@ -57,6 +59,8 @@ from dovetail.core.ops import gelu, silu_and_mul
 from dovetail.plugins.model.config import LlamaConfig
 from dovetail.plugins.model.llama.families import RUNNABLE, Layout, Names, read_model, spec_of
 
+Tensor = TypeVar("Tensor")
+"""Opener or header of a checkpoint tensor."""
 NORMS: dict[str, type[RMSNorm | LayerNorm]] = {"rms": RMSNorm, "layer": LayerNorm}
 ACTIVATIONS: dict[str, Callable[..., Bundle]] = {
     "silu_and_mul": silu_and_mul,
@@ -216,13 +220,12 @@ class Llama(Model):
     def kv_groups(self) -> tuple[KVGroup, ...]:
         return self._kv_groups
 
+    def check_checkpoint(self, checkpoint: Checkpoint) -> None:
+        headers = dict(self._named(checkpoint.tensors().items()))
+        check_headers(self._weights(), headers, checkpoint, self._ignored)
+
     def load(self, weights: Iterable[tuple[str, Callable[[], Any]]]) -> None:
-        spec, names, ignore = self.build.spec, self.layout.names, self.layout.ignored
-        if spec.tied or not spec.head:
-            ignore = (*ignore, f"{names.head}.weight", f"{names.head}.bias")
-        if not spec.head:
-            weights = _with_prefix(weights, names)
-        load_weights(self._weights(), weights, ignore)
+        load_weights(self._weights(), self._named(weights), self._ignored)
         for linear in self._linears():
             linear.finish()
 
@@ -259,6 +262,17 @@ class Llama(Model):
     def local_logits(self, states_BC: torch.Tensor) -> tuple[torch.Tensor, int]:
         return self.head.local(states_BC)
 
+    @property
+    def _ignored(self) -> tuple[str, ...]:
+        """Ends of names of checkpoint tensors that have no use."""
+        spec, head = self.build.spec, self.layout.names.head
+        unused = () if spec.head and not spec.tied else (f"{head}.weight", f"{head}.bias")
+        return (*self.layout.ignored, *unused)
+
+    def _named(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        """Return (name that layers use, tensor)."""
+        return tensors if self.build.spec.head else _with_prefix(tensors, self.layout.names)
+
     def _linears(self) -> Iterator[Linear]:
         for block in self.blocks:
             yield from (block.attention.qkv, block.attention.o, block.mlp.up, block.mlp.down)
@@ -271,13 +285,11 @@ class Llama(Model):
             yield from layer.weights()
 
 
-def _with_prefix(
-    weights: Iterable[tuple[str, Callable[[], Any]]], names: Names
-) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _with_prefix(tensors: Iterable[tuple[str, Tensor]], names: Names) -> Iterator[tuple[str, Tensor]]:
     """Add the common prefix of weight names, which checkpoints saved without a head lack."""
     prefix = f"{names.embedding.partition('.')[0]}."
-    for name, opener in weights:
-        yield name if name.startswith((prefix, names.head)) else prefix + name, opener
+    for name, tensor in tensors:
+        yield name if name.startswith((prefix, names.head)) else prefix + name, tensor
 
 
 def _defers(layout: Layout) -> bool:

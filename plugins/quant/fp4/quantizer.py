@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
-from dovetail.core.errors import ConfigError
+from dovetail.core.errors import TensorError
 from dovetail.core.interfaces import PLAIN, ActFormat, Checkpoint, LinearMethod, LinearShape
 from dovetail.core.interfaces.tensor_record import OUTPUTS, Axis, TensorRecord
 from dovetail.core.layers.packed import PackedLinear
@@ -41,7 +41,7 @@ class FP4(StoredOrRounded[Stored]):
         return RoundedFP4(self.config.block, self._activations)
 
     def of_checkpoint(self, path: str, shape: LinearShape, stored: Stored) -> LinearMethod:
-        return StoredFP4(path, stored, self._activations)
+        return StoredFP4(stored, self._activations)
 
     @property
     def _activations(self) -> ActFormat:
@@ -91,9 +91,9 @@ def round_to_fp4(
 class StoredFP4(FP4Linear):
     """Codes of the checkpoint."""
 
-    def __init__(self, path: str, stored: Stored, activations: ActFormat) -> None:
+    def __init__(self, stored: Stored, activations: ActFormat) -> None:
         super().__init__(stored.block, activations)
-        self.path, self.is_modelopt = path, stored.layout == "modelopt"
+        self.is_modelopt = stored.layout == "modelopt"
         one = (Axis("nothing"),)
         codes, whole = ("weight", "weight_scale_2") if self.is_modelopt else ("weight_packed", "weight_global_scale")
         self.names = codes, whole
@@ -114,13 +114,13 @@ class StoredFP4(FP4Linear):
         if self.row_scale:
             factor = tensors[whole].float().flatten()
             if not (factor.isfinite() & (factor > 0)).all():
-                raise ConfigError(f"{self.path}: {whole} must be a positive number; it is {factor.item():g}")
+                raise TensorError(whole, f"must be a positive number; it is {factor.item():g}")
             row_scale_O = (factor if self.is_modelopt else 1 / factor).expand(part.stop - part.start)
             scale_OG = scale_OG.view(torch.uint8)
             scale_OG = self.shape.spread_groups(scale_OG, self.group).view(E4M3)
         else:
             # E8M0: an exponent with a bias of 127; 255 is NaN.
             if (scale_OG == 255).any():
-                raise ConfigError(f"{self.path}: weight_scale has values that are not numbers")
+                raise TensorError("weight_scale", "has values that are not numbers")
             scale_OG = torch.exp2(self.shape.spread_groups(scale_OG, self.group).float() - 127)
         self.store(params, part, tensors[codes], scale_OG, None, row_scale_O)

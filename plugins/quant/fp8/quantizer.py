@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence, Set
 import torch
 
 from dovetail.core.compose.capabilities import FP8_HARDWARE
-from dovetail.core.errors import ConfigError
+from dovetail.core.errors import ConfigError, TensorError
 from dovetail.core.interfaces import PLAIN, Activation, Checkpoint, LinearMethod, LinearShape, Partial
 from dovetail.core.interfaces.tensor_record import Axis, TensorRecord
 from dovetail.core.interfaces.tuning import Tunable
@@ -47,9 +47,9 @@ class FP8(StoredOrRounded[Stored]):
 
     def of_checkpoint(self, path: str, shape: LinearShape, stored: Stored) -> LinearMethod:
         if stored.blocks:
-            return BlockFP8Linear(path, stored, self.config)
+            return BlockFP8Linear(stored, self.config)
         shape.check_multiple(MULTIPLE, "quant=fp8", path, None)
-        return StoredFP8Linear(path, stored, self.config)
+        return StoredFP8Linear(stored, self.config)
 
     def table(self, path: str, shape: LinearShape, *, lookup: bool) -> LinearMethod | None:
         if self.stored is None or f"{shape.names[0]}.weight" not in self.in_fp8:
@@ -134,9 +134,8 @@ class StoredFP8Linear(FP8Linear):
     the input is written, are more precise and cost no pass.
     """
 
-    def __init__(self, path: str, stored: Stored, config: FP8Config) -> None:
+    def __init__(self, stored: Stored, config: FP8Config) -> None:
         super().__init__(config)
-        self.path = path
         scales = TensorRecord("weight_scale", (Axis("outputs", stored.block[0]),))
         self.tensors = (TensorRecord("weight", dtypes=(E4M3,)), scales)
         if stored.input_scales:
@@ -144,7 +143,7 @@ class StoredFP8Linear(FP8Linear):
 
     def load(self, params: dict[str, torch.Tensor], part: slice, tensors: Mapping[str, torch.Tensor]) -> None:
         scale_O = tensors["weight_scale"].float()
-        _check_scales(self.path, scale_O)
+        _check_scales("weight_scale", scale_O)
         params["weight"][part] = tensors["weight"]
         params["scale"][part] = scale_O
 
@@ -156,13 +155,13 @@ class BlockFP8Linear(PackedLinear):
     matmul applies it once.
     """
 
-    def __init__(self, path: str, stored: Stored, config: FP8Config) -> None:
+    def __init__(self, stored: Stored, config: FP8Config) -> None:
         outputs, inputs = stored.block
         plain = config.activations == "plain"
         super().__init__(
             weight_formats.E4M3, inputs, activations=PLAIN if plain else FP8_TOKEN, scale_dtype=torch.float32
         )
-        self.path, self.scale_name, self.by_device = path, stored.scale, config.activations == "auto"
+        self.scale_name, self.by_device = stored.scale, config.activations == "auto"
         scales = TensorRecord(stored.scale, (Axis("outputs", outputs), Axis("inputs", inputs)))
         self.tensors = (TensorRecord("weight", dtypes=(E4M3,)), scales)
 
@@ -173,13 +172,12 @@ class BlockFP8Linear(PackedLinear):
 
     def load(self, params: dict[str, torch.Tensor], part: slice, tensors: Mapping[str, torch.Tensor]) -> None:
         scale_OG = tensors[self.scale_name].float()
-        _check_scales(self.path, scale_OG)
+        _check_scales(self.scale_name, scale_OG)
         self.store(params, part, tensors["weight"].view(torch.uint8), self.shape.spread_groups(scale_OG, self.group))
 
 
-def _check_scales(path: str, scale: torch.Tensor) -> None:
+def _check_scales(name: str, scale: torch.Tensor) -> None:
     if not (scale.isfinite() & (scale > 0)).all():
-        raise ConfigError(
-            f"{path}: weight_scale must be one positive number, or one for each row or block; the least is "
-            f"{scale.min():g}"
+        raise TensorError(
+            name, f"must be one positive number, or one for each row or block; the least is {scale.min():g}"
         )

@@ -10,7 +10,7 @@ from itertools import groupby
 
 import torch
 
-from dovetail.core.errors import ConfigError
+from dovetail.core.errors import TensorError
 from dovetail.core.interfaces import PLAIN, ActFormat, Checkpoint, LinearMethod, LinearShape, Quantizer
 from dovetail.core.interfaces.tensor_record import OUTPUTS, Axis, TensorRecord
 from dovetail.core.layers.packed import PackedLinear
@@ -38,9 +38,7 @@ class GGUF(Quantizer):
             super().read_checkpoint(checkpoint)
         for name, header in checkpoint.tensors().items():
             if header.blocks and header.blocks not in FORMATS:
-                raise ConfigError(
-                    f"{header.file}: tensor {name} is in {header.blocks}; quant=gguf reads {', '.join(FORMATS)}"
-                )
+                raise TensorError(name, f"is in {header.blocks}; quant=gguf reads {', '.join(FORMATS)}")
         self.types = {name.removesuffix(".weight"): header.blocks for name, header in checkpoint.tensors().items()}
 
     def linear(self, path: str, shape: LinearShape) -> LinearMethod:
@@ -48,27 +46,27 @@ class GGUF(Quantizer):
         # A plain part of a merged layer needs plain inputs.
         activations = FP8_TOKEN if self.config.activations == "fp8" and all(types) else PLAIN
         runs = [(kind, len(list(parts))) for kind, parts in groupby(types)]
-        methods = [(_method(path, kind, shape, activations), count) for kind, count in runs]
+        methods = [(_method(kind, shape, activations), count) for kind, count in runs]
         return methods[0][0] if len(methods) == 1 else StackedLinear(path, shape, methods)
 
     def table(self, path: str, shape: LinearShape, *, lookup: bool) -> LinearMethod | None:
         kind = self.types.get(shape.names[0], "")
-        return _method(path, kind, shape, PLAIN) if kind else None
+        return _method(kind, shape, PLAIN) if kind else None
 
 
-def _method(path: str, kind: str, shape: LinearShape, activations: ActFormat) -> LinearMethod:
-    return BlockLinear(path, kind, shape, activations) if kind else PlainLinear()
+def _method(kind: str, shape: LinearShape, activations: ActFormat) -> LinearMethod:
+    return BlockLinear(kind, shape, activations) if kind else PlainLinear()
 
 
 class BlockLinear(PackedLinear):
     """Blocks of one GGUF type, repacked."""
 
-    def __init__(self, path: str, kind: str, shape: LinearShape, activations: ActFormat) -> None:
+    def __init__(self, kind: str, shape: LinearShape, activations: ActFormat) -> None:
         # float16 holds a scale of 16 bits times one of 6 bits to 11 bits.
         dtype = torch.float32 if shape.dtype is torch.float32 else torch.float16
         block = FORMATS[kind]
         super().__init__(PACKED[kind], block.group, activations=activations, scale_dtype=dtype, zero_dtype=dtype)
-        self.path, self.kind, self.block = path, kind, block
+        self.kind, self.block = kind, block
         self.tensors = (
             TensorRecord("weight", (OUTPUTS, Axis("inputs", block.values, entries=block.size)), (torch.uint8,)),
         )
@@ -76,7 +74,7 @@ class BlockLinear(PackedLinear):
     def load(self, params: dict[str, torch.Tensor], part: slice, tensors: Mapping[str, torch.Tensor]) -> None:
         codes = decode_blocks(self.kind, tensors["weight"].to(params["codes"].device))
         if not codes.scales_RG.isfinite().all():
-            raise ConfigError(f"{self.path}: its blocks have scales that are not finite")
+            raise TensorError("weight", "has scales that are not finite")
         # The blocks that hold this rank's columns begin before these.
         before = self.shape.first_inp % self.block.values
         codes_OI = codes.codes_RC[:, before : before + self.shape.inp]

@@ -31,6 +31,14 @@ class Stored:
     """Added to stored zero points: 1 in GPTQ v1."""
     ignored: tuple[str, ...] = ()
 
+    @property
+    def scale_name(self) -> str:
+        return "weight_scale" if self.layout == "compressed-tensors" else "scales"
+
+    @property
+    def order_name(self) -> str:
+        return "weight_g_idx" if self.layout == "compressed-tensors" else "g_idx"
+
     def skips(self, names: tuple[str, ...], path: str) -> bool:
         return skips(self.ignored, names, path, "substrings" if self.layout == "awq" else "names")
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from dovetail.core.arithmetic import ceil_div
-from dovetail.core.errors import ConfigError, shown
+from dovetail.core.errors import TensorError, shown
 from dovetail.core.interfaces import PLAIN, ActFormat, LinearShape
 
 STEP = 16
@@ -30,21 +30,19 @@ class GroupOrder:
         self.width = most if self.is_whole else ceil_div(most, STEP) * STEP
         """Columns with those of zeros; an upper bound for any order."""
 
-    def of(self, path: str, group_I: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def of(self, name: str, group_I: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (this rank's column at each place, int64 [width]; group of each step, int64 [steps]), from the group
-        of each of this rank's columns. Column number `inputs` stands for a column of zeros."""
+        of each of this rank's columns, in the tensor `name`. Column number `inputs` stands for a column of zeros."""
         group_I = group_I.cpu().long()
         if len(group_I) and not 0 <= int(group_I.min()) <= int(group_I.max()) < self.groups:
-            raise ConfigError(
-                f"{path}: g_idx has groups {shown([int(group_I.min()), int(group_I.max())])}; there are {self.groups}"
+            raise TensorError(
+                name, f"has groups {shown([int(group_I.min()), int(group_I.max())])}; there are {self.groups}"
             )
         order, counts = group_I.argsort(stable=True), group_I.bincount(minlength=self.groups)
         if self.is_whole:
             sizes = [min(self.group, self.whole_inp - at * self.group) for at in range(self.groups)]
             if counts.tolist() != sizes:
-                raise ConfigError(
-                    f"{path}: g_idx must have {self.group} inputs of each group; it has {shown(counts.tolist())}"
-                )
+                raise TensorError(name, f"must have {self.group} inputs of each group; it has {shown(counts.tolist())}")
             return order, torch.arange(self.groups)
         steps = -(-counts // STEP)
         places = torch.full((self.width,), self.inputs)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Set
 import torch
 import torch.nn.functional as F
 
-from dovetail.core.errors import ConfigError
+from dovetail.core.errors import ConfigError, TensorError
 from dovetail.core.interfaces import PLAIN, ActFormat, Checkpoint, LinearMethod, LinearShape
 from dovetail.core.layers.packed import PackedLinear
 from dovetail.core.ops.weight_formats import INT4, INT8, UINT4, UINT8
@@ -89,14 +89,14 @@ class StoredLinear(PackedLinear):
         return super().columns(shape) if self.order is None else (self.order.width, self.order.step)
 
     def load(self, params: dict[str, torch.Tensor], part: slice, tensors: Mapping[str, torch.Tensor]) -> None:
-        codes_OI, scale_OG, zero_OG, group_I = codes_of(self.path, self.stored, tensors)
+        codes_OI, scale_OG, zero_OG, group_I = codes_of(self.stored, tensors)
         if not scale_OG.isfinite().all():
-            raise ConfigError(f"{self.path}: its scales are not finite")
+            raise TensorError(self.stored.scale_name, "has values that are not finite")
         if self.order is None:
             spread = self.shape.spread_groups
             scale_OG, zero_OG = (None if x is None else spread(x, self.group) for x in (scale_OG, zero_OG))
         else:
-            order, groups = self.order.of(self.path, group_I)
+            order, groups = self.order.of(self.stored.order_name, group_I)
             self._set_order(order)
             codes_OI = F.pad(codes_OI, (0, 1))[:, order.to(codes_OI.device)]
             scale_OG, zero_OG = (None if x is None else x[:, groups.to(x.device)] for x in (scale_OG, zero_OG))
@@ -107,6 +107,7 @@ class StoredLinear(PackedLinear):
             self._loaded_order = order
             self.input.perm.copy_(order)
         elif not torch.equal(self._loaded_order, order):
-            raise ConfigError(
-                f"{self.path}: its matrices have unlike orders of inputs (g_idx), but are merged into one matmul"
+            raise TensorError(
+                self.stored.order_name,
+                f"orders inputs unlike another matrix of {self.path}, with which this one is merged into one matmul",
             )

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from dovetail.core.arithmetic import ceil_div
-from dovetail.core.errors import ConfigError
+from dovetail.core.errors import TensorError
 from dovetail.core.interfaces import LinearShape
 from dovetail.core.interfaces.tensor_record import INPUTS, OUTPUTS, Axis, TensorRecord
 from dovetail.core.layouts.words import AWQ_4, unpack_words
@@ -76,13 +76,13 @@ RECORDS: dict[str, Callable[[Stored, LinearShape], tuple[TensorRecord, ...]]] = 
 
 
 def codes_of(
-    path: str, stored: Stored, tensors: Mapping[str, torch.Tensor]
+    stored: Stored, tensors: Mapping[str, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return (codes uint8 [O, I], scale_OG, zero uint8 [O, G] or None, group of each input [I] or None)."""
     if stored.layout == "compressed-tensors":
         found = tensors["weight_packed"], tensors["weight_scale"], tensors.get("weight_zero_point")
         return *found, tensors.get("weight_g_idx")
     if (bias := tensors.get("bias")) is not None and bias.any():
-        raise ConfigError(f"{path}: the checkpoint has a bias that is not zero, and the model has none here")
+        raise TensorError("bias", "has values that are not zero, and the model has no bias here")
     zero_OG = tensors["qzeros"].t() + stored.zero_offset
     return tensors["qweight"].t(), tensors["scales"].t(), zero_OG, tensors.get("g_idx")

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from dovetail.core.arithmetic import ceil_div
-from dovetail.core.errors import ConfigError
+from dovetail.core.errors import TensorError
 from dovetail.core.interfaces import Activation, Checkpoint, LinearMethod, LinearShape
 from dovetail.core.interfaces.tensor_record import Axis, TensorRecord
 from dovetail.plugins.quant.base import StoredOrRounded
@@ -36,7 +36,7 @@ class Int8(StoredOrRounded[Stored]):
 
     def of_checkpoint(self, path: str, shape: LinearShape, stored: Stored) -> LinearMethod:
         shape.check_multiple(MULTIPLE, "quant=int8", path, None)
-        return StoredInt8Linear(path, stored)
+        return StoredInt8Linear(stored)
 
 
 class Int8Linear(LinearMethod):
@@ -66,8 +66,7 @@ class StoredInt8Linear(Int8Linear):
     """Int8 weights of the checkpoint. Its scales and zero points of inputs are not used: a dynamic scale per token is
     at least as precise."""
 
-    def __init__(self, path: str, stored: Stored) -> None:
-        self.path = path
+    def __init__(self, stored: Stored) -> None:
         records = [
             TensorRecord("weight", dtypes=(torch.int8,)),
             TensorRecord("weight_scale", (Axis("outputs", 1 if stored.row_scales else 0),)),
@@ -81,7 +80,7 @@ class StoredInt8Linear(Int8Linear):
     def load(self, params: dict[str, torch.Tensor], part: slice, tensors: Mapping[str, torch.Tensor]) -> None:
         scale_O = tensors["weight_scale"].float()
         if not (scale_O.isfinite() & (scale_O > 0)).all():
-            raise ConfigError(f"{self.path}: weight_scale must be positive; the least is {scale_O.min():g}")
+            raise TensorError("weight_scale", f"must be positive; the least is {scale_O.min():g}")
         params["weight"][part] = tensors["weight"]
         params["scale"][part] = scale_O
 

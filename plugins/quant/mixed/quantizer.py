@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from dovetail.core.compose.choice import readers
@@ -16,8 +15,8 @@ from dovetail.core.interfaces import Checkpoint, LinearMethod, LinearShape, Quan
 from dovetail.core.interfaces.checkpoint import WeightSource
 from dovetail.core.layers.plain import PlainLinear
 from dovetail.core.layers.stacked import StackedLinear
-from dovetail.plugins.quant.auto import choose
-from dovetail.plugins.quant.config import AutoConfig, MixedConfig
+from dovetail.plugins.quant.auto import reader_of
+from dovetail.plugins.quant.config import MixedConfig
 from dovetail.plugins.quant.mixed.checkpoint import matches, reads, split_groups
 
 
@@ -42,7 +41,7 @@ class Mixed(Quantizer):
         registry = installed()
         for targets, config in split_groups(hf["quantization_config"]):
             view = _OneGroup(checkpoint, {**hf, "quantization_config": config})
-            name = choose(AutoConfig(), SimpleNamespace(hf=view.config()), readers("quant", registry))
+            name = reader_of(view.config(), readers("quant", registry))
             component = registry.get("quant", name)
             quantizer = component.target()(component.component.config())
             quantizer.read_checkpoint(view)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from dovetail.core.arithmetic import ceil_div
-from dovetail.core.errors import CapabilityError, ConfigError, shown
+from dovetail.core.errors import CapabilityError, TensorError, shown
 from dovetail.core.interfaces import PLAIN, Checkpoint, LinearMethod, LinearShape
 from dovetail.core.interfaces.tensor_record import OUTPUTS, Axis, TensorRecord
 from dovetail.core.layers.packed import PackedLinear
@@ -31,6 +30,8 @@ BLOCK = 64
 STATE = "weight.quant_state.bitsandbytes__nf4"
 """JSON in a tensor of bytes."""
 LONGEST_STATE = 1 << 16
+LEVELS = 256
+"""Values of quantized scales."""
 
 
 class NF4Quantizer(StoredOrRounded[Stored]):
@@ -47,7 +48,7 @@ class NF4Quantizer(StoredOrRounded[Stored]):
             raise CapabilityError(
                 [f"quant=nf4: {path} has {shape.whole_inp} inputs, so that blocks of {BLOCK} weights span rows"]
             )
-        return StoredNF4(path, stored, self.config)
+        return StoredNF4(stored, self.config)
 
     def table(self, path: str, shape: LinearShape, *, lookup: bool) -> LinearMethod | None:
         return fp8_head(self.config.head, path, shape)
@@ -81,7 +82,7 @@ def round_to_nf4(weight_OI: torch.Tensor, block: int) -> tuple[torch.Tensor, tor
 class StoredNF4(NF4Linear):
     """Codes of the checkpoint."""
 
-    def __init__(self, path: str, stored: Stored, config: NF4Config) -> None:
+    def __init__(self, stored: Stored, config: NF4Config) -> None:
         super().__init__(config)
         nested = ("weight.nested_absmax", "weight.nested_quant_map") if stored.nested else ()
         self.tensors = (
@@ -89,14 +90,16 @@ class StoredNF4(NF4Linear):
                 "codes",
                 dtypes=(torch.uint8,),
                 sources=("weight", "weight.quant_map", STATE),
-                combine=partial(_codes, path=path),
+                combine=_codes,
+                check=_check_codes,
             ),
             TensorRecord(
                 "scale",
                 (OUTPUTS, Axis("inputs", BLOCK)),
                 (torch.float32,),
                 sources=("weight.absmax", *nested, STATE),
-                combine=partial(_scales, path=path),
+                combine=_scales,
+                check=_check_scales,
             ),
         )
 
@@ -104,56 +107,73 @@ class StoredNF4(NF4Linear):
         self.store(params, part, tensors["codes"], self.shape.spread_groups(tensors["scale"], self.group))
 
 
-def _codes(tensors: Mapping[str, torch.Tensor], outputs: int, inputs: int, path: str) -> torch.Tensor:
-    """The first of two codes is in the upper bits of a byte."""
-    _state(tensors, outputs, inputs, path)
-    found = tensors["weight.quant_map"].float().cpu()
-    if not torch.equal(found, torch.tensor(NF4_VALUES)):
-        raise ConfigError(f"{path}: weight.quant_map has other values than NF4: {shown(found.tolist())}")
-    packed = tensors["weight"].flatten()
+def _check_codes(tensors: Mapping[str, torch.Tensor], outputs: int, inputs: int) -> None:
+    packed, values = tensors["weight"], tensors["weight.quant_map"]
     if packed.dtype is not torch.uint8 or packed.numel() * 2 != outputs * inputs:
-        raise ConfigError(
-            f"{path}: weight has {packed.numel()} entries of {packed.dtype}; {outputs} x {inputs} weights of 4 bits "
-            f"are {outputs * inputs // 2} bytes"
+        raise TensorError(
+            "weight",
+            f"has {packed.numel()} entries of {packed.dtype}; {outputs} x {inputs} weights of 4 bits are "
+            f"{outputs * inputs // 2} bytes",
         )
+    if values.numel() != len(NF4_VALUES) or not values.is_floating_point():
+        raise TensorError("weight.quant_map", f"has {values.numel()} entries of {values.dtype}, not {len(NF4_VALUES)}")
+    text = tensors[STATE]
+    if text.dtype is not torch.uint8 or text.numel() > LONGEST_STATE:
+        raise TensorError(STATE, f"must be at most {LONGEST_STATE} bytes; it has {text.numel()} of {text.dtype}")
+
+
+def _codes(tensors: Mapping[str, torch.Tensor], outputs: int, inputs: int) -> torch.Tensor:
+    """The first of two codes is in the upper bits of a byte."""
+    _state(tensors, outputs, inputs)
+    found = tensors["weight.quant_map"].float().cpu().flatten()
+    if not torch.equal(found, torch.tensor(NF4_VALUES)):
+        raise TensorError("weight.quant_map", f"has other values than NF4: {shown(found.tolist())}")
+    packed = tensors["weight"].flatten()
     return torch.stack((packed >> 4, packed & 15), -1).view(outputs, inputs)
 
 
-def _scales(tensors: Mapping[str, torch.Tensor], outputs: int, inputs: int, path: str) -> torch.Tensor:
-    state = _state(tensors, outputs, inputs, path)
-    scales = tensors["weight.absmax"].flatten()
+def _check_scales(tensors: Mapping[str, torch.Tensor], outputs: int, inputs: int) -> None:
+    scales = tensors["weight.absmax"]
+    nested = "weight.nested_absmax" in tensors
+    wanted = torch.uint8 if nested else torch.float32
     if scales.numel() * BLOCK != outputs * inputs:
-        raise ConfigError(f"{path}: weight.absmax has {scales.numel()} entries, not one per {BLOCK} weights")
+        raise TensorError("weight.absmax", f"has {scales.numel()} entries, not one per {BLOCK} weights")
+    if scales.dtype is not wanted:
+        raise TensorError("weight.absmax", f"is {scales.dtype}; it must be {wanted}")
+    if nested and tensors["weight.nested_quant_map"].numel() != LEVELS:
+        raise TensorError(
+            "weight.nested_quant_map", f"has {tensors['weight.nested_quant_map'].numel()} entries, not {LEVELS}"
+        )
+
+
+def _scales(tensors: Mapping[str, torch.Tensor], outputs: int, inputs: int) -> torch.Tensor:
+    state = _state(tensors, outputs, inputs)
+    scales = tensors["weight.absmax"].flatten()
     if "weight.nested_absmax" in tensors:
         size, offset = state.get("nested_blocksize"), state.get("nested_offset")
         if type(size) is not int or size < 1 or type(offset) not in (float, int):
-            raise ConfigError(f"{path}: {STATE} has nested_blocksize {shown(size)}, nested_offset {shown(offset)}")
+            raise TensorError(STATE, f"has nested_blocksize {shown(size)}, nested_offset {shown(offset)}")
         each, levels = tensors["weight.nested_absmax"].flatten(), tensors["weight.nested_quant_map"].flatten()
-        if scales.dtype is not torch.uint8 or len(each) != ceil_div(len(scales), size) or len(levels) != 256:
-            raise ConfigError(
-                f"{path}: weight.absmax, weight.nested_absmax and weight.nested_quant_map do not fit blocks of {size}"
+        if len(each) != ceil_div(len(scales), size):
+            raise TensorError(
+                "weight.nested_absmax", f"has {len(each)} entries, not one per {size} of {len(scales)} scales"
             )
         blocks = torch.arange(len(scales), device=scales.device) // size
         scales = levels.float()[scales.long()] * each.float()[blocks] + offset
     if not scales.isfinite().all():
-        raise ConfigError(f"{path}: weight.absmax has values that are not finite")
+        raise TensorError("weight.absmax", "has values that are not finite")
     return scales.float().view(outputs, inputs // BLOCK)
 
 
-def _state(tensors: Mapping[str, torch.Tensor], outputs: int, inputs: int, path: str) -> Mapping[str, Any]:
+def _state(tensors: Mapping[str, torch.Tensor], outputs: int, inputs: int) -> Mapping[str, Any]:
     """Return the JSON that bitsandbytes stores with each matrix."""
-    text = tensors[STATE].flatten()
-    if text.dtype is not torch.uint8 or text.numel() > LONGEST_STATE:
-        raise ConfigError(
-            f"{path}: {STATE} must be at most {LONGEST_STATE} bytes; it has {text.numel()} of {text.dtype}"
-        )
     try:
-        state = json.loads(bytes(text.tolist()))
+        state = json.loads(bytes(tensors[STATE].flatten().tolist()))
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: {STATE} is not JSON ({shown(error)})") from None
+        raise TensorError(STATE, f"is not JSON ({shown(error)})") from None
     wanted = {"quant_type": "nf4", "blocksize": BLOCK, "shape": [outputs, inputs]}
     for key, value in wanted.items():
         if not isinstance(state, dict) or state.get(key) != value:
             found = state.get(key) if isinstance(state, dict) else state
-            raise ConfigError(f"{path}: {STATE} has {key} {shown(found)}; it must be {value}")
+            raise TensorError(STATE, f"has {key} {shown(found)}; it must be {value}")
     return state

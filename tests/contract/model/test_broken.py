@@ -17,6 +17,7 @@ from dovetail.core.checkpoint import FolderCheckpoint
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import (
     BuildContext,
+    Checkpoint,
     ForwardContext,
     Hidden,
     Layers,
@@ -245,11 +246,23 @@ class ComplainsOfMissingAlone(Sound):
             raise ConfigError(str(error).split("unexpected")[0]) from None
 
 
+class ChecksNothing(Sound):
+    def check_checkpoint(self, checkpoint: Checkpoint) -> None:
+        with suppress(ConfigError):
+            super().check_checkpoint(checkpoint)
+
+
+class ReadsWhatItChecks(Sound):
+    def check_checkpoint(self, checkpoint: Checkpoint) -> None:
+        self.load(checkpoint.open())
+
+
 BROKEN: dict[str, list[type[Sound]]] = {
     "test_spec_is_plain_and_complete": [
         fault("CountsItsWindowsWrong", spec=classmethod(lambda cls, config: replace(Llama.spec(config), windows=(0,))))
     ],
     "test_parameters_count_the_checkpoint": [CountsTooFewParameters],
+    "test_headers_are_checked_without_a_device": [ChecksNothing, ReadsWhatItChecks],
     "test_spec_comes_from_config_json": [TrustsItsConfig],
     "test_the_error_names_a_missing_folder": [TrustsItsFolder],
     "test_model_keeps_its_build_and_config": [ForgetsItsBuild],

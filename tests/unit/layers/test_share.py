@@ -114,11 +114,11 @@ def test_one_scale_of_a_matrix_is_repeated(shape):
 @pytest.mark.parametrize(
     ("stored", "record", "says"),
     [
-        (torch.ones(48, 20), TensorRecord(""), r"x has shape \(48, 20\).*must be \(48, 160\)"),
+        (torch.ones(48, 20), TensorRecord(""), r"'x' has shape \(48, 20\).*must be \(48, 160\)"),
         (torch.ones(48, 2), TensorRecord("", (OUTPUTS, Axis("inputs", 64))), r"\(48, 3\).*1 per 64 inputs"),
-        (torch.ones(48, 160, dtype=torch.int8), TensorRecord(""), "x is int8 in the checkpoint; it must be float16 or"),
-        (torch.ones(160, dtype=torch.int64), TensorRecord("", (INPUTS,), (torch.int32,)), "x is int64.*must be int32"),
-        (torch.ones(0, 160), TensorRecord(""), r"x has shape \(0, 160\)"),
+        (torch.ones(48, 160, dtype=torch.int8), TensorRecord(""), "'x' is int8 in the checkpoint; it must be float16"),
+        (torch.ones(160, dtype=torch.int64), TensorRecord("", (INPUTS,), (torch.int32,)), "is int64.*must be int32"),
+        (torch.ones(0, 160), TensorRecord(""), r"'x' has shape \(0, 160\)"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_its_record_is_refused(stored, record, says):

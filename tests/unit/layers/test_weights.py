@@ -30,7 +30,7 @@ def test_left_overs_may_be_ignored_by_their_end():
 
 
 def test_a_wrong_shape_names_both():
-    with pytest.raises(ConfigError, match=r"a has shape \(3,\).*\(2,\)"):
+    with pytest.raises(ConfigError, match=r"'a' has shape \(3,\).*\(2,\)"):
         load_weights([weight("a")], source(a=torch.ones(3)))
 
 

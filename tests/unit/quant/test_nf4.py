@@ -24,7 +24,7 @@ OUT, INP = 48, 192
 def values(tensors: dict[str, torch.Tensor], nested: bool, first: int = 0, columns: int = INP) -> torch.Tensor:
     """Load a matrix, or some columns of it, and return its values."""
     shape = LinearShape(columns, OUT, (OUT,), dtype=torch.float32, whole_inp=INP, first_inp=first)
-    method = StoredNF4("layers.0.mlp.down", Stored(nested), NF4Config())
+    method = StoredNF4(Stored(nested), NF4Config())
     params = method.create(shape, torch.device("cpu"))
     lazy = {f"down.{name}": Lazy(tensor) for name, tensor in tensors.items()}
     share = shares_of("down", method.tensors, lazy, Wanted(OUT, 0, OUT), Wanted(INP, first, first + columns))
@@ -53,13 +53,13 @@ def test_values_are_those_of_the_library(nested):
 @pytest.mark.parametrize(
     ("name", "wrong", "says"),
     [
-        ("weight", lambda t: t[:-1], r"down: weight has 4607 entries of torch\.uint8; 48 x 192 weights"),
-        ("weight.quant_map", lambda t: t + 1, "quant_map has other values than NF4"),
-        ("weight.absmax", lambda t: t[:-1], "absmax has 143 entries, not one per 64"),
-        ("weight.nested_absmax", lambda t: t[:0], "do not fit blocks of 256"),
+        ("weight", lambda t: t[:-1], r"'weight' has 4607 entries of torch\.uint8; 48 x 192 weights"),
+        ("weight.quant_map", lambda t: t + 1, "quant_map' has other values than NF4"),
+        ("weight.absmax", lambda t: t[:-1], "absmax' has 143 entries, not one per 64"),
+        ("weight.nested_absmax", lambda t: t[:0], "has 0 entries, not one per 256"),
         ("weight.nested_absmax", lambda t: t * float("nan"), "not finite"),
-        ("weight.nested_absmax", lambda t: t.repeat(9), "do not fit blocks of 256"),
-        ("weight.nested_quant_map", lambda t: t[:200], "nested_quant_map do not fit"),
+        ("weight.nested_absmax", lambda t: t.repeat(9), "has 9 entries"),
+        ("weight.nested_quant_map", lambda t: t[:200], "nested_quant_map' has 200 entries, not 256"),
         (STATE, lambda t: t[:-5], "is not JSON"),
         (STATE, lambda t: t.repeat(1000), "must be at most 65536 bytes"),
         (STATE, lambda t: state_with(nested_blocksize=0), "nested_blocksize 0"),
