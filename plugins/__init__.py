@@ -39,6 +39,7 @@ def builtin(
     capabilities: str | None = None,
     facts: str | None = None,
     reads: str | None = None,
+    stored: str | None = None,
     chooses: str | None = None,
     api: str = "0.1",
 ) -> Component:
@@ -53,6 +54,7 @@ def builtin(
         capabilities=capabilities and package + capabilities,
         facts=facts and package + facts,
         reads=reads and package + reads,
+        stored=stored and package + stored,
         chooses=chooses and package + chooses,
     )
 

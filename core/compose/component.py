@@ -31,6 +31,9 @@ class Component:
     reads: str | None = None
     """Reference to a function of a checkpoint's config.json, which returns whether the component reads it: for a
     quantizer its quantized weights, for a model its architecture. It must not import torch."""
+    stored: str | None = None
+    """Reference to a function of `(config.json, prefix of a matrix, headers of its tensors by the rest of their names)`
+    that returns the StoredMatrix, or None for a plain one. It must not import torch, so that planning needs none."""
     chooses: str | None = None
     """Reference to a function of `(config, facts of the model, readers)`, which returns the name of another component
     of this kind to use instead. `readers` has the functions that `reads` refer to, by component. The facts are None for

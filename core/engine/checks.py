@@ -10,6 +10,7 @@ from dovetail.core.compose import Host, Selected
 from dovetail.core.compose.config import part_fields
 from dovetail.core.engine.adapters import check_folders
 from dovetail.core.engine.cost import number_format
+from dovetail.core.engine.stored_weights import stored_formats
 from dovetail.core.errors import CapabilityError, CapacityError, DovetailError
 from dovetail.core.interfaces import Model
 
@@ -108,6 +109,8 @@ def check_weights_fit(composition: Composition, spec: ModelSpec, host: Host) -> 
         return
     weights, quant = _WeightMemory(composition, spec, host), composition.part("quant")
     bits = 8.0 * weights.size if quant.name == "none" else _weight_bits(quant, host)
+    if (stored := stored_formats(quant, spec, 8.0 * weights.size)) is not None:
+        bits, _ = stored
     if bits is None:
         return
     missing = weights.missing(bits, composition.engine.tp, composition.engine.memory_fraction)
@@ -164,8 +167,11 @@ MOST_QUANTIZERS = 2
 
 def quantizers(composition: Composition, host: Host) -> list[tuple[str, float]]:
     """Return (name, bits per weight) of the quantizers that run on this host with default options and quantize plain
-    weights as they load, most bits first."""
+    weights as they load, most bits first; none for a checkpoint that is quantized already."""
     found, registry = [], composition.registry
+    facts = composition.part("model").facts()
+    if ((facts.hf if facts is not None else None) or {}).get("quantization_config") is not None:
+        return []
     for name in registry.options("quant"):
         try:
             registered = registry.get("quant", name)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from dovetail.core.compose import Host
+from dovetail.core.engine.stored_weights import stored_formats
 from dovetail.core.errors import ConfigError, PluginError
 from dovetail.core.interfaces import CostModel, Formats
 
@@ -33,13 +34,17 @@ def bind_cost(
 
 
 def formats(composition: Composition, spec: ModelSpec, device: str, here: Host | None = None) -> Formats:
-    """Formats from engine.dtype, engine.kv_dtype, and the quantizer's capabilities `weight_bits` and `product`."""
+    """Formats from engine.dtype, engine.kv_dtype, and the quantizer's capabilities `weight_bits` and `product`, which
+    the headers of a quantized checkpoint replace."""
     engine, quant = composition.engine, composition.part("quant")
     dtype, size = number_format(engine, spec, device)
     kv_bytes = size if engine.kv_dtype == "auto" else _size("kv_dtype", engine.kv_dtype, _KV_BYTES)
     stated = quant.capabilities(here or Host(device="cpu" if device == "cpu" else "cuda")).provides
     if quant.name == "none":
         stated = {"weight_bits": 8 * size, "product": dtype, **stated}
+    if (stored := stored_formats(quant, spec, 8 * size)) is not None:
+        bits, product = stored
+        stated = {**stated, "weight_bits": bits, **({} if product is None else {"product": product})}
     if missing := [key for key in ("weight_bits", "product") if key not in stated]:
         raise PluginError(
             str(quant.package),

@@ -42,6 +42,17 @@ class TensorHeader:
     a checkpoint with blocks has a quantization_config."""
 
 
+@dataclass(frozen=True, slots=True)
+class StoredMatrix:
+    """A quantized matrix of a checkpoint, as it is in memory once it is loaded."""
+
+    weights: int
+    bits: float
+    """Bits of a weight, its share of scales included."""
+    product: str | None = None
+    """Number format of its matmuls, as the capability `product`; None = the one that the component states."""
+
+
 QUANTIZATION_FILES = {"quantize_config.json": "gptq", "hf_quant_config.json": "modelopt"}
 """Files beside config.json that describe quantization -> the `quant_method` that they do not name."""
 

@@ -112,8 +112,8 @@ class ModelSpec:
     """Attention window of each layer, 0 = full; empty = all full."""
     hf: Mapping[str, Any] | None = None
     """The unmodified config.json."""
-    where: str = field(default="config.json", compare=False)
-    """Place of `hf`, for messages."""
+    checkpoint: str | None = field(default=None, compare=False)
+    """Path of the checkpoint whose weights are loaded, as `open_checkpoint` takes it; None = random weights."""
     mla: MLA | None = None
     """None = each kv head has a key and a value of head_dim."""
     moe: MoE | None = None

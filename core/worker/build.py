@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
-from dovetail.core.errors import ConfigError, TensorError, TextError, shown
+from dovetail.core.checkpoint import located
 from dovetail.core.interfaces import (
     Adapters,
     AttentionBackend,
@@ -43,22 +42,6 @@ def weights_of(composition: Composition) -> Checkpoint | None:
     model = composition.part("model")
     checkpoint: Checkpoint | None = model.target().source(model.config).weights
     return checkpoint
-
-
-@contextmanager
-def located(checkpoint: Checkpoint | None) -> Iterator[None]:
-    """Add the file to errors about a text or tensor of the checkpoint."""
-    try:
-        yield
-    except TextError as error:
-        if checkpoint is None:
-            raise
-        raise ConfigError(f"{checkpoint.where(error.name)}: {error.reason}") from None
-    except TensorError as error:
-        header = None if checkpoint is None else checkpoint.tensors().get(error.name)
-        if header is None:
-            raise
-        raise ConfigError(f"{shown(header.file)}: {error}") from None
 
 
 def check_weights(composition: Composition, quantizer: Quantizer, rank: int, size: int) -> None:

@@ -23,6 +23,7 @@ COMPONENTS = (
         "int8.quantizer:Int8",
         capabilities="capabilities:int8",
         reads="int8.checkpoint:reads",
+        stored="int8.checkpoint:stored",
         api="0.2",
     ),
     builtin(
@@ -32,6 +33,7 @@ COMPONENTS = (
         "int4.quantizer:Int4",
         capabilities="capabilities:int4",
         reads="int4.checkpoint:reads",
+        stored="int4.checkpoint:stored",
         api="0.2",
     ),
     builtin(
@@ -41,6 +43,7 @@ COMPONENTS = (
         "fp4.quantizer:FP4",
         capabilities="capabilities:fp4",
         reads="fp4.checkpoint:reads",
+        stored="fp4.checkpoint:stored",
         api="0.2",
     ),
     builtin(
@@ -50,6 +53,7 @@ COMPONENTS = (
         "nf4.quantizer:NF4Quantizer",
         capabilities="capabilities:nf4",
         reads="nf4.checkpoint:reads",
+        stored="nf4.checkpoint:stored",
         api="0.2",
     ),
     builtin(
@@ -59,6 +63,7 @@ COMPONENTS = (
         "mixed.quantizer:Mixed",
         capabilities="capabilities:mixed",
         reads="mixed.checkpoint:reads",
+        stored="mixed.checkpoint:stored",
         api="0.2",
     ),
     builtin(
@@ -68,6 +73,7 @@ COMPONENTS = (
         "gguf.quantizer:GGUF",
         capabilities="capabilities:gguf",
         reads="gguf.checkpoint:reads",
+        stored="gguf.checkpoint:stored",
         api="0.2",
     ),
     builtin(
@@ -77,6 +83,7 @@ COMPONENTS = (
         "fp8.quantizer:FP8",
         capabilities="capabilities:fp8",
         reads="fp8.checkpoint:reads",
+        stored="fp8.checkpoint:stored",
         api="0.2",
     ),
 )

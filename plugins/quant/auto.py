@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
+from dovetail.core.checkpoint import located, open_checkpoint
 from dovetail.core.compose.choice import Reader
-from dovetail.core.errors import ConfigError, TextError, shown
+from dovetail.core.errors import TextError, shown
 from dovetail.plugins.quant.config import AutoConfig
 
 
 def choose(config: AutoConfig, spec: Any, readers: Mapping[str, Reader]) -> str:
     """Return the name of the quantizer. `spec`: ModelSpec of the model; None if it states none."""
-    try:
+    path = getattr(spec, "checkpoint", None)
+    with nullcontext() if path is None else located(open_checkpoint(path)):
         return reader_of(getattr(spec, "hf", None) or {}, readers)
-    except TextError as error:
-        raise ConfigError(f"{spec.where}: {error.reason}") from None
 
 
 def reader_of(hf: Mapping[str, Any], readers: Mapping[str, Reader]) -> str:

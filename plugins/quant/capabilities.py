@@ -24,8 +24,8 @@ def int4(config: Int4Config, host: Host) -> Capabilities:
 
 
 def fp4(config: FP4Config, host: Host) -> Capabilities:
-    bits = 4.5 if config.block == 16 else 4.25
-    return Capabilities(provides={"weight_bits": bits, "product": "fp8" if config.activations == "fp8" else "model"})
+    # Scales of NVFP4 have 8 bits, those of MXFP4 16.
+    return Capabilities(provides={"weight_bits": 4.5, "product": "fp8" if config.activations == "fp8" else "model"})
 
 
 def nf4(config: NF4Config, host: Host) -> Capabilities:

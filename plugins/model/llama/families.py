@@ -396,7 +396,7 @@ def spec_of(config: LlamaConfig) -> ModelSpec:
         return read_spec(config.hf, "model.hf")
     checkpoint = open_checkpoint(config.path)
     hf, where = checkpoint.config(), f"model.path={config.path}: config.json"
-    spec = replace(read_spec(hf, where), where=checkpoint.where("config.json"))
+    spec = replace(read_spec(hf, where), checkpoint=None if config.load == "dummy" else config.path)
     if (embedding := read_embedding(checkpoint)) is None:
         return spec
     spec = replace(spec, head=False, embedding=replace(embedding, dimensions=_cuts(ConfigJson(hf, where))))

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal
 
+from dovetail.core.interfaces.checkpoint import StoredMatrix, TensorHeader
 from dovetail.plugins.quant.parsing import (
     Way,
     has_format,
@@ -75,3 +77,12 @@ def _modelopt(config: Mapping[str, Any]) -> Stored:
         raise wrong("group_size", size, "NVFP4 has 16")
     ignored = read_ignored(config, "exclude_modules" if "exclude_modules" in config else "ignore")
     return Stored("modelopt", 16, ignored, "wildcards")
+
+
+def stored(hf: Mapping[str, Any], prefix: str, tensors: Mapping[str, TensorHeader]) -> StoredMatrix | None:
+    """Return the weights and bits of a matrix; None = it is plain."""
+    codes = tensors.get("weight_packed") or tensors.get("weight")
+    if codes is None or codes.dtype != "U8":
+        return None
+    # Scales of NVFP4 have 8 bits, those of MXFP4 16.
+    return StoredMatrix(2 * prod(codes.shape), 4.5)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
+from dovetail.core.interfaces.checkpoint import StoredMatrix, TensorHeader
 from dovetail.plugins.quant.parsing import (
     Way,
     has_format,
@@ -143,3 +145,11 @@ def _eight_bits(config: Mapping[str, Any], key: str, strategies: tuple[str, ...]
         if value not in options:
             raise wrong(f"{key}.{name}", value, f"there are {', '.join(map(str, options))}")
     return scheme
+
+
+def stored(hf: Mapping[str, Any], prefix: str, tensors: Mapping[str, TensorHeader]) -> StoredMatrix | None:
+    """Return the weights and bits of a matrix; None = it is plain."""
+    codes, found = tensors.get("weight"), read_stored(hf)
+    if codes is None or found is None or codes.dtype != "F8_E4M3":
+        return None
+    return StoredMatrix(prod(codes.shape), 8 + (32 / found.block[1] if found.blocks else 0))

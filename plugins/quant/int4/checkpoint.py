@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal
 
+from dovetail.core.interfaces.checkpoint import StoredMatrix, TensorHeader
 from dovetail.plugins.quant.parsing import has_format, linear_group, read_ignored, skips, stored_config, wrong
 
 READS = "quant=int4 reads compressed-tensors with format pack-quantized, awq with version gemm, and gptq"
@@ -122,3 +124,13 @@ def _one_of(config: Mapping[str, Any], key: str, options: tuple[Any, ...], defau
     if not any(value is option or (value == option and type(value) is type(option)) for option in options):
         raise wrong(key, value, f"there are {', '.join(map(str, options))}")
     return value
+
+
+def stored(hf: Mapping[str, Any], prefix: str, tensors: Mapping[str, TensorHeader]) -> StoredMatrix | None:
+    """Return the weights and bits of a matrix; None = it is plain."""
+    words, found = tensors.get("weight_packed") or tensors.get("qweight"), read_stored(hf)
+    if words is None or found is None:
+        return None
+    # Scales have 16 bits, zeros 8.
+    scale = (24 if found.zeros else 16) / found.group if found.group else 0
+    return StoredMatrix(prod(words.shape) * 32 // found.bits, found.bits + scale)

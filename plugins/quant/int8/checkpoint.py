@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
+from dovetail.core.interfaces.checkpoint import StoredMatrix, TensorHeader
 from dovetail.plugins.quant.parsing import has_format, linear_group, read_ignored, skips, stored_config, wrong
 
 READS = "quant=int8 reads compressed-tensors with format int-quantized"
@@ -62,3 +64,9 @@ def _eight_bits(group: Mapping[str, Any], key: str, strategies: tuple[str, ...])
         if scheme.get(name) not in options:
             raise wrong(f"{key}.{name}", scheme.get(name), f"there are {', '.join(map(str, options))}")
     return scheme
+
+
+def stored(hf: Mapping[str, Any], prefix: str, tensors: Mapping[str, TensorHeader]) -> StoredMatrix | None:
+    """Return the weights and bits of a matrix; None = it is plain."""
+    codes = tensors.get("weight")
+    return None if codes is None or codes.dtype != "I8" else StoredMatrix(prod(codes.shape), 8)

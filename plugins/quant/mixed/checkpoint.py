@@ -3,10 +3,19 @@ torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
 
+from dovetail.core.compose.capabilities import Host
+from dovetail.core.compose.choice import readers
+from dovetail.core.compose.discovery import installed
+from dovetail.core.compose.selected import Selected
+from dovetail.core.interfaces.checkpoint import StoredMatrix, TensorHeader
+from dovetail.plugins.quant.auto import reader_of
 from dovetail.plugins.quant.parsing import WAYS, read_ignored, wrong
+
+Group = TypeVar("Group")
 
 
 def reads(hf: Mapping[str, Any]) -> bool:
@@ -32,6 +41,24 @@ def split_groups(config: Mapping[str, Any]) -> list[tuple[tuple[str, ...], dict[
     return found
 
 
-def matches(name: str, targets: tuple[str, ...]) -> bool:
-    """Whether a target other than "Linear" matches a matrix."""
-    return any(WAYS["names"](name, target) for target in targets)
+def group_of(name: str, groups: Iterable[tuple[tuple[str, ...], Group]]) -> Group | None:
+    """Return what belongs to a matrix: to the first targets that name it, or else to "Linear". None = it is plain."""
+    groups = list(groups)
+    named = (group for targets, group in groups if any(WAYS["names"](name, target) for target in targets))
+    others = (group for targets, group in groups if "Linear" in targets)
+    return next(named, None) or next(others, None)
+
+
+def stored(hf: Mapping[str, Any], prefix: str, tensors: Mapping[str, TensorHeader]) -> StoredMatrix | None:
+    """Return the weights and bits of a matrix; None = it is plain."""
+    groups = split_groups(hf["quantization_config"]) if reads(hf) else []
+    config = group_of(prefix, groups)
+    if config is None:
+        return None
+    alone, registry = {**hf, "quantization_config": config}, installed()
+    registered = registry.get("quant", reader_of(alone, readers("quant", registry)))
+    if registered.component.stored is None:
+        return None
+    found: StoredMatrix | None = registered.load(registered.component.stored)(alone, prefix, tensors)
+    provides = Selected(registered, registered.component.config()).capabilities(Host(device="cuda")).provides
+    return None if found is None else replace(found, product=str(provides["product"]))

@@ -17,7 +17,7 @@ from dovetail.core.layers.plain import PlainLinear
 from dovetail.core.layers.stacked import StackedLinear
 from dovetail.plugins.quant.auto import reader_of
 from dovetail.plugins.quant.config import MixedConfig
-from dovetail.plugins.quant.mixed.checkpoint import matches, reads, split_groups
+from dovetail.plugins.quant.mixed.checkpoint import group_of, reads, split_groups
 
 
 class Mixed(Quantizer):
@@ -66,9 +66,7 @@ class Mixed(Quantizer):
 
     def _of(self, name: str) -> Quantizer | None:
         """Return the quantizer of a matrix of the checkpoint; None = it is plain."""
-        named = (quantizer for targets, quantizer in self.groups if matches(name, targets))
-        others = (quantizer for targets, quantizer in self.groups if "Linear" in targets)
-        return next(named, None) or next(others, None)
+        return group_of(name, self.groups)
 
 
 def _method(quantizer: Quantizer | None, path: str, shape: LinearShape) -> LinearMethod:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
+from dovetail.core.interfaces.checkpoint import StoredMatrix, TensorHeader
 from dovetail.plugins.quant.parsing import read_ignored, skips, stored_config, wrong
 
 
@@ -43,3 +45,9 @@ def read_stored(hf: Mapping[str, Any]) -> Stored | None:
     if not isinstance(nested, bool):
         raise wrong("bnb_4bit_use_double_quant", nested, "it must be true or false")
     return Stored(nested, read_ignored(config, "llm_int8_skip_modules"))
+
+
+def stored(hf: Mapping[str, Any], prefix: str, tensors: Mapping[str, TensorHeader]) -> StoredMatrix | None:
+    """Return the weights and bits of a matrix; None = it is plain."""
+    codes = tensors.get("weight")
+    return None if codes is None or codes.dtype != "U8" else StoredMatrix(2 * prod(codes.shape), 4.5)

@@ -70,7 +70,7 @@ def test_an_unknown_method_is_an_error_that_lists_the_readers(folder):
 
 
 def test_two_readers_are_an_error():
-    spec = SimpleNamespace(hf={"quantization_config": FP8}, where="x/config.json")
+    spec = SimpleNamespace(hf={"quantization_config": FP8}, checkpoint=None)
     readers = {"fp8": lambda hf: True, "acme": lambda hf: True, "int8": lambda hf: False}
     with pytest.raises(ConfigError, match="several quantizers read quant_method 'fp8': set quant=fp8 or quant=acme"):
         choose(AutoConfig(), spec, readers)

@@ -1,0 +1,110 @@
+"""Plans of quantized checkpoints have the formats of the file, read from its headers without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dovetail.core.compose import Host, compose
+from dovetail.core.engine.checks import quantizers
+from dovetail.core.engine.cost import formats
+from dovetail.core.layouts.words import pack_words
+
+from ...contract.checkpoint.gguf_files import SMALL, byte_tokenizer, small_tensors, write_gguf
+from ...layouts import bitsandbytes, pack_quantized
+from ..worker.test_bad_checkpoints import FP8, GPTQ, LAYOUTS, NF4
+from .test_plan import CODE, ROOT
+
+CONFIG = {**SMALL, "intermediate_size": 128, "torch_dtype": "bfloat16"}
+TYPES = {"mlp.down_proj": "Q8_0", "mlp.up_proj": "Q4_0", "mlp.gate_proj": "Q4_0"}
+PACKED = pack_quantized(num_bits=8, strategy="channel", symmetric=True)
+GROUPS = {
+    "quant_method": "compressed-tensors",
+    "format": "mixed-precision",
+    "config_groups": {
+        "a": {**FP8["config_groups"]["group_0"], "targets": ["Linear"], "format": "float-quantized"},
+        "b": {**PACKED["config_groups"]["group_0"], "targets": ["re:.*down_proj"], "format": "pack-quantized"},
+    },
+    "ignore": ["lm_head"],
+}
+
+
+def packed(weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
+    codes = torch.zeros(weight_OI.shape, dtype=torch.uint8)
+    return {"weight_packed": pack_words(codes, 8, 1), "weight_scale": torch.ones(len(codes), 1)}
+
+
+def mixed(name: str, weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
+    return packed(weight_OI) if "down_proj" in name else LAYOUTS["fp8"][1](weight_OI)
+
+
+STORE = {
+    "fp8": (FP8, lambda name, w: LAYOUTS["fp8"][1](w)),
+    "gptq": ({**GPTQ, "desc_act": False}, lambda name, w: LAYOUTS["gptq"][1](w)),
+    "nf4": ({**NF4, "llm_int8_skip_modules": ["down_proj"]}, lambda name, w: skipped(name, w)),
+    "packed": (PACKED, lambda name, w: packed(w)),
+    "groups": (GROUPS, mixed),
+}
+
+
+def skipped(name: str, weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"weight": weight_OI} if "down_proj" in name else bitsandbytes(weight_OI, nested=True)
+
+
+def save(folder: Path, layout: str) -> None:
+    config, store = STORE[layout]
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in small_tensors(CONFIG).items():
+        prefix = name.removesuffix("weight")
+        found = store(name, tensor) if "_proj." in name else {"weight": tensor}
+        tensors |= {f"{prefix}{key}": value.contiguous() for key, value in found.items()}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": config}))
+
+
+def stated(path: Path, *overrides: str) -> tuple[float, str]:
+    composition = compose(["app=plan", "model=llama", f"model.path={path}", *overrides])
+    spec = composition.part("model").facts()
+    found = formats(composition, spec, "cuda")
+    assert quantizers(composition, Host(device="cuda")) == [], "a quantized checkpoint takes no other quantizer"
+    return found.weight_bits, found.product
+
+
+WEIGHTS = {"q": 64 * 64, "kv": 2 * 32 * 64, "o": 64 * 64, "gate_up": 2 * 128 * 64, "down": 64 * 128}
+TOTAL = sum(WEIGHTS.values())
+
+
+@pytest.mark.parametrize(
+    ("layout", "bits", "product"),
+    [
+        ("fp8", 8, "fp8"),
+        ("gptq", 4 + 24 / 32, "bfloat16"),
+        ("packed", 8, "bfloat16"),
+        ("nf4", (4.5 * (TOTAL - WEIGHTS["down"]) + 16 * WEIGHTS["down"]) / TOTAL, "bfloat16"),
+        ("groups", 8, "fp8"),
+    ],
+)
+def test_formats_come_from_the_file(layout, bits, product, tmp_path):
+    save(tmp_path, layout)
+    assert stated(tmp_path) == (pytest.approx(bits), product)
+
+
+def test_a_gguf_file_with_several_types_is_planned_without_torch(tmp_path):
+    path = tmp_path / "x.gguf"
+    types = {name: kind for name in small_tensors(CONFIG) for part, kind in TYPES.items() if part in name}
+    write_gguf(path, CONFIG, None, byte_tokenizer(), types)
+    command = ["app=plan", "plan.format=json", "model=llama", f"model.path={path}", "cost=h200"]
+    argv = [sys.executable, "-c", CODE, *command]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    attention = TOTAL - WEIGHTS["gate_up"] - WEIGHTS["down"]
+    bits = (4.5 * WEIGHTS["gate_up"] + 8.5 * WEIGHTS["down"] + 16 * attention) / TOTAL
+    assert found["formats"]["weights_bits"] == pytest.approx(bits)
