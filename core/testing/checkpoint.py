@@ -25,26 +25,10 @@ import torch
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import Checkpoint, TensorHeader
 from dovetail.core.interfaces.checkpoint import WeightSource
+from dovetail.core.layers.weights import STORED_DTYPES
 from dovetail.core.tokenizer import FILE, Tokenizer
 
 __all__ = ["CheckpointContract", "MemoryCheckpoint"]
-
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""Names of dtypes in headers."""
 
 
 class MemoryCheckpoint(Checkpoint):
@@ -68,7 +52,7 @@ class MemoryCheckpoint(Checkpoint):
         return self._texts.get(name)
 
     def tensors(self) -> Mapping[str, TensorHeader]:
-        names = {dtype: name for name, dtype in DTYPES.items()}
+        names = {dtype: name for name, dtype in STORED_DTYPES.items()}
         return {
             name: TensorHeader(names[tensor.dtype], tuple(tensor.shape), self.path)
             for name, tensor in self._tensors.items()
@@ -143,7 +127,7 @@ class CheckpointContract:
                 assert list(lazy.get_shape()) == list(header.shape), f"{name}: the header's shape must be the tensor's"
                 values = lazy[:]
                 assert tuple(values.shape) == header.shape, f"{name}: the slice [:] must have the whole shape"
-                assert values.dtype is DTYPES[header.dtype], f"{name}: the header's dtype must be the tensor's"
+                assert values.dtype is STORED_DTYPES[header.dtype], f"{name}: the header's dtype must be the tensor's"
                 assert header.file.is_file(), f"{name}: the header's file must exist"
                 if header.blocks:
                     assert header.dtype == "U8" and len(header.shape) == 2, f"{name}: blocks must be U8 [rows, bytes]"

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces import BuildContext, Checkpoint, Collective, Model, ModelSpec
-from dovetail.core.interfaces.checkpoint import TensorHeader, WeightSource
-from dovetail.core.layers.weights import STORED_DTYPES
+from dovetail.core.interfaces import BuildContext, Collective, Model, ModelSpec
+from dovetail.core.interfaces.checkpoint import WeightSource
+from dovetail.core.testing.checkpoint import MemoryCheckpoint
 from dovetail.core.testing.model_driver import Lazy
 from dovetail.core.testing.numeric import assert_near, poisoned_memory, same_bits
 from dovetail.core.testing.rank_threads import on_threads
@@ -22,24 +21,11 @@ Weights = Mapping[str, torch.Tensor]
 """Full checkpoint by tensor name."""
 
 
-class _Headers(Checkpoint):
+class _Headers(MemoryCheckpoint):
     """Headers of tensors in memory."""
 
     def __init__(self, weights: Weights) -> None:
-        super().__init__(Path("headers"))
-        self._weights = weights
-
-    @classmethod
-    def recognizes(cls, path: Path) -> bool:
-        return False
-
-    def text(self, name: str) -> str | None:
-        return None
-
-    def tensors(self) -> Mapping[str, TensorHeader]:
-        names = {dtype: name for name, dtype in STORED_DTYPES.items()}
-        file = self.path / "model.safetensors"
-        return {name: TensorHeader(names[x.dtype], tuple(x.shape), file) for name, x in self._weights.items()}
+        super().__init__({}, tensors=weights)
 
     def open(self) -> WeightSource:
         raise AssertionError("check_checkpoint must not read tensors")
@@ -173,7 +159,7 @@ class WeightTests:
             for fault in (others, {**weights, name: wide}, {**weights, name: whole}, {**weights, f"{name}.more": wide}):
                 with pytest.raises(ConfigError) as error:
                     model.check_checkpoint(_Headers(fault))
-                named = name in str(error.value) and "headers" in str(error.value)
+                named = name in str(error.value) and "memory" in str(error.value)
                 assert named, f"the error must name the tensor {name} and the file: {error.value}"
 
     def test_parameters_count_the_checkpoint(self) -> None:

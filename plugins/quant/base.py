@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatch
 from typing import Any, Generic, Protocol, TypeVar
 
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import Checkpoint, LinearMethod, LinearShape, Quantizer
+from dovetail.core.interfaces.checkpoint import StoredMatrix, TensorHeader
 from dovetail.core.layers.plain import PlainLinear
 
 
@@ -28,9 +30,11 @@ class StoredOrRounded(Quantizer, Generic[Stored]):
     """A config with the option `skip`."""
     stored: Stored | None = None
     """Description of the quantized checkpoint; None = plain weights."""
+    measure: Callable[[Mapping[str, Any], str, Mapping[str, TensorHeader]], StoredMatrix | None]
+    """The function of Component.stored."""
 
     def read_checkpoint(self, checkpoint: Checkpoint) -> None:
-        self.stored = self.parse(checkpoint)
+        self.stored, self._hf, self._headers = self.parse(checkpoint), checkpoint.config(), checkpoint.tensors()
         if self.stored is not None and self.config.skip:
             raise ConfigError("quant.skip keeps layers plain, but this checkpoint is quantized: set quant.skip=[]")
 
@@ -42,6 +46,29 @@ class StoredOrRounded(Quantizer, Generic[Stored]):
         if self.stored.skips(shape.names, path):
             return PlainLinear()
         return self.of_checkpoint(path, shape, self.stored)
+
+    def table(self, path: str, shape: LinearShape, *, lookup: bool) -> LinearMethod | None:
+        """The tensors of the file decide whether a table is quantized: checkpoints differ in whether they list
+        lm_head."""
+        if self.stored is None or not self._has(shape.names[0]):
+            return self.rounded_head(path, shape) if path == "lm_head" else None
+        if (head := getattr(self.config, "head", "auto")) != "auto":
+            raise ConfigError(f"quant.head={head}: the checkpoint has quantized logits; set quant.head=auto")
+        return self.table_of_checkpoint(path, shape, self.stored)
+
+    def _has(self, matrix: str) -> bool:
+        """Whether a matrix is quantized in the checkpoint."""
+        prefix = f"{matrix}."
+        found = {name.removeprefix(prefix): each for name, each in self._headers.items() if name.startswith(prefix)}
+        return self.measure(self._hf, matrix, found) is not None
+
+    def rounded_head(self, path: str, shape: LinearShape) -> LinearMethod | None:
+        """Return the method for a matrix of logits that is plain in the checkpoint; None = the model's dtype."""
+        return None
+
+    def table_of_checkpoint(self, path: str, shape: LinearShape, stored: Stored) -> LinearMethod:
+        """Return the method that reads a quantized table."""
+        return self.of_checkpoint(path, shape, stored)
 
     @abstractmethod
     def parse(self, checkpoint: Checkpoint) -> Stored | None:

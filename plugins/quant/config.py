@@ -25,7 +25,8 @@ class Int8Config(Config):
     """W8A8: int8 weights with a scale per output channel, int8 activations with a dynamic scale per token."""
 
     skip: tuple[str, ...] = ()
-    """Patterns of layer paths that stay plain, for instance "layers.*.mlp.down". Embedding and logits always do."""
+    """Patterns of layer paths that stay plain, for instance "layers.*.mlp.down". Embedding and logits of plain
+    checkpoints always do."""
 
 
 class Int4Config(Config):
@@ -56,7 +57,7 @@ class FP4Config(Config):
     activations: Literal["model", "fp8"] = "model"
     """Format of the input of matmuls. model: the model's dtype. fp8: E4M3 with a scale per token."""
     head: Literal["auto", "plain", "fp8"] = "auto"
-    """Format of the matrix of logits. auto: the model's dtype."""
+    """Format of the matrix of logits. auto: as in the checkpoint."""
     skip: tuple[str, ...] = ()
     """Patterns of layer paths that stay plain, for instance "layers.*.mlp.down"."""
 
@@ -68,7 +69,7 @@ class NF4Config(Config):
     activations: Literal["model", "fp8"] = "model"
     """Format of the input of matmuls. model: the model's dtype. fp8: E4M3 with a scale per token."""
     head: Literal["auto", "plain", "fp8"] = "auto"
-    """Format of the matrix of logits. auto: the model's dtype."""
+    """Format of the matrix of logits. auto: as in the checkpoint."""
     skip: tuple[str, ...] = ()
     """Patterns of layer paths that stay plain, for instance "layers.*.mlp.down"."""
 

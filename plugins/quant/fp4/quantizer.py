@@ -23,6 +23,7 @@ from dovetail.core.ops.weight_formats import E2M1
 from dovetail.plugins.quant.base import StoredOrRounded
 from dovetail.plugins.quant.config import FP4Config
 from dovetail.plugins.quant.fp4.checkpoint import Stored, read_stored
+from dovetail.plugins.quant.fp4.checkpoint import stored as measure
 from dovetail.plugins.quant.fp8.format import E4M3, FP8_TOKEN, LARGEST
 from dovetail.plugins.quant.fp8.quantizer import fp8_head
 
@@ -33,6 +34,7 @@ BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 class FP4(StoredOrRounded[Stored]):
     config: FP4Config
+    measure = staticmethod(measure)
 
     def parse(self, checkpoint: Checkpoint) -> Stored | None:
         return read_stored(checkpoint.config())
@@ -47,8 +49,11 @@ class FP4(StoredOrRounded[Stored]):
     def _activations(self) -> ActFormat:
         return FP8_TOKEN if self.config.activations == "fp8" else PLAIN
 
-    def table(self, path: str, shape: LinearShape, *, lookup: bool) -> LinearMethod | None:
+    def rounded_head(self, path: str, shape: LinearShape) -> LinearMethod | None:
         return fp8_head(self.config.head, path, shape)
+
+    def table_of_checkpoint(self, path: str, shape: LinearShape, stored: Stored) -> LinearMethod:
+        return StoredFP4(stored, PLAIN)
 
 
 class FP4Linear(PackedLinear):

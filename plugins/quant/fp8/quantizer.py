@@ -6,12 +6,12 @@ Shapes: T tokens, I input, O output.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from dovetail.core.compose.capabilities import FP8_HARDWARE
-from dovetail.core.errors import ConfigError, TensorError
+from dovetail.core.errors import TensorError
 from dovetail.core.interfaces import PLAIN, Activation, Checkpoint, LinearMethod, LinearShape, Partial
 from dovetail.core.interfaces.tensor_record import Axis, TensorRecord
 from dovetail.core.interfaces.tuning import Tunable
@@ -23,6 +23,7 @@ from dovetail.core.tuning.matmul import matmul_tunables
 from dovetail.plugins.quant.base import StoredOrRounded
 from dovetail.plugins.quant.config import FP8Config
 from dovetail.plugins.quant.fp8.checkpoint import Stored, read_stored
+from dovetail.plugins.quant.fp8.checkpoint import stored as measure
 from dovetail.plugins.quant.fp8.format import E4M3, FP8_TENSOR, FP8_TOKEN, quantize_rows, quantize_tensor
 
 MULTIPLE = 16
@@ -31,11 +32,9 @@ MULTIPLE = 16
 
 class FP8(StoredOrRounded[Stored]):
     config: FP8Config
-    in_fp8: Set[str] = frozenset()
-    """Tensors that the checkpoint has in E4M3."""
+    measure = staticmethod(measure)
 
     def parse(self, checkpoint: Checkpoint) -> Stored | None:
-        self.in_fp8 = {name for name, header in checkpoint.tensors().items() if header.dtype == "F8_E4M3"}
         stored = read_stored(checkpoint.config())
         if stored is not None:
             self.kv_scale_tensors = stored.kv_tensors
@@ -51,12 +50,8 @@ class FP8(StoredOrRounded[Stored]):
         shape.check_multiple(MULTIPLE, "quant=fp8", path, None)
         return StoredFP8Linear(stored, self.config)
 
-    def table(self, path: str, shape: LinearShape, *, lookup: bool) -> LinearMethod | None:
-        if self.stored is None or f"{shape.names[0]}.weight" not in self.in_fp8:
-            return fp8_head(self.config.head, path, shape, self.config)
-        if self.config.head == "plain":
-            raise ConfigError("quant.head=plain: the checkpoint has logits in FP8; set quant.head=auto")
-        return self.of_checkpoint(path, shape, self.stored)
+    def rounded_head(self, path: str, shape: LinearShape) -> LinearMethod | None:
+        return fp8_head(self.config.head, path, shape, self.config)
 
 
 def fp8_head(head: str, path: str, shape: LinearShape, config: FP8Config | None = None) -> LinearMethod | None:

@@ -6,12 +6,12 @@ Shapes: T tokens, I input, O output, G groups.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 
-from dovetail.core.errors import ConfigError, TensorError
+from dovetail.core.errors import TensorError
 from dovetail.core.interfaces import PLAIN, ActFormat, Checkpoint, LinearMethod, LinearShape
 from dovetail.core.layers.packed import PackedLinear
 from dovetail.core.ops.weight_formats import INT4, INT8, UINT4, UINT8
@@ -20,6 +20,7 @@ from dovetail.plugins.quant.config import Int4Config
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 from dovetail.plugins.quant.fp8.quantizer import fp8_head
 from dovetail.plugins.quant.int4.checkpoint import Stored, read_stored
+from dovetail.plugins.quant.int4.checkpoint import stored as measure
 from dovetail.plugins.quant.int4.order import GroupOrder, with_order
 from dovetail.plugins.quant.int4.rounding import round_to_nearest
 from dovetail.plugins.quant.int4.tensors import RECORDS, codes_of
@@ -30,12 +31,9 @@ FORMATS = {(4, True): UINT4, (4, False): INT4, (8, True): UINT8, (8, False): INT
 
 class Int4(StoredOrRounded[Stored]):
     config: Int4Config
-    packed: Set[str] = frozenset()
-    """Matrices that the checkpoint has in integers."""
+    measure = staticmethod(measure)
 
     def parse(self, checkpoint: Checkpoint) -> Stored | None:
-        packed = (".weight_packed", ".qweight")
-        self.packed = {name.rpartition(".")[0] for name in checkpoint.tensors() if name.endswith(packed)}
         return read_stored(checkpoint.config())
 
     def rounded(self, path: str, shape: LinearShape) -> LinearMethod:
@@ -48,14 +46,11 @@ class Int4(StoredOrRounded[Stored]):
     def _activations(self) -> ActFormat:
         return FP8_TOKEN if self.config.activations == "fp8" else PLAIN
 
-    def table(self, path: str, shape: LinearShape, *, lookup: bool) -> LinearMethod | None:
-        if self.stored is None or shape.names[0] not in self.packed:
-            return fp8_head(self.config.head, path, shape)
-        if self.config.head != "auto":
-            raise ConfigError(
-                f"quant.head={self.config.head}: the checkpoint has quantized logits; set quant.head=auto"
-            )
-        return StoredLinear(path, self.stored, shape, PLAIN)
+    def rounded_head(self, path: str, shape: LinearShape) -> LinearMethod | None:
+        return fp8_head(self.config.head, path, shape)
+
+    def table_of_checkpoint(self, path: str, shape: LinearShape, stored: Stored) -> LinearMethod:
+        return StoredLinear(path, stored, shape, PLAIN)
 
 
 class RoundedLinear(PackedLinear):

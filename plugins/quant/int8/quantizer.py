@@ -17,6 +17,7 @@ from dovetail.core.interfaces.tensor_record import Axis, TensorRecord
 from dovetail.plugins.quant.base import StoredOrRounded
 from dovetail.plugins.quant.config import Int8Config
 from dovetail.plugins.quant.int8.checkpoint import Stored, read_stored
+from dovetail.plugins.quant.int8.checkpoint import stored as measure
 from dovetail.plugins.quant.int8.format import INT8_TOKEN, quantize_rows
 
 MULTIPLE = 8
@@ -26,6 +27,7 @@ LEAST_ROWS = 24
 
 class Int8(StoredOrRounded[Stored]):
     config: Int8Config
+    measure = staticmethod(measure)
 
     def parse(self, checkpoint: Checkpoint) -> Stored | None:
         return read_stored(checkpoint.config())
@@ -60,6 +62,9 @@ class Int8Linear(LinearMethod):
         if bias is not None:
             y_TO = y_TO + bias
         return y_TO.to(self.dtype)
+
+    def rows(self, params: dict[str, torch.Tensor], ids_T: torch.Tensor) -> torch.Tensor:
+        return (params["weight"][ids_T] * params["scale"][ids_T, None]).to(self.dtype)
 
 
 class StoredInt8Linear(Int8Linear):

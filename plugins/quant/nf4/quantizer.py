@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from dovetail.core.arithmetic import ceil_div
 from dovetail.core.errors import CapabilityError, TensorError, shown
-from dovetail.core.interfaces import PLAIN, Checkpoint, LinearMethod, LinearShape
+from dovetail.core.interfaces import PLAIN, ActFormat, Checkpoint, LinearMethod, LinearShape
 from dovetail.core.interfaces.tensor_record import OUTPUTS, Axis, TensorRecord
 from dovetail.core.layers.packed import PackedLinear
 from dovetail.core.ops.weight_formats import NF4, NF4_VALUES
@@ -24,6 +24,7 @@ from dovetail.plugins.quant.config import NF4Config
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 from dovetail.plugins.quant.fp8.quantizer import fp8_head
 from dovetail.plugins.quant.nf4.checkpoint import Stored, read_stored
+from dovetail.plugins.quant.nf4.checkpoint import stored as measure
 
 BLOCK = 64
 """Weights that share a scale."""
@@ -36,27 +37,37 @@ LEVELS = 256
 
 class NF4Quantizer(StoredOrRounded[Stored]):
     config: NF4Config
+    measure = staticmethod(measure)
 
     def parse(self, checkpoint: Checkpoint) -> Stored | None:
         return read_stored(checkpoint.config())
 
     def rounded(self, path: str, shape: LinearShape) -> LinearMethod:
-        return RoundedNF4(self.config)
+        return RoundedNF4(self._activations)
 
     def of_checkpoint(self, path: str, shape: LinearShape, stored: Stored) -> LinearMethod:
+        return self._stored(path, shape, stored, self._activations)
+
+    def rounded_head(self, path: str, shape: LinearShape) -> LinearMethod | None:
+        return fp8_head(self.config.head, path, shape)
+
+    def table_of_checkpoint(self, path: str, shape: LinearShape, stored: Stored) -> LinearMethod:
+        return self._stored(path, shape, stored, PLAIN)
+
+    def _stored(self, path: str, shape: LinearShape, stored: Stored, activations: ActFormat) -> LinearMethod:
         if shape.whole_inp % BLOCK:
             raise CapabilityError(
                 [f"quant=nf4: {path} has {shape.whole_inp} inputs, so that blocks of {BLOCK} weights span rows"]
             )
-        return StoredNF4(stored, self.config)
+        return StoredNF4(stored, activations)
 
-    def table(self, path: str, shape: LinearShape, *, lookup: bool) -> LinearMethod | None:
-        return fp8_head(self.config.head, path, shape)
+    @property
+    def _activations(self) -> ActFormat:
+        return FP8_TOKEN if self.config.activations == "fp8" else PLAIN
 
 
 class NF4Linear(PackedLinear):
-    def __init__(self, config: NF4Config) -> None:
-        activations = FP8_TOKEN if config.activations == "fp8" else PLAIN
+    def __init__(self, activations: ActFormat) -> None:
         super().__init__(NF4, BLOCK, activations=activations, scale_dtype=torch.float32)
 
 
@@ -82,8 +93,8 @@ def round_to_nf4(weight_OI: torch.Tensor, block: int) -> tuple[torch.Tensor, tor
 class StoredNF4(NF4Linear):
     """Codes of the checkpoint."""
 
-    def __init__(self, stored: Stored, config: NF4Config) -> None:
-        super().__init__(config)
+    def __init__(self, stored: Stored, activations: ActFormat) -> None:
+        super().__init__(activations)
         nested = ("weight.nested_absmax", "weight.nested_quant_map") if stored.nested else ()
         self.tensors = (
             TensorRecord(

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces import LinearShape
+from dovetail.core.interfaces import PLAIN, LinearShape
 from dovetail.core.layers.share import Wanted, shares_of
 from dovetail.core.ops.packing import dequantize
 from dovetail.core.testing.model_driver import Lazy
-from dovetail.plugins.quant.config import NF4Config
 from dovetail.plugins.quant.nf4.checkpoint import Stored, read_stored
 from dovetail.plugins.quant.nf4.quantizer import STATE, StoredNF4
 
@@ -24,7 +23,7 @@ OUT, INP = 48, 192
 def values(tensors: dict[str, torch.Tensor], nested: bool, first: int = 0, columns: int = INP) -> torch.Tensor:
     """Load a matrix, or some columns of it, and return its values."""
     shape = LinearShape(columns, OUT, (OUT,), dtype=torch.float32, whole_inp=INP, first_inp=first)
-    method = StoredNF4(Stored(nested), NF4Config())
+    method = StoredNF4(Stored(nested), PLAIN)
     params = method.create(shape, torch.device("cpu"))
     lazy = {f"down.{name}": Lazy(tensor) for name, tensor in tensors.items()}
     share = shares_of("down", method.tensors, lazy, Wanted(OUT, 0, OUT), Wanted(INP, first, first + columns))
