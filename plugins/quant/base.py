@@ -11,6 +11,7 @@ from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import Checkpoint, LinearMethod, LinearShape, Quantizer
 from dovetail.core.interfaces.checkpoint import StoredMatrix, TensorHeader
 from dovetail.core.layers.plain import PlainLinear
+from dovetail.plugins.quant.parsing import kv_scale_names, stored_config
 
 
 class StoredLayers(Protocol):
@@ -35,6 +36,7 @@ class StoredOrRounded(Quantizer, Generic[Stored]):
 
     def read_checkpoint(self, checkpoint: Checkpoint) -> None:
         self.stored, self._hf, self._headers = self.parse(checkpoint), checkpoint.config(), checkpoint.tensors()
+        self.kv_scale_tensors = kv_scale_names(stored_config(self._hf))
         if self.stored is not None and self.config.skip:
             raise ConfigError("quant.skip keeps layers plain, but this checkpoint is quantized: set quant.skip=[]")
 

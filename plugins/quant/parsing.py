@@ -97,6 +97,37 @@ def modelopt(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return nested if isinstance(nested, Mapping) else config
 
 
+def kv_scale_names(config: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """Return the names of the scales of K and V below an attention layer's prefix; () = the checkpoint has none."""
+    if config is None:
+        return ()
+    method, scheme = config.get("quant_method"), config.get("kv_cache_scheme")
+    if method == "modelopt":
+        kept = modelopt(config).get("kv_cache_quant_algo")
+        if kept not in (None, "FP8"):
+            raise wrong("kv_cache_quant_algo", kept, "there are null, FP8")
+        if scheme is not None:
+            _eight_bit_floats(scheme)
+        return () if kept is None and scheme is None else ("k_proj.k_scale", "v_proj.v_scale")
+    if scheme is None:
+        return ()
+    if method == "compressed-tensors":
+        _eight_bit_floats(scheme)
+        if (strategy := scheme.get("strategy")) not in ("tensor", "attn_head"):
+            raise wrong("kv_cache_scheme.strategy", strategy, "there are tensor, attn_head")
+    elif method != "fp8" or scheme != "static":
+        raise wrong("kv_cache_scheme", scheme, "there are null, static")
+    return "k_scale", "v_scale"
+
+
+def _eight_bit_floats(scheme: object) -> None:
+    wanted = {"num_bits": 8, "type": "float"}
+    if not isinstance(scheme, Mapping) or any(scheme.get(key) != value for key, value in wanted.items()):
+        raise wrong("kv_cache_scheme", scheme, "it must have num_bits 8 and type float")
+    if scheme.get("symmetric", True) is not True:
+        raise wrong("kv_cache_scheme.symmetric", scheme["symmetric"], "there is true")
+
+
 def wrong(key: str, value: object, reason: str) -> TextError:
     """Return the error for a value of quantization_config."""
     where = "quantization_config" + (f".{key}" if key else "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from dovetail import LLM
 from dovetail.core.checkpoint import open_checkpoint
 from dovetail.core.errors import ConfigError
+from dovetail.core.testing.checkpoint import MemoryCheckpoint
 from dovetail.core.testing.model_driver import build_context
 from dovetail.core.testing.rank_threads import on_threads
 from dovetail.plugins.model.config import LlamaConfig
@@ -139,6 +141,66 @@ def test_scales_of_blocks(variant, tmp_path):
     assert not torch.equal(logits(tmp_path), found[0]), "inputs are in FP8, too"
 
 
+MX = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
+
+
+def mx_config(inputs: dict[str, Any] | None) -> dict[str, Any]:
+    groups = {"group_0": {"targets": ["Linear"], "weights": MX, "input_activations": inputs}}
+    said = {"quant_method": "compressed-tensors", "format": "mxfp8-quantized", "config_groups": groups}
+    return {**said, "ignore": ["lm_head"]}
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
+def test_mxfp8(layout, tmp_path):
+    """Scales of 32 inputs are exponents. On one rank and on two, whose columns of `down` begin inside a group."""
+    from compressed_tensors.compressors.mx_utils import decompress_mx_scale
+
+    save_random(tmp_path, "gqa", hidden_size=128, intermediate_size=160)
+    plain = {name: t for file in tmp_path.glob("*.safetensors") for name, t in load_file(file).items()}
+    stored = dict(plain)
+    for name in [n for n in plain if n.endswith("_proj.weight")]:
+        blocks_OGK = plain[name].unflatten(1, (-1, 32))
+        codes_OG = (blocks_OGK.abs().amax(-1).log2().floor() - 8 + 127).to(torch.uint8)
+        scale_OG1 = decompress_mx_scale(codes_OG).float().unsqueeze(-1)
+        values = (blocks_OGK / scale_OG1).clamp(-LARGEST, LARGEST).to(E4M3)
+        stored[name], stored[f"{name}_scale"] = values.flatten(1), codes_OG
+        plain[name] = (values.float() * scale_OG1).flatten(1)
+    modelopt = {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head"]}
+    kv = {"kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}}
+    scales = {f"model.layers.{i}.self_attn.{x}_proj.{x}_scale": torch.tensor(0.5) for i in range(3) for x in "kv"}
+    said, more = (mx_config(None), {}) if layout == "compressed-tensors" else ({**modelopt, **kv}, scales)
+    quantize(tmp_path, said, kept=("",), extra=plain)
+    path = tmp_path / "config.json"
+    hf = path.read_text()
+    path.write_text(json.dumps({**json.loads(hf), "quantization_config": None}))
+    expected = logits(tmp_path, Unquantized(NoneConfig()))
+    path.write_text(hf)
+    save_file({**stored, **more}, tmp_path / "model.safetensors")
+    # compressed-tensors states 16-bit inputs here.
+    config = FP8Config() if layout == "compressed-tensors" else FP8Config(activations="plain")
+    found = [logits(tmp_path, FP8(config))]
+    found += on_threads(2, lambda collective: logits(tmp_path, FP8(config), collective=collective))
+    for got in found:
+        torch.testing.assert_close(got, expected, atol=5e-4, rtol=0)
+    assert not torch.equal(logits(tmp_path, FP8(FP8Config(activations="fp8"))), found[0]), "inputs are in FP8, too"
+    file, name = tmp_path / "model.safetensors", "model.layers.1.mlp.down_proj.weight_scale"
+    save_file({**load_file(file), name: torch.full((128, 5), 255, dtype=torch.uint8)}, file)
+    with pytest.raises(ConfigError, match=rf"'{name}' has values that are not numbers"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (mx_config({**MX, "group_size": 64}), "input_activations.group_size is 64: there is 32"),
+        ({"quant_method": "modelopt", "quant_algo": "MXFP8", "group_size": 16}, "group_size is 16: MXFP8 has 32"),
+    ],
+)
+def test_mxfp8_has_groups_of_32(config, says):
+    with pytest.raises(ConfigError, match=says):
+        read_stored({"quantization_config": config})
+
+
 def test_modelopt(tmp_path):
     """One scale per matrix, KV scales below k_proj and v_proj, modules with wildcards, in hf_quant_config.json."""
     save_random(tmp_path, "gqa", hidden_size=128)
@@ -216,7 +278,7 @@ def changed(path: str, value: object) -> dict:
         (changed("config_groups/group_0/weights/strategy", "group"), "weights.strategy is 'group'"),
         (changed("config_groups/group_0/weights/strategy", "block"), "block_structure is None: it must be two of 64"),
         (changed("config_groups/group_0/input_activations", None), "input_activations is None"),
-        (changed("kv_cache_scheme", {**KV, "num_bits": 4}), "kv_cache_scheme.num_bits is 4"),
+        (changed("kv_cache_scheme", {**KV, "num_bits": 4}), "kv_cache_scheme is .* it must have num_bits 8"),
         (changed("ignore", "lm_head"), "ignore is 'lm_head'"),
         (changed("ignore", ["re:(a+)+$"]), "not repeated"),
         ({**STATIC, "weight_block_size": [128, 100]}, r"weight_block_size is \[128, 100\]"),
@@ -227,7 +289,7 @@ def changed(path: str, value: object) -> dict:
 )
 def test_what_cannot_be_read_is_named(config, named):
     with pytest.raises(ConfigError, match=named):
-        read_stored({"quantization_config": config})
+        FP8(FP8Config()).read_checkpoint(MemoryCheckpoint({"quantization_config": config}))
 
 
 def test_half_a_merged_layer_cannot_stay_plain():

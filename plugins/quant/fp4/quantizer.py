@@ -24,7 +24,7 @@ from dovetail.plugins.quant.base import StoredOrRounded
 from dovetail.plugins.quant.config import FP4Config
 from dovetail.plugins.quant.fp4.checkpoint import Stored, read_stored
 from dovetail.plugins.quant.fp4.checkpoint import stored as measure
-from dovetail.plugins.quant.fp8.format import E4M3, FP8_TOKEN, LARGEST
+from dovetail.plugins.quant.fp8.format import E4M3, FP8_TOKEN, LARGEST, decode_e8m0
 from dovetail.plugins.quant.fp8.quantizer import fp8_head
 
 LARGEST_CODE = 6.0
@@ -124,8 +124,5 @@ class StoredFP4(FP4Linear):
             scale_OG = scale_OG.view(torch.uint8)
             scale_OG = self.shape.spread_groups(scale_OG, self.group).view(E4M3)
         else:
-            # E8M0: an exponent with a bias of 127; 255 is NaN.
-            if (scale_OG == 255).any():
-                raise TensorError("weight_scale", "has values that are not numbers")
-            scale_OG = torch.exp2(self.shape.spread_groups(scale_OG, self.group).float() - 127)
+            scale_OG = decode_e8m0("weight_scale", self.shape.spread_groups(scale_OG, self.group))
         self.store(params, part, tensors[codes], scale_OG, None, row_scale_O)

@@ -1,7 +1,7 @@
 """Parser of a checkpoint's `quantization_config` for FP8 weights. Imports no torch.
 
-Supported: "compressed-tensors" with format "float-quantized" (scales per tensor, output channel or block), "fp8" (per
-tensor or block), "modelopt" with FP8 (per tensor).
+Supported: "compressed-tensors" with formats "float-quantized" (scales per tensor, output channel or block) and
+"mxfp8-quantized", "fp8" (per tensor or block), "modelopt" with FP8 (per tensor) and MXFP8.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ from dovetail.plugins.quant.parsing import (
     wrong,
 )
 
-READS = "quant=fp8 reads compressed-tensors with format float-quantized, fp8, and modelopt with FP8"
-KV_TENSORS = ("k_scale", "v_scale")
+READS = (
+    "quant=fp8 reads compressed-tensors with formats float-quantized and mxfp8-quantized, fp8, and modelopt with FP8 "
+    "and MXFP8"
+)
+FORMATS = ("float-quantized", "mxfp8-quantized")
 BLOCKS = (64, 128, 256)
-MATRIX, ROW = (0, 0), (1, 0)
+MATRIX, ROW, MXFP8 = (0, 0), (1, 0), (1, 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +42,8 @@ class Stored:
     """Name of the scales below a layer's prefix."""
     input_scales: bool = False
     """Whether layers also have an `input_scale`."""
-    kv_tensors: tuple[str, ...] = ()
-    """Names of the scales of K and V below an attention layer's prefix; () = there are none."""
+    plain_inputs: bool = False
+    """Whether inputs keep the model's dtype."""
     ignored: tuple[str, ...] = ()
     """Layers left in the model's dtype."""
     way: Way = "names"
@@ -49,6 +52,11 @@ class Stored:
     @property
     def blocks(self) -> bool:
         return self.block[1] != 0
+
+    @property
+    def exponents(self) -> bool:
+        """Whether scales are E8M0 (Open Compute Project 2023, microscaling formats)."""
+        return self.block == MXFP8
 
     def skips(self, names: tuple[str, ...], path: str) -> bool:
         return skips(self.ignored, names, path, self.way)
@@ -60,8 +68,8 @@ def reads(hf: Mapping[str, Any]) -> bool:
     if not isinstance(config, Mapping):
         return False
     if config.get("quant_method") == "modelopt":
-        return modelopt(config).get("quant_algo") == "FP8"
-    return config.get("quant_method") == "fp8" or has_format(config, "float-quantized")
+        return modelopt(config).get("quant_algo") in ("FP8", "MXFP8")
+    return config.get("quant_method") == "fp8" or has_format(config, *FORMATS)
 
 
 def read_stored(hf: Mapping[str, Any]) -> Stored | None:
@@ -76,30 +84,34 @@ def read_stored(hf: Mapping[str, Any]) -> Stored | None:
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> Stored:
-    if (form := config.get("format")) != "float-quantized":
+    if (form := config.get("format")) not in FORMATS:
         raise wrong("format", form, READS)
     group = linear_group(config)
+    if form == "mxfp8-quantized":
+        return _mxfp8(config, group)
     weights = _eight_bits(group, "weights", ("tensor", "channel", "block"))
     inputs = _eight_bits(group, "input_activations", ("tensor", "token", "group"))
-    scheme = config.get("kv_cache_scheme")
-    if scheme is not None:
-        _eight_bits(config, "kv_cache_scheme", ("tensor", "attn_head"))
     blocks = {"tensor": lambda: MATRIX, "channel": lambda: ROW, "block": lambda: _block(weights, "block_structure")}
     return Stored(
         block=blocks[weights["strategy"]](),
         input_scales=inputs.get("dynamic") is not True,
-        kv_tensors=() if scheme is None else KV_TENSORS,
         ignored=read_ignored(config, "ignore"),
     )
+
+
+def _mxfp8(config: Mapping[str, Any], group: Mapping[str, Any]) -> Stored:
+    plain = group.get("input_activations") is None
+    for key in ("weights",) if plain else ("weights", "input_activations"):
+        scheme = _eight_bits(group, key, ("group",))
+        if (size := scheme.get("group_size")) != MXFP8[1]:
+            raise wrong(f"{key}.group_size", size, f"there is {MXFP8[1]}")
+    return Stored(MXFP8, plain_inputs=plain, ignored=read_ignored(config, "ignore"))
 
 
 def _fp8(config: Mapping[str, Any]) -> Stored:
     scheme = config.get("activation_scheme")
     if scheme not in ("static", "dynamic"):
         raise wrong("activation_scheme", scheme, "there are static, dynamic")
-    kv = config.get("kv_cache_scheme")
-    if kv not in (None, "static"):
-        raise wrong("kv_cache_scheme", kv, "there are null, static")
     blocks = config.get("weight_block_size") is not None
     # AutoFP8 lists names, transformers parts of names.
     key = "ignored_layers" if "ignored_layers" in config else "modules_to_not_convert"
@@ -107,7 +119,6 @@ def _fp8(config: Mapping[str, Any]) -> Stored:
         block=_block(config, "weight_block_size") if blocks else MATRIX,
         scale="weight_scale_inv" if blocks else "weight_scale",
         input_scales=scheme == "static",
-        kv_tensors=() if kv is None else KV_TENSORS,
         ignored=read_ignored(config, key),
         way="names" if key == "ignored_layers" else "substrings",
     )
@@ -115,14 +126,13 @@ def _fp8(config: Mapping[str, Any]) -> Stored:
 
 def _modelopt(config: Mapping[str, Any]) -> Stored:
     config = modelopt(config)
-    if (algorithm := config.get("quant_algo")) != "FP8":
+    if (algorithm := config.get("quant_algo")) not in ("FP8", "MXFP8"):
         raise wrong("quant_algo", algorithm, READS)
-    kv = config.get("kv_cache_quant_algo")
-    if kv not in (None, "FP8"):
-        raise wrong("kv_cache_quant_algo", kv, "there are null, FP8")
+    if algorithm == "MXFP8" and (size := config.get("group_size", MXFP8[1])) != MXFP8[1]:
+        raise wrong("group_size", size, f"MXFP8 has {MXFP8[1]}")
     return Stored(
-        input_scales=True,
-        kv_tensors=() if kv is None else ("k_proj.k_scale", "v_proj.v_scale"),
+        block=MXFP8 if algorithm == "MXFP8" else MATRIX,
+        input_scales=algorithm == "FP8",
         ignored=read_ignored(config, "exclude_modules" if "exclude_modules" in config else "ignore"),
         way="wildcards",
     )
@@ -152,4 +162,5 @@ def stored(hf: Mapping[str, Any], prefix: str, tensors: Mapping[str, TensorHeade
     codes, found = tensors.get("weight"), read_stored(hf)
     if codes is None or found is None or codes.dtype != "F8_E4M3":
         return None
-    return StoredMatrix(prod(codes.shape), 8 + (32 / found.block[1] if found.blocks else 0))
+    scale = 16 if found.exponents else 32
+    return StoredMatrix(prod(codes.shape), 8 + (scale / found.block[1] if found.blocks else 0))

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from dovetail.core.errors import TensorError
 from dovetail.core.interfaces import ActFormat
 from dovetail.core.ops.formats import triton_encode
 
@@ -42,3 +43,11 @@ FP8_TOKEN = ActFormat(
     reference=quantize_rows,
 )
 FP8_TENSOR = replace(FP8_TOKEN, name="fp8_tensor", group="tensor", reference=quantize_tensor)
+
+
+def decode_e8m0(name: str, codes: torch.Tensor) -> torch.Tensor:
+    """Return the float32 powers of two that uint8 codes stand for: exponents with a bias of 127; 255 is NaN. Raises
+    TensorError for that one. `name`: the tensor's."""
+    if (codes == 255).any():
+        raise TensorError(name, "has values that are not numbers")
+    return torch.exp2(codes.float() - 127)

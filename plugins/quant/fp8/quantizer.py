@@ -24,7 +24,7 @@ from dovetail.plugins.quant.base import StoredOrRounded
 from dovetail.plugins.quant.config import FP8Config
 from dovetail.plugins.quant.fp8.checkpoint import Stored, read_stored
 from dovetail.plugins.quant.fp8.checkpoint import stored as measure
-from dovetail.plugins.quant.fp8.format import E4M3, FP8_TENSOR, FP8_TOKEN, quantize_rows, quantize_tensor
+from dovetail.plugins.quant.fp8.format import E4M3, FP8_TENSOR, FP8_TOKEN, decode_e8m0, quantize_rows, quantize_tensor
 
 MULTIPLE = 16
 """cuBLAS and CUTLASS need FP8 matrices whose dimensions are multiples of this."""
@@ -35,10 +35,7 @@ class FP8(StoredOrRounded[Stored]):
     measure = staticmethod(measure)
 
     def parse(self, checkpoint: Checkpoint) -> Stored | None:
-        stored = read_stored(checkpoint.config())
-        if stored is not None:
-            self.kv_scale_tensors = stored.kv_tensors
-        return stored
+        return read_stored(checkpoint.config())
 
     def rounded(self, path: str, shape: LinearShape) -> LinearMethod:
         shape.check_multiple(MULTIPLE, "quant=fp8", path, self.config.skip)
@@ -46,7 +43,8 @@ class FP8(StoredOrRounded[Stored]):
 
     def of_checkpoint(self, path: str, shape: LinearShape, stored: Stored) -> LinearMethod:
         if stored.blocks:
-            return BlockFP8Linear(stored, self.config)
+            plain = stored.plain_inputs and self.config.activations == "auto"
+            return BlockFP8Linear(stored, self.config.model_copy(update={"activations": "plain"} if plain else {}))
         shape.check_multiple(MULTIPLE, "quant=fp8", path, None)
         return StoredFP8Linear(stored, self.config)
 
@@ -144,7 +142,8 @@ class StoredFP8Linear(FP8Linear):
 
 
 class BlockFP8Linear(PackedLinear):
-    """E4M3 weights of the checkpoint, with a scale for each block of outputs and inputs (DeepSeek-V3, 128 x 128).
+    """E4M3 weights of the checkpoint, with a scale for each block of outputs and inputs (DeepSeek-V3, 128 x 128; MXFP8,
+    1 x 32, with scales in E8M0).
 
     Inputs have a scale per token, not one per 128 columns as in the source: a whole row in E4M3 loses little, and the
     matmul applies it once.
@@ -152,12 +151,13 @@ class BlockFP8Linear(PackedLinear):
 
     def __init__(self, stored: Stored, config: FP8Config) -> None:
         outputs, inputs = stored.block
-        plain = config.activations == "plain"
-        super().__init__(
-            weight_formats.E4M3, inputs, activations=PLAIN if plain else FP8_TOKEN, scale_dtype=torch.float32
-        )
-        self.scale_name, self.by_device = stored.scale, config.activations == "auto"
-        scales = TensorRecord(stored.scale, (Axis("outputs", outputs), Axis("inputs", inputs)))
+        activations = PLAIN if config.activations == "plain" else FP8_TOKEN
+        # Powers of two are exact in bfloat16.
+        scale_dtype = torch.bfloat16 if stored.exponents else torch.float32
+        super().__init__(weight_formats.E4M3, inputs, activations=activations, scale_dtype=scale_dtype)
+        self.stored, self.by_device = stored, config.activations == "auto"
+        axes = Axis("outputs", outputs), Axis("inputs", inputs)
+        scales = TensorRecord(stored.scale, axes, (torch.uint8,) if stored.exponents else ())
         self.tensors = (TensorRecord("weight", dtypes=(E4M3,)), scales)
 
     def create(self, shape: LinearShape, device: torch.device) -> dict[str, torch.Tensor]:
@@ -166,8 +166,9 @@ class BlockFP8Linear(PackedLinear):
         return super().create(shape, device)
 
     def load(self, params: dict[str, torch.Tensor], part: slice, tensors: Mapping[str, torch.Tensor]) -> None:
-        scale_OG = tensors[self.scale_name].float()
-        _check_scales(self.scale_name, scale_OG)
+        scale_OG, name = tensors[self.stored.scale], self.stored.scale
+        scale_OG = decode_e8m0(name, scale_OG) if self.stored.exponents else scale_OG.float()
+        _check_scales(name, scale_OG)
         self.store(params, part, tensors["weight"].view(torch.uint8), self.shape.spread_groups(scale_OG, self.group))
 
 
