@@ -13,7 +13,9 @@ from dovetail.core.layouts.words import AWQ_4, pack_words
 from dovetail.core.ops.weight_formats import NF4_VALUES
 from dovetail.plugins.quant.int4.quantizer import FORMATS
 from dovetail.plugins.quant.int4.rounding import round_to_nearest
-from dovetail.plugins.quant.nf4.quantizer import STATE, round_to_nf4
+from dovetail.plugins.quant.nf4.quantizer import round_to_nf4
+
+STATE = "weight.quant_state.bitsandbytes__nf4"
 
 
 def pack_quantized(**weights: Any) -> dict[str, Any]:

@@ -16,6 +16,11 @@ NF4_VALUES = (
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 """Quantiles of the normal distribution (Dettmers et al. 2023)."""
+BITSANDBYTES_FP4_VALUES = (
+    *(0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0),
+    *(-0.0, -0.0625, -8.0, -12.0, -4.0, -6.0, -2.0, -3.0),
+)
+"""FP4 of bitsandbytes by code, times 12, so that all values are exact in E4M3."""
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
@@ -59,5 +64,13 @@ E2M1 = WeightFormat(
 """FP4, as in NVFP4 and MXFP4."""
 NF4 = WeightFormat(
     "nf4", 4, 4, partial(_chosen, values=NF4_VALUES), _decoder("decode_nf4"), _decoder("decode_nf4_words")
+)
+BITSANDBYTES_FP4 = WeightFormat(
+    "bitsandbytes_fp4",
+    4,
+    4,
+    partial(_chosen, values=BITSANDBYTES_FP4_VALUES),
+    _decoder("decode_bitsandbytes_fp4"),
+    e4m3=True,
 )
 E4M3 = WeightFormat("e4m3", 8, 8, _e4m3, _decoder("decode_e4m3_code"), e4m3=True)

@@ -131,6 +131,14 @@ def decode_nf4(code, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def decode_bitsandbytes_fp4(code, DTYPE: tl.constexpr):
+    """FP4 of bitsandbytes, times 12: a sign and 3 bits for magnitudes in an order of their own. Exact in E4M3."""
+    low, high = _one_of_four(code, 0.0, 0.0625, 8.0, 12.0), _one_of_four(code, 4.0, 6.0, 2.0, 3.0)
+    magnitude = tl.where((code & 4) == 0, low, high)
+    return tl.where((code & 8) == 0, magnitude, -magnitude).to(DTYPE)
+
+
+@triton.jit
 def _one_of_four(code, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
     """Select by the last two bits."""
     return tl.where((code & 2) == 0, tl.where((code & 1) == 0, A, B), tl.where((code & 1) == 0, C, D))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 from dovetail.core.interfaces.checkpoint import StoredMatrix, TensorHeader
 from dovetail.plugins.quant.parsing import read_ignored, skips, stored_config, wrong
@@ -13,8 +13,9 @@ from dovetail.plugins.quant.parsing import read_ignored, skips, stored_config, w
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A checkpoint whose linear layers are in NF4."""
+    """A checkpoint whose linear layers are in 4 bits of bitsandbytes."""
 
+    kind: Literal["nf4", "fp4"]
     nested: bool
     """Whether scales are quantized, too ("double quantization")."""
     ignored: tuple[str, ...] = ()
@@ -37,14 +38,14 @@ def read_stored(hf: Mapping[str, Any]) -> Stored | None:
         return None
     if not reads(hf):
         raise wrong("quant_method", config.get("quant_method"), "quant=nf4 reads bitsandbytes with load_in_4bit")
-    if (kind := config.get("bnb_4bit_quant_type")) != "nf4":
-        raise wrong("bnb_4bit_quant_type", kind, "there is nf4")
+    if (kind := config.get("bnb_4bit_quant_type", "fp4")) not in ("nf4", "fp4"):
+        raise wrong("bnb_4bit_quant_type", kind, "there are nf4, fp4")
     if (storage := config.get("bnb_4bit_quant_storage", "uint8")) != "uint8":
         raise wrong("bnb_4bit_quant_storage", storage, "there is uint8")
     nested = config.get("bnb_4bit_use_double_quant", False)
     if not isinstance(nested, bool):
         raise wrong("bnb_4bit_use_double_quant", nested, "it must be true or false")
-    return Stored(nested, read_ignored(config, "llm_int8_skip_modules"))
+    return Stored(kind, nested, read_ignored(config, "llm_int8_skip_modules"))
 
 
 def stored(hf: Mapping[str, Any], prefix: str, tensors: Mapping[str, TensorHeader]) -> StoredMatrix | None:

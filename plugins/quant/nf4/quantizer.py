@@ -1,5 +1,5 @@
-"""quant=nf4: weights in NF4 (Dettmers et al. 2023, QLoRA), from checkpoints of bitsandbytes, also with double
-quantization, or from plain weights as they load. The library is not needed.
+"""quant=nf4: weights in NF4 (Dettmers et al. 2023, QLoRA) or FP4, from checkpoints of bitsandbytes, also with double
+quantization, or in NF4 from plain weights as they load. The library is not needed.
 
 Shapes: T tokens, I input, O output, G groups of a row.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +19,9 @@ from dovetail.core.arithmetic import ceil_div
 from dovetail.core.errors import CapabilityError, TensorError, shown
 from dovetail.core.interfaces import PLAIN, ActFormat, Checkpoint, LinearMethod, LinearShape
 from dovetail.core.interfaces.tensor_record import OUTPUTS, Axis, TensorRecord
+from dovetail.core.interfaces.weight import WeightFormat
 from dovetail.core.layers.packed import PackedLinear
-from dovetail.core.ops.weight_formats import NF4, NF4_VALUES
+from dovetail.core.ops.weight_formats import BITSANDBYTES_FP4, BITSANDBYTES_FP4_VALUES, NF4, NF4_VALUES
 from dovetail.plugins.quant.base import StoredOrRounded
 from dovetail.plugins.quant.config import NF4Config
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
@@ -28,8 +31,8 @@ from dovetail.plugins.quant.nf4.checkpoint import stored as measure
 
 BLOCK = 64
 """Weights that share a scale."""
-STATE = "weight.quant_state.bitsandbytes__nf4"
-"""JSON in a tensor of bytes."""
+STATE = "weight.quant_state.bitsandbytes__"
+"""Name, before the kind, of a tensor of bytes that hold JSON."""
 LONGEST_STATE = 1 << 16
 LEVELS = 256
 """Values of quantized scales."""
@@ -66,13 +69,11 @@ class NF4Quantizer(StoredOrRounded[Stored]):
         return FP8_TOKEN if self.config.activations == "fp8" else PLAIN
 
 
-class NF4Linear(PackedLinear):
+class RoundedNF4(PackedLinear):
+    """Weights of a plain checkpoint: the nearest value of each block, relative to its largest magnitude."""
+
     def __init__(self, activations: ActFormat) -> None:
         super().__init__(NF4, BLOCK, activations=activations, scale_dtype=torch.float32)
-
-
-class RoundedNF4(NF4Linear):
-    """Weights of a plain checkpoint: the nearest value of each block, relative to its largest magnitude."""
 
     def load(self, params: dict[str, torch.Tensor], part: slice, tensors: Mapping[str, torch.Tensor]) -> None:
         weight_OI = tensors["weight"].to(params["codes"].device).float()
@@ -90,35 +91,52 @@ def round_to_nf4(weight_OI: torch.Tensor, block: int) -> tuple[torch.Tensor, tor
     return codes.flatten(1)[:, :inputs].to(torch.uint8), scale_OG
 
 
-class StoredNF4(NF4Linear):
-    """Codes of the checkpoint."""
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A format of bitsandbytes."""
+
+    format: WeightFormat
+    values: tuple[float, ...]
+    """Values of the codes."""
+    largest: float = 1.0
+    """Value that stands for the largest magnitude of a block."""
+
+
+KINDS = {"nf4": Kind(NF4, NF4_VALUES), "fp4": Kind(BITSANDBYTES_FP4, BITSANDBYTES_FP4_VALUES, 12.0)}
+
+
+class StoredNF4(PackedLinear):
+    """Codes of the checkpoint, in NF4 or FP4."""
 
     def __init__(self, stored: Stored, activations: ActFormat) -> None:
-        super().__init__(activations)
+        self.kind = KINDS[stored.kind]
+        super().__init__(self.kind.format, BLOCK, activations=activations, scale_dtype=torch.float32)
         nested = ("weight.nested_absmax", "weight.nested_quant_map") if stored.nested else ()
+        state = f"{STATE}{stored.kind}"
         self.tensors = (
             TensorRecord(
                 "codes",
                 dtypes=(torch.uint8,),
-                sources=("weight", "weight.quant_map", STATE),
-                combine=_codes,
-                check=_check_codes,
+                sources=("weight", "weight.quant_map", state),
+                combine=partial(_codes, kind=stored.kind),
+                check=partial(_check_codes, kind=stored.kind),
             ),
             TensorRecord(
                 "scale",
                 (OUTPUTS, Axis("inputs", BLOCK)),
                 (torch.float32,),
-                sources=("weight.absmax", *nested, STATE),
-                combine=_scales,
+                sources=("weight.absmax", *nested, state),
+                combine=partial(_scales, kind=stored.kind),
                 check=_check_scales,
             ),
         )
 
     def load(self, params: dict[str, torch.Tensor], part: slice, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.store(params, part, tensors["codes"], self.shape.spread_groups(tensors["scale"], self.group))
+        scale_OG = self.shape.spread_groups(tensors["scale"], self.group) / self.kind.largest
+        self.store(params, part, tensors["codes"], scale_OG)
 
 
-def _check_codes(tensors: Mapping[str, torch.Tensor], outputs: int, inputs: int) -> None:
+def _check_codes(tensors: Mapping[str, torch.Tensor], outputs: int, inputs: int, kind: str) -> None:
     packed, values = tensors["weight"], tensors["weight.quant_map"]
     if packed.dtype is not torch.uint8 or packed.numel() * 2 != outputs * inputs:
         raise TensorError(
@@ -128,17 +146,18 @@ def _check_codes(tensors: Mapping[str, torch.Tensor], outputs: int, inputs: int)
         )
     if values.numel() != len(NF4_VALUES) or not values.is_floating_point():
         raise TensorError("weight.quant_map", f"has {values.numel()} entries of {values.dtype}, not {len(NF4_VALUES)}")
-    text = tensors[STATE]
+    name = f"{STATE}{kind}"
+    text = tensors[name]
     if text.dtype is not torch.uint8 or text.numel() > LONGEST_STATE:
-        raise TensorError(STATE, f"must be at most {LONGEST_STATE} bytes; it has {text.numel()} of {text.dtype}")
+        raise TensorError(name, f"must be at most {LONGEST_STATE} bytes; it has {text.numel()} of {text.dtype}")
 
 
-def _codes(tensors: Mapping[str, torch.Tensor], outputs: int, inputs: int) -> torch.Tensor:
+def _codes(tensors: Mapping[str, torch.Tensor], outputs: int, inputs: int, kind: str) -> torch.Tensor:
     """The first of two codes is in the upper bits of a byte."""
-    _state(tensors, outputs, inputs)
+    _state(tensors, outputs, inputs, kind)
     found = tensors["weight.quant_map"].float().cpu().flatten()
-    if not torch.equal(found, torch.tensor(NF4_VALUES)):
-        raise TensorError("weight.quant_map", f"has other values than NF4: {shown(found.tolist())}")
+    if not torch.equal(found, torch.tensor(KINDS[kind].values) / KINDS[kind].largest):
+        raise TensorError("weight.quant_map", f"has other values than {kind.upper()}: {shown(found.tolist())}")
     packed = tensors["weight"].flatten()
     return torch.stack((packed >> 4, packed & 15), -1).view(outputs, inputs)
 
@@ -157,13 +176,13 @@ def _check_scales(tensors: Mapping[str, torch.Tensor], outputs: int, inputs: int
         )
 
 
-def _scales(tensors: Mapping[str, torch.Tensor], outputs: int, inputs: int) -> torch.Tensor:
-    state = _state(tensors, outputs, inputs)
+def _scales(tensors: Mapping[str, torch.Tensor], outputs: int, inputs: int, kind: str) -> torch.Tensor:
+    state = _state(tensors, outputs, inputs, kind)
     scales = tensors["weight.absmax"].flatten()
     if "weight.nested_absmax" in tensors:
         size, offset = state.get("nested_blocksize"), state.get("nested_offset")
         if type(size) is not int or size < 1 or type(offset) not in (float, int):
-            raise TensorError(STATE, f"has nested_blocksize {shown(size)}, nested_offset {shown(offset)}")
+            raise TensorError(f"{STATE}{kind}", f"has nested_blocksize {shown(size)}, nested_offset {shown(offset)}")
         each, levels = tensors["weight.nested_absmax"].flatten(), tensors["weight.nested_quant_map"].flatten()
         if len(each) != ceil_div(len(scales), size):
             raise TensorError(
@@ -176,15 +195,16 @@ def _scales(tensors: Mapping[str, torch.Tensor], outputs: int, inputs: int) -> t
     return scales.float().view(outputs, inputs // BLOCK)
 
 
-def _state(tensors: Mapping[str, torch.Tensor], outputs: int, inputs: int) -> Mapping[str, Any]:
+def _state(tensors: Mapping[str, torch.Tensor], outputs: int, inputs: int, kind: str) -> Mapping[str, Any]:
     """Return the JSON that bitsandbytes stores with each matrix."""
+    name = f"{STATE}{kind}"
     try:
-        state = json.loads(bytes(tensors[STATE].flatten().tolist()))
+        state = json.loads(bytes(tensors[name].flatten().tolist()))
     except (ValueError, RecursionError) as error:
-        raise TensorError(STATE, f"is not JSON ({shown(error)})") from None
-    wanted = {"quant_type": "nf4", "blocksize": BLOCK, "shape": [outputs, inputs]}
+        raise TensorError(name, f"is not JSON ({shown(error)})") from None
+    wanted = {"quant_type": kind, "blocksize": BLOCK, "shape": [outputs, inputs]}
     for key, value in wanted.items():
         if not isinstance(state, dict) or state.get(key) != value:
             found = state.get(key) if isinstance(state, dict) else state
-            raise TensorError(STATE, f"has {key} {shown(found)}; it must be {value}")
+            raise TensorError(name, f"has {key} {shown(found)}; it must be {value}")
     return state

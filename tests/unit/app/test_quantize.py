@@ -12,6 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from dovetail.core.compose import compose
+from dovetail.core.worker.build import build_quantizer, check_weights
 from dovetail.plugins.app.quantize.calibration import InputStatistics
 from dovetail.plugins.app.quantize.decoder import Decoder
 from dovetail.plugins.app.quantize.folder import OutputFolder
@@ -150,6 +152,8 @@ def test_transformers_loads_the_folder(small: Path, tmp_path: Path, words: tuple
     if "quantize.kv=true" in words:
         scale = tensors_in(tmp_path / "made")["model.layers.1.self_attn.k_scale"]
         assert scale.shape == (1,) and 0 < scale < 1 and stated["kv_cache_scheme"]["type"] == "float"
+        composition = compose(["model=llama", f"model.path={tmp_path}/made"])
+        check_weights(composition, build_quantizer(composition), 0, 1)
 
 
 @pytest.mark.parametrize(("layout", "method"), [("compressed-tensors", "awq"), ("awq", "awq"), ("gptq", "gptq")])

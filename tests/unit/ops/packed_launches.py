@@ -46,6 +46,7 @@ PACKED = (
     (weight_formats.INT8, 688, 0, BF16),
     (weight_formats.INT6, 4096, 16, FP16),
     (weight_formats.E4M3, 4096, 0, FP32),
+    (weight_formats.BITSANDBYTES_FP4, 4096, 64, FP32),
 )
 """Format, inputs, group and dtype of scales."""
 
@@ -59,7 +60,7 @@ def decode_everything(words_ptr, out_ptr):
     total += decoders.decode_int6(words, DTYPE)
     total += decoders.decode_uint8(words, DTYPE) + decoders.decode_int8(words, DTYPE)
     total += decoders.decode_e2m1(words, DTYPE) + decoders.decode_nf4(words, DTYPE)
-    total += decoders.decode_e4m3_code(words, DTYPE)
+    total += decoders.decode_e4m3_code(words, DTYPE) + decoders.decode_bitsandbytes_fp4(words, DTYPE)
     for half in tl.static_range(2):
         total += decoders.decode_uint4_words(words, half * 16, DTYPE) + decoders.decode_int4_words(words, 4, DTYPE)
         total += decoders.decode_e2m1_words(words, half * 16 + 8, DTYPE) + decoders.decode_nf4_words(words, 12, DTYPE)

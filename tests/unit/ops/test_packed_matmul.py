@@ -21,13 +21,13 @@ from dovetail.core.ops.packed_matmul import multiplies_e4m3  # noqa: E402
 from dovetail.core.ops.packed_tiles import specialized_tiles  # noqa: E402
 from dovetail.core.ops.packing import dequantize, pack  # noqa: E402
 from dovetail.core.ops.tiles import HOPPER_SHARED, MatmulTile  # noqa: E402
-from dovetail.core.ops.weight_formats import E2M1, E4M3, INT4, INT6, INT8, NF4, UINT4, UINT8  # noqa: E402
+from dovetail.core.ops.weight_formats import BITSANDBYTES_FP4, E2M1, E4M3, INT4, INT6, INT8, NF4, UINT4, UINT8  # noqa: E402
 from dovetail.core.testing.interpreter import mend_interpreter  # noqa: E402
 
 if INTERPRETED:
     mend_interpreter()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-FORMATS = (UINT4, INT4, INT6, UINT8, INT8, E2M1, NF4, E4M3)
+FORMATS = (UINT4, INT4, INT6, UINT8, INT8, E2M1, NF4, E4M3, BITSANDBYTES_FP4)
 FP8, FP16, FP32 = torch.float8_e4m3fn, torch.float16, torch.float32
 # The interpreter truncates float32 to bfloat16 instead of rounding, so float16 replaces it there.
 WIDE = FP16 if INTERPRETED else torch.bfloat16
