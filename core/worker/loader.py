@@ -108,7 +108,7 @@ def load_rank(
             raise
         if why_no_graphs is not None and connection.device.type == "cuda":
             note(f"steps run without CUDA graphs: {why_no_graphs}")
-        info = _info(parts, num_pages, phases.seconds, (*notes, *more), tuning)
+        info = _info(parts, num_pages, phases.seconds, tuple(notes | more), tuning)
     return LoadedRank(parts, info, phases.seconds, why_no_graphs is None, progress)
 
 

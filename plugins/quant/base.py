@@ -33,6 +33,8 @@ class StoredOrRounded(Quantizer, Generic[Stored]):
     """Description of the quantized checkpoint; None = plain weights."""
     measure: Callable[[Mapping[str, Any], str, Mapping[str, TensorHeader]], StoredMatrix | None]
     """The function of Component.stored."""
+    heads: tuple[str, ...] = ("auto",)
+    """Values of an option `head` that a checkpoint with quantized logits admits."""
 
     def read_checkpoint(self, checkpoint: Checkpoint) -> None:
         self.stored, self._hf, self._headers = self.parse(checkpoint), checkpoint.config(), checkpoint.tensors()
@@ -54,7 +56,7 @@ class StoredOrRounded(Quantizer, Generic[Stored]):
         lm_head."""
         if self.stored is None or not self._has(shape.names[0]):
             return self.rounded_head(path, shape) if path == "lm_head" else None
-        if (head := getattr(self.config, "head", "auto")) != "auto":
+        if path == "lm_head" and (head := getattr(self.config, "head", "auto")) not in self.heads:
             raise ConfigError(f"quant.head={head}: the checkpoint has quantized logits; set quant.head=auto")
         return self.table_of_checkpoint(path, shape, self.stored)
 

@@ -33,6 +33,7 @@ MULTIPLE = 16
 class FP8(StoredOrRounded[Stored]):
     config: FP8Config
     measure = staticmethod(measure)
+    heads = ("auto", "fp8")
 
     def parse(self, checkpoint: Checkpoint) -> Stored | None:
         return read_stored(checkpoint.config())
