@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from dovetail.core.checkpoint import located
 from dovetail.core.interfaces import Model, ModelSource, Progress, Quantizer
 from dovetail.core.worker.weight_check import WeightCheck
 
@@ -16,7 +17,8 @@ def read_headers(quantizer: Quantizer, source: ModelSource) -> None:
     refused first."""
     if source.weights is not None:
         source.weights.tensors()
-        quantizer.read_checkpoint(source.weights)
+        with located(source.weights):
+            quantizer.read_checkpoint(source.weights)
 
 
 def fill(model: Model, source: ModelSource, seed: int = 0, progress: Progress = lambda phase, share: None) -> None:
@@ -34,5 +36,6 @@ def fill(model: Model, source: ModelSource, seed: int = 0, progress: Progress = 
         progress("load weights", min(next(opened) / len(weights), 1.0))
         return opener()
 
-    model.load((name, check.watch(name, partial(counted, opener))) for name, opener in weights)
+    with located(source.weights):
+        model.load((name, check.watch(name, partial(counted, opener))) for name, opener in weights)
     check.finish(source.weights)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dovetail.core.checkpoint import located
 from dovetail.core.host import detect_host
 from dovetail.core.interfaces import (
     Adapters,

@@ -149,7 +149,7 @@ def failed_capture(parts: RankParts, record: Record) -> str | None:
     """Capture the layers of the smallest steps on trial. Return what broke it, or None if it works."""
     with _trial(parts, parts.engine.page_size) as runner:
         try:
-            make_graphs(parts, runner.state).capture_smallest(record)
+            make_graphs(parts, runner.state, runner.drafts).capture_smallest(record)
         except RuntimeError as error:
             first: BaseException = error
             while first.__context__ is not None:  # The end of a broken capture raises another error.

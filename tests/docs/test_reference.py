@@ -184,7 +184,7 @@ def test_pictures_are_those_of_the_script() -> None:
 
 
 def test_the_site_builds(tmp_path: Path) -> None:
-    """Links, anchors and the list of pages are checked as well. CI also builds the site separately."""
+    """Links, anchors and the list of pages are checked as well."""
     pytest.importorskip("mkdocs", reason="needs the docs extra")
     built = subprocess.run(
         # Not --quiet: warnings that are not shown do not count for --strict.

@@ -59,7 +59,7 @@ def make_parameters(model: PreTrainedModel, device: torch.device) -> Iterator[Ta
                 # Masks and indices, which older checkpoints lack, are computed; other values belong to the model.
                 optional = not buffer.is_floating_point()
                 stored = Stored(f"{path}.{name}", tuple(buffer.shape), "zeros", optional)
-                yield WeightSet((stored,), partial(_take_buffer, stored.name, buffer))
+                yield WeightSet((stored,), lambda headers: None, partial(_take_buffer, stored.name, buffer))
 
 
 def _weight(name: str, weight: torch.Tensor) -> Weight:
