@@ -14,6 +14,23 @@ LINE = gl.constexpr(128)
 own accumulator; longer sums would lose bits."""
 
 
+PRODUCER_REGISTERS = gl.constexpr(24)
+"""Registers per thread of a producer warp, which only starts copies."""
+
+
+@gluon.constexpr_function
+def launch_registers(groups, residents):
+    """Return the registers per thread with which `residents` programs of `groups` consumers and a producer fit on an
+    SM."""
+    return min(255, 65536 // (128 * (groups + 1) * residents)) // 8 * 8
+
+
+@gluon.constexpr_function
+def consumer_registers(groups, residents):
+    """Registers per thread of a consumer: an equal share of what the launch gives to all warp groups, in steps of 8."""
+    return min(240, (launch_registers(groups, residents) * (groups + 1) - 24) // groups // 8 * 8)
+
+
 @gluon.jit
 def advance(place, phase, PLACES: gl.constexpr):
     """Return the next place of a ring and the phase parity of its barrier."""

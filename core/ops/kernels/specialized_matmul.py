@@ -25,21 +25,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dovetail.core.ops.kernels.gluon import LINE, advance, barrier, tensor_map
+from dovetail.core.ops.kernels.gluon import LINE, PRODUCER_REGISTERS, advance, barrier, consumer_registers, tensor_map
 from dovetail.core.ops.kernels.launch import dependent
 from dovetail.core.ops.padding import readable_rows
 from dovetail.core.ops.tiles import MatmulTile
 
 ROWS = gl.constexpr(64)
 """Rows of a warp group, as many as one matrix instruction takes."""
-PRODUCER_REGISTERS = gl.constexpr(24)
-
-
-@gluon.constexpr_function
-def _consumer_registers(groups):
-    """Registers per thread of a consumer: an equal share of what the launch gives to all warp groups, in steps of 8."""
-    launched = 65536 // (128 * (groups + 1)) // 8 * 8
-    return min(240, (launched * (groups + 1) - 24) // groups // 8 * 8)
 
 
 @gluon.jit
@@ -238,7 +230,7 @@ def matmul_specialized(
     epilogue = (x_scale_ptr, x_scale_st, weight_scale_ptr, weight_scale_so, bias_ptr, out_ptr)
     _fill(x_source, weight_source, rings, work, BOXES, GROUPS, PLACES, PDL)
     # The partitions start after the wait, so all of them see what earlier kernels wrote.
-    REGISTERS: gl.constexpr = _consumer_registers(GROUPS)
+    REGISTERS: gl.constexpr = consumer_registers(GROUPS, 1)
     if GROUPS == 1:
         gl.warp_specialize(
             [

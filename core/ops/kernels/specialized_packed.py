@@ -28,12 +28,19 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.core.interfaces.weight import PackedWeight
 from dovetail.core.ops import packing
-from dovetail.core.ops.kernels.gluon import LINE, advance, barrier, tensor_map
+from dovetail.core.ops.kernels.gluon import (
+    LINE,
+    PRODUCER_REGISTERS,
+    advance,
+    barrier,
+    consumer_registers,
+    launch_registers,
+    tensor_map,
+)
 from dovetail.core.ops.kernels.launch import dependent
 from dovetail.core.ops.padding import readable_rows
 from dovetail.core.ops.tiles import MatmulTile
 
-PRODUCER_REGISTERS = gl.constexpr(24)
 LANES = gl.constexpr(packing.LANES)
 """Inputs of a strip."""
 WHOLE = 1 << 30
@@ -41,19 +48,7 @@ WHOLE = 1 << 30
 
 
 TOGETHER = gl.constexpr(4)
-"""Partial sums that are loaded together, if they take few registers."""
-
-
-@gluon.constexpr_function
-def registers(groups, residents):
-    """Return the registers per thread at launch, so that `residents` programs fit on an SM."""
-    return min(255, 65536 // (128 * (groups + 1) * residents)) // 8 * 8
-
-
-@gluon.constexpr_function
-def _consumer_registers(groups, residents):
-    """Registers per thread of a consumer: an equal share of what the launch gives to all warp groups, in steps of 8."""
-    return min(240, (registers(groups, residents) * (groups + 1) - 24) // groups // 8 * 8)
+"""Partial sums that are loaded together."""
 
 
 @gluon.jit
@@ -338,8 +333,8 @@ def packed_specialized(
     RESIDENTS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """A block has BOXES boxes of LANES words and X_BOXES of x. GROUPS: consumer warp groups. PLACES: blocks in the
-    ring. GROUP: inputs of a scale. RUN: strips that are summed together."""
+    """A block has BOXES boxes of LANES words and X_BOXES of x. GROUPS: consumer warp groups, 1, 2 or 4. PLACES:
+    blocks in the ring. GROUP: inputs of a scale. RUN: strips that are summed together."""
     GROUP_O: gl.constexpr = source.block_type.shape[0]
     BLOCK_T: gl.constexpr = x_source.block_type.shape[0]
     codes = gl.allocate_shared_memory(gl.int32, [PLACES * BOXES * GROUPS, GROUP_O, LANES], source.layout)
@@ -368,7 +363,7 @@ def packed_specialized(
     split = (part_ptr, count_ptr, units)
     unit = _fill(x_source, source, rings, work, begin, BOXES, X_BOXES, GROUPS, PLACES, PDL)
     # The partitions start after the wait, so all of them see what earlier kernels wrote.
-    REGISTERS: gl.constexpr = _consumer_registers(GROUPS, RESIDENTS)
+    REGISTERS: gl.constexpr = consumer_registers(GROUPS, RESIDENTS)
     if GROUPS == 1:
         gl.warp_specialize(
             [
@@ -390,20 +385,6 @@ def packed_specialized(
             ],
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
-    elif GROUPS == 3:
-        gl.warp_specialize(
-            [
-                (_consume, (rings, work, begin, split, weight, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES,
-                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, DECODE, 0)),
-                (_consume, (rings, work, begin, split, weight, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES,
-                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, DECODE, 1)),
-                (_consume, (rings, work, begin, split, weight, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES,
-                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, DECODE, 2)),
-                (_produce, (x_source, source, rings, work, unit, BOXES, X_BOXES, GROUPS, PLACES, PDL)),
-            ],
-            [4, 4, 1],
-            [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
@@ -470,6 +451,6 @@ def launch_packed(
         DECODE=packed.format.decode_words,
         RESIDENTS=tile.residents,
         num_warps=4,
-        maxnreg=registers(warp_groups, tile.residents),
+        maxnreg=launch_registers(warp_groups, tile.residents),
         **dependent(x_TI),
     )
