@@ -110,7 +110,7 @@ def test_the_policy_is_a_value_and_the_variant_sets_it(ran):
 
 @pytest.mark.parametrize("run", ["option", "two ranks"])
 def test_the_logits_processor(ran, run):
-    """As an option, and as a parameter of a request, which reaches every rank."""
+    """The option, and a parameter of a request that reaches every rank."""
     (tokens,) = ran.out[run]
     assert len(set(zip(tokens, tokens[1:], strict=False))) == 23
 

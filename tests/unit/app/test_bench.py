@@ -226,12 +226,14 @@ def server() -> Iterator[FakeServer]:
     fake.thread.join()
 
 
+@pytest.mark.flaky(reruns=1)  # A piece that arrives late on a busy machine shortens the gap after it.
 def test_a_run_on_a_server(server: FakeServer, tmp_path: Path) -> None:
     result = bench(tmp_path, f"bench.url={server.url}", *SMALL)
     assert result["startup"] == {"target": "server", "url": server.url, "model": "fake", "send": "ids"}
     (run,) = result["results"][0]["loads"][0]["runs"]
     assert (run["failed"], run["output_tokens"], run["prompt_tokens"]) == (0, 20, 24)
-    assert run["ttft_ms"]["median"] >= 20 and 30 <= run["itl_ms"]["median"] * 2 < 400
+    assert run["ttft_ms"]["median"] >= 20 and 40 <= run["itl_ms"]["median"] * 2 < 400
+    assert run["e2e_ms"]["median"] >= 60
     assert run["client_lag_ms"]["max"] >= 0 and run["client_busy"] > 0 and "steps" not in run
     body = server.asked[-1]
     assert len(body["prompt"]) == 6 and all(0 <= token < 4096 for token in body["prompt"])

@@ -109,11 +109,11 @@ def test_ranks_follow_the_plan_of_the_class(folder: Any) -> None:
 
 def test_a_plan_counts_the_parameters(folder: Any) -> None:
     experts = of("MixtralForCausalLM", "mixtral", num_local_experts=4, num_experts_per_tok=2)
-    told = io.StringIO()
-    with redirect_stdout(told):
+    output = io.StringIO()
+    with redirect_stdout(output):
         assert main(["app=plan", "plan.format=json", "cost=h200", "model=auto", *folder(experts)]) == 0
     counted = read_decoder(experts, "config.json").spec.parameters
-    assert counted is not None and json.loads(told.getvalue())["parameters"] == counted.total
+    assert counted is not None and json.loads(output.getvalue())["parameters"] == counted.total
     assert counted.experts == 2 * 4 * 3 * 32 * 48 == 2 * counted.active_experts
     assert counted.embedding == counted.head == 67 * 32 and counted.mlp == 0
     assert counted.attention == 2 * 32 * (32 + 2 * 16 + 32)

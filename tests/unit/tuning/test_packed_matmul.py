@@ -8,7 +8,7 @@ import torch
 from dovetail.core.interfaces.weight import PackedWeight, WeightFormat
 from dovetail.core.ops.choices import Choices, temporarily
 from dovetail.core.ops.compile_server import pack, unpack
-from dovetail.core.ops.packed_matmul import key_of
+from dovetail.core.ops.packed_matmul import key_of, specializes
 from dovetail.core.ops.packed_tiles import (
     OP,
     check_packed,
@@ -69,6 +69,18 @@ def test_installed_choices_apply():
         assert choose_packed(17, key, *facts) is None and choose_packed(65, key, *facts) is None
         other = key_of(weight(INT4, group=64), 2)
         assert choose_packed(3, other, *facts) == packed_tile(3, 4096, 4096, 4, 2, *facts[1:])
+        assert choose_packed(3, other, *facts, True) == specialized_tile(3, 4096, 4096, 4, 2, *facts[1:])
+    hopper = {"tokens": 16, "outputs": 64, "inputs": 256, "tma": True, "residents": 2}
+    with temporarily(Choices({(OP, "a GPU", key): {16: hopper}})):
+        assert choice_of(choose_packed(3, key, *facts, True)) == hopper
+        assert choose_packed(3, key, *facts) == packed_tile(3, 4096, 4096, 4, 2, *facts[1:])
+
+
+def test_weights_that_hoppers_kernel_cannot_read_go_to_the_kernel_for_all_gpus():
+    assert specializes(weight(INT4), torch.bfloat16) and specializes(weight(INT4, group=0), torch.float8_e4m3fn)
+    assert not specializes(weight(INT4), torch.float32) and not specializes(weight(UINT8), torch.bfloat16)
+    assert not specializes(weight(INT4, group=16), torch.bfloat16)
+    assert not specializes(weight(INT4, inputs=4100), torch.float16)
 
 
 @pytest.mark.parametrize(
