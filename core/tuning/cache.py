@@ -21,7 +21,7 @@ import triton
 
 from dovetail.core.errors import ConfigError, shown
 from dovetail.core.ops import packed_tiles, tile_choice
-from dovetail.core.tuning.table import Check, TuningTable, merged, read_table, write_file
+from dovetail.core.tuning.table import Check, GpuFacts, TuningTable, merged, read_table, write_file
 
 CHECKS: Mapping[str, Check] = {
     tile_choice.OP: tile_choice.check_matmul,
@@ -38,7 +38,7 @@ class Machine:
     """Everything on which measured times depend."""
 
     gpu: str
-    processors: int
+    facts: GpuFacts
     driver: str
     torch: str
     triton: str
@@ -60,7 +60,7 @@ def this_machine(device: torch.device) -> Machine:
     properties = torch.cuda.get_device_properties(device)
     return Machine(
         properties.name,
-        properties.multi_processor_count,
+        GpuFacts(f"{properties.major}.{properties.minor}", properties.multi_processor_count),
         _driver(),
         torch.__version__,
         triton.__version__,

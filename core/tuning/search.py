@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from dovetail.core.interfaces.tuning import Choice, Key, Tunable, make_key
 from dovetail.core.ops.choices import installed
-from dovetail.core.tuning.table import Subject, TuningTable
+from dovetail.core.tuning.table import GpuFacts, Subject, TuningTable
 
 log = logging.getLogger(__name__)
 
@@ -102,8 +102,9 @@ def read_found(lines: Iterable[str]) -> dict[Point, Found]:
     return found
 
 
-def table_of(found: Iterable[Found], gpu: str, origin: str) -> TuningTable:
-    return TuningTable.of({(Subject(one.op, gpu, one.key), one.rows): one.best[0] for one in found}, origin)
+def table_of(found: Iterable[Found], gpu: str, facts: GpuFacts, origin: str) -> TuningTable:
+    choices = {(Subject(one.op, gpu, one.key), one.rows): one.best[0] for one in found}
+    return TuningTable.of(choices, origin, {gpu: facts})
 
 
 def distinct(tunables: Iterable[Tunable]) -> list[Tunable]:

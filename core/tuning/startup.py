@@ -1,5 +1,6 @@
 """The tuned choices with which a rank starts. They come from the table given by hand, this machine's cache and tables
-of packages, in this order, and from a prediction for operations that none of them has. All ranks use those of rank 0.
+of packages, in this order. Operations of which none of them has entries take those of a GPU that is alike, or else a
+prediction. All ranks use those of rank 0.
 """
 
 from __future__ import annotations
@@ -65,15 +66,23 @@ def choices_of(table: TuningTable) -> Choices:
 
 
 def measured_table(composition: Composition, device: torch.device) -> TuningTable:
-    """Return the measured entries for this GPU. Sources that cannot be used become start-up notes, but for the table
-    that was given by hand, which raises ConfigError."""
-    gpu = torch.cuda.get_device_properties(device).name
-    by_hand = table_by_hand(composition.engine, gpu)
-    cached = Cache(this_machine(device), note).read()
+    """Return the measured entries for this GPU, and those of GPUs that are alike. Sources that cannot be used become
+    start-up notes, but for the table that was given by hand, which raises ConfigError."""
+    machine = this_machine(device)
+    by_hand = table_by_hand(composition.engine, machine.gpu)
+    cached = Cache(machine, note).read()
     shipped, problems = package_tables(composition.registry, CHECKS)
     for problem in problems:
         note(f"package {problem.package}: {problem.reason}; the engine runs without it")
-    return merged([by_hand, cached, shipped]).for_gpu(gpu)
+    found = merged([by_hand, cached, shipped])
+    own, alike = found.for_gpu(machine.gpu), found.for_alike(machine.gpu, machine.facts)
+    if alike.entries and not own.entries:
+        others = ", ".join(alike.counts())
+        note(
+            f"no tuning table has {machine.gpu}: it takes the choices that were measured on {others}, which is alike; "
+            "app=tune measures this GPU"
+        )
+    return merged([own, alike])
 
 
 def table_by_hand(engine: EngineConfig, gpu: str | None) -> TuningTable:
@@ -130,7 +139,7 @@ def _search(tunables: Sequence[Tunable], collective: Collective, device: torch.d
             cache.add_timing(found.line())
             _beat(True, collective, device)
     _beat(False, collective, device)
-    cache.add(table_of(results, machine.gpu, "search"))
+    cache.add(table_of(results, machine.gpu, machine.facts, "search"))
 
 
 def _await_search(collective: Collective, device: torch.device) -> None:

@@ -1,12 +1,13 @@
 """Tables of measured choices as JSON files. The files are untrusted, so every value is checked where it is read.
 
-    {"schema": "dovetail.tuning/1", "entries": [
+    {"schema": "dovetail.tuning/1", "gpus": {"NVIDIA H200": {"capability": "9.0", "processors": 132}}, "entries": [
     {"op": "matmul", "gpu": "NVIDIA H200", "key": {"weight": "fp8", ...},
      "rows": {"16": {"tokens": 16, ...}, "64": null}}
     ]}
 
 A choice serves up to its number of rows; null is the operation's default, which also serves more rows than any entry.
-This module does not import torch.
+`gpus` may be missing. It has the facts of GPU models, by which another model can be found to be alike. This module
+does not import torch.
 """
 
 from __future__ import annotations
@@ -40,6 +41,15 @@ class Subject(NamedTuple):
     key: Key
 
 
+class GpuFacts(NamedTuple):
+    """Facts on which the best choices depend most. Models that have the same are alike."""
+
+    capability: str
+    """Compute capability, such as "9.0"."""
+    processors: int
+    """Streaming multiprocessors (SMs)."""
+
+
 @dataclass(frozen=True, slots=True)
 class TuningTable:
     """Choices by subject and maximum number of rows, in ascending order of rows."""
@@ -47,16 +57,23 @@ class TuningTable:
     entries: Mapping[Subject, Mapping[int, Choice | None]] = field(default_factory=dict)
     origins: Mapping[tuple[Subject, int], str] = field(default_factory=dict)
     """Source of each entry, for reports: "cache", "search", "model", a package or a file."""
+    gpus: Mapping[str, GpuFacts] = field(default_factory=dict)
+    """Facts of GPU models by name, as far as they are known."""
 
     def __len__(self) -> int:
         return sum(map(len, self.entries.values()))
 
     @classmethod
-    def of(cls, choices: Mapping[tuple[Subject, int], Choice | None], origin: str) -> TuningTable:
+    def of(
+        cls,
+        choices: Mapping[tuple[Subject, int], Choice | None],
+        origin: str,
+        gpus: Mapping[str, GpuFacts] | None = None,
+    ) -> TuningTable:
         entries: dict[Subject, dict[int, Choice | None]] = {}
         for subject, rows in sorted(choices, key=_order):
             entries.setdefault(subject, {})[rows] = choices[subject, rows]
-        return cls(entries, dict.fromkeys(choices, origin))
+        return cls(entries, dict.fromkeys(choices, origin), gpus or {})
 
     def flat(self) -> dict[tuple[Subject, int], Choice | None]:
         return {(subject, most): choice for subject, rows in self.entries.items() for most, choice in rows.items()}
@@ -65,12 +82,22 @@ class TuningTable:
         """Return the entries of one GPU model."""
         entries = {subject: rows for subject, rows in self.entries.items() if subject.gpu == gpu}
         origins = {at: origin for at, origin in self.origins.items() if at[0].gpu == gpu}
-        return TuningTable(entries, origins)
+        return TuningTable(entries, origins, self.gpus)
+
+    def for_alike(self, gpu: str, facts: GpuFacts) -> TuningTable:
+        """Return the entries of other GPU models with the same facts, as entries of this one. Of several models alike,
+        the first by name serves a key."""
+        found: dict[Subject, tuple[str, Mapping[int, Choice | None]]] = {}
+        for subject in sorted(self.entries, key=lambda subject: subject.gpu):
+            if subject.gpu != gpu and self.gpus.get(subject.gpu) == facts:
+                found.setdefault(subject._replace(gpu=gpu), (subject.gpu, self.entries[subject]))
+        entries = {subject: rows for subject, (_, rows) in found.items()}
+        return TuningTable(entries, {(one, most): other for one, (other, rows) in found.items() for most in rows})
 
     def without(self, origin: str) -> TuningTable:
         """Return the entries that have another origin."""
         kept = {at: choice for at, choice in self.flat().items() if self.origins[at] != origin}
-        return TuningTable(TuningTable.of(kept, "").entries, {at: self.origins[at] for at in kept})
+        return TuningTable(TuningTable.of(kept, "").entries, {at: self.origins[at] for at in kept}, self.gpus)
 
     def counts(self) -> dict[str, int]:
         """Return the number of entries by origin."""
@@ -87,7 +114,9 @@ class TuningTable:
     def text(self) -> str:
         """Return the file's content, one subject per line."""
         lines = ",\n".join(map(json.dumps, self._as_json()))
-        return f'{{"schema": {json.dumps(SCHEMA)}, "entries": [\n{lines}\n]}}\n'
+        gpus = {name: facts._asdict() for name, facts in sorted(self.gpus.items())}
+        known = f'"gpus": {json.dumps(gpus)}, ' if gpus else ""
+        return f'{{"schema": {json.dumps(SCHEMA)}, {known}"entries": [\n{lines}\n]}}\n'
 
     def _as_json(self) -> list[dict[str, Any]]:
         ordered = sorted(self.entries, key=lambda subject: _order((subject, 0)))
@@ -109,11 +138,13 @@ def merged(tables: Iterable[TuningTable]) -> TuningTable:
     """Return all entries of the tables. Where several have the same subject and rows, the first one's applies."""
     choices: dict[tuple[Subject, int], Choice | None] = {}
     origins: dict[tuple[Subject, int], str] = {}
+    gpus: dict[str, GpuFacts] = {}
     for table in tables:
+        gpus = {**table.gpus, **gpus}
         for at, choice in table.flat().items():
             if at not in choices:
                 choices[at], origins[at] = choice, table.origins[at]
-    return TuningTable(TuningTable.of(choices, "").entries, origins)
+    return TuningTable(TuningTable.of(choices, "").entries, origins, gpus)
 
 
 def write_file(path: Path, text: str) -> None:
@@ -145,7 +176,8 @@ def read_table(path: Path, origin: str, checks: Mapping[str, Check] | None = Non
 def parse_table(text: str, where: str, origin: str, checks: Mapping[str, Check] | None = None) -> TuningTable:
     """Return the table with this content. `where` names its file in errors."""
     try:
-        return TuningTable.of(_entries(_json(text), checks or {}), origin)
+        content = _json(text)
+        return TuningTable.of(_entries(content, checks or {}), origin, _gpus(content.get("gpus", {})))
     except ValueError as error:
         raise ConfigError(f"{shown(Path(where))}: not a tuning table: {shown(error)}") from None
 
@@ -166,7 +198,7 @@ def _entries(content: Any, checks: Mapping[str, Check]) -> dict[tuple[Subject, i
     schema = content.get("schema") if isinstance(content, dict) else None
     if schema != SCHEMA:
         raise ValueError(f'its schema is {shown(schema)}; this version reads "{SCHEMA}"')
-    _fields(content, "the table", ("schema", "entries"))
+    _fields(content, "the table", ("schema", "entries"), optional=("gpus",))
     if not isinstance(content["entries"], list):
         raise ValueError("`entries` is not a list")
     found: dict[tuple[Subject, int], Choice | None] = {}
@@ -207,12 +239,27 @@ def _entry(entry: Any, checks: Mapping[str, Check]) -> dict[tuple[Subject, int],
     return found
 
 
-def _fields(value: Any, what: str, names: tuple[str, ...]) -> None:
+def _gpus(content: Any) -> dict[str, GpuFacts]:
+    if not isinstance(content, dict):
+        raise ValueError("`gpus` is not an object")
+    found = {}
+    for name, facts in content.items():
+        _fields(facts, f"the GPU {shown(name)}", GpuFacts._fields)
+        capability, processors = facts["capability"], facts["processors"]
+        if not isinstance(capability, str):
+            raise ValueError(f"the capability of {shown(name)} is {shown(capability)}, not text such as 9.0")
+        if not isinstance(processors, int) or isinstance(processors, bool) or processors < 1:
+            raise ValueError(f"{shown(name)} has {shown(processors)} processors, which is not a whole number from 1 on")
+        found[name] = GpuFacts(capability, processors)
+    return found
+
+
+def _fields(value: Any, what: str, names: tuple[str, ...], optional: tuple[str, ...] = ()) -> None:
     if not isinstance(value, dict):
         raise ValueError(f"{what} is not an object")
     for name in value:
-        if name not in names:
-            raise ValueError(f"{what} has an unknown field {shown(name)}; fields are {', '.join(names)}")
+        if name not in names + optional:
+            raise ValueError(f"{what} has an unknown field {shown(name)}; fields are {', '.join(names + optional)}")
     if missing := [name for name in names if name not in value]:
         raise ValueError(f"{what} lacks {', '.join(missing)}")
 

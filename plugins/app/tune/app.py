@@ -130,7 +130,7 @@ class TuneApp(App):
                 if found.point not in known:
                     measured += 1
                     cache.add_timing(found.line())
-                self._keep(table_of([found], gpu, "search"), cache)
+                self._keep(table_of([found], gpu, cache.machine.facts, "search"), cache)
                 spent = time.monotonic() - began
                 left = spent / measured * (len(tunables) - len(results)) if measured else 0.0
                 name = f"{tunable.op} {' '.join(str(value) for _, value in tunable.key)}, {tunable.rows} rows"

@@ -15,9 +15,9 @@ pytest.importorskip("triton", reason="no Triton for this platform")
 from dovetail.core.interfaces.tuning import make_key
 from dovetail.core.tuning import cache as module
 from dovetail.core.tuning.cache import Cache, Machine, cache_folder, kernels_hash
-from dovetail.core.tuning.table import Subject, TuningTable
+from dovetail.core.tuning.table import GpuFacts, Subject, TuningTable
 
-MACHINE = Machine("NVIDIA X1", 10, "580.1", "2.11", "3.6", "0123")
+MACHINE = Machine("NVIDIA X1", GpuFacts("9.0", 10), "580.1", "2.11", "3.6", "0123")
 
 
 def entry(rows: int, outputs: int = 64) -> TuningTable:
@@ -72,7 +72,13 @@ def test_a_file_that_cannot_be_used_is_one_line_and_is_replaced(cache, content):
 
 def test_another_version_has_its_own_file(cache):
     assert cache.add(entry(1))
-    for change in ({"processors": 11}, {"driver": "590"}, {"torch": "3"}, {"triton": "4"}, {"kernels": "5"}):
+    for change in (
+        {"facts": GpuFacts("9.0", 11)},
+        {"driver": "590"},
+        {"torch": "3"},
+        {"triton": "4"},
+        {"kernels": "5"},
+    ):
         lines: list[str] = []
         other = Cache(replace(MACHINE, **change), lines.append, cache.folder)
         assert len(other.read()) == 0 and "another driver or version" in lines[0] and len(lines) == 1

@@ -14,6 +14,7 @@ from dovetail.core.interfaces.tuning import Tunable, make_key
 from dovetail.core.ops.choices import Choices, installed, temporarily
 from dovetail.core.tuning import search as module
 from dovetail.core.tuning.search import FINALS, Found, distinct, read_found, search, table_of
+from dovetail.core.tuning.table import GpuFacts, parse_table
 from dovetail.core.tuning.timing import copies, fault_of
 
 GPU = "a GPU"
@@ -79,8 +80,10 @@ def test_the_fastest_choice_is_found():
     assert found.best == ({"lanes": 17}, 10.0) and found.before == 20.0
     assert timer.timed == [(False, module.MOST_CANDIDATES), (True, FINALS + 1)]
     assert len(found.times) + len(found.others) == module.MOST_CANDIDATES + 1
-    table = table_of([found], GPU, "search")
+    facts = GpuFacts("9.0", 132)
+    table = table_of([found], GPU, facts, "search")
     assert list(table.flat().values()) == [{"lanes": 17}] and table.counts() == {"search": 1}
+    assert parse_table(table.text(), "export.json", "acme").gpus == {GPU: facts}
 
 
 def test_choices_that_fail_or_are_wrong_are_not_taken(caplog):

@@ -87,6 +87,21 @@ def test_the_cache_precedes_the_tables_of_packages(tmp_path):
     assert start() == (digest, []), "the same tables give the same hash"
 
 
+def test_a_gpu_without_entries_takes_those_of_one_that_is_alike(monkeypatch):
+    shipped, _ = start()
+    tile = installed().find("matmul", NAME, SHAPE, 16)
+    new = SimpleNamespace(name="NVIDIA H100 80GB HBM3", multi_processor_count=132, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: new)
+    digest, (note,) = start()
+    assert installed().find("matmul", new.name, SHAPE, 16) == tile and digest not in ("", shipped)
+    assert f"no tuning table has {new.name}" in note and NAME in note and "app=tune" in note
+    Cache(this_machine(GPU), print).add(table(16, TILE, gpu=new.name))
+    assert start()[1] == [], "this GPU was tuned"
+    assert installed().find("matmul", new.name, SHAPE, 16) == TILE
+    new.name, new.multi_processor_count = "NVIDIA H100 PCIe", 114
+    assert start() == (TuningTable().hash(), []) and not installed().entries
+
+
 def test_a_cache_that_cannot_be_used_is_a_note():
     shipped, _ = start()
     cache = Cache(this_machine(GPU), print)

@@ -10,7 +10,7 @@ import pytest
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces.tuning import make_key
 from dovetail.core.tuning.cache import CHECKS
-from dovetail.core.tuning.table import Subject, TuningTable, merged, parse_table, read_table, write_file
+from dovetail.core.tuning.table import GpuFacts, Subject, TuningTable, merged, parse_table, read_table, write_file
 
 KEY = make_key(weight="fp8", outputs=512, inputs=256)
 HERE, OTHER = Subject("matmul", "a GPU", KEY), Subject("acme_scan", "a GPU", make_key(width=1.5))
@@ -48,12 +48,33 @@ def test_the_first_of_several_tables_applies():
     assert merged([both, elsewhere]).for_gpu("a GPU").hash() == both.hash()
 
 
+def test_a_gpu_takes_the_entries_of_one_that_is_alike():
+    facts, other = GpuFacts("9.0", 132), GpuFacts("9.0", 114)
+    gpus = {"a GPU": facts, "small": other, "b GPU": facts}
+    elsewhere = {(HERE._replace(gpu=name), 16): {**TILE, "stages": n} for n, name in enumerate(("b GPU", "small"), 3)}
+    both = TuningTable.of({(HERE, 16): TILE, (OTHER, 1): None, **elsewhere}, "acme", gpus)
+    found = parse_table(both.text(), "here", "acme").for_alike("new", facts)
+    assert found.entries == {HERE._replace(gpu="new"): {16: TILE}, OTHER._replace(gpu="new"): {1: None}}
+    assert found.counts() == {"a GPU": 2}
+    assert both.for_alike("new", other).flat() == {(HERE._replace(gpu="new"), 16): {**TILE, "stages": 4}}
+    assert not both.for_alike("new", GpuFacts("10.0", 132)).entries
+    assert both.for_alike("a GPU", facts).flat() == {(HERE, 16): {**TILE, "stages": 3}}, "not its own entries"
+    assert not table({(HERE, 16): TILE}).for_alike("new", facts).entries, "the facts are not known"
+
+
 def changed(**fields):
     entry = {"op": "matmul", "gpu": "a GPU", "key": dict(KEY), "rows": {"16": TILE}} | fields
     return {"schema": "dovetail.tuning/1", "entries": [entry]}
 
 
 WRONG = {
+    "GPUs of another type": (changed() | {"gpus": []}, "`gpus` is not an object"),
+    "a GPU without processors": (changed() | {"gpus": {"X1": {"capability": "9.0"}}}, "the GPU 'X1' lacks processors"),
+    "a capability that is no text": (
+        changed() | {"gpus": {"X1": {"capability": 9.0, "processors": 8}}},
+        "capability of 'X1' is 9.0, not text",
+    ),
+    "no processors": (changed() | {"gpus": {"X1": {"capability": "9.0", "processors": 0}}}, "'X1' has 0 processors"),
     "an empty file": ("", "not JSON, or was cut off"),
     "a truncated file": (json.dumps(changed())[:-9], "cut off"),
     "a number that is none": (json.dumps(changed(rows={"1": {**TILE, "x": float("nan")}})), "NaN"),
