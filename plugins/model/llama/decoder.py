@@ -8,8 +8,8 @@ Shapes: T tokens, B sampled rows, C hidden channels, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -50,12 +50,15 @@ from dovetail.core.layers import (
     build_rope,
     check_headers,
     dummy_weights,
+    kind_of,
     load_weights,
     local_heads,
+    one_of_each,
     run_layers,
 )
 from dovetail.core.memory.sizing import group_layers
 from dovetail.core.ops import gelu, silu_and_mul
+from dovetail.core.ops.compile_ahead import only_compiling
 from dovetail.plugins.model.config import LlamaConfig
 from dovetail.plugins.model.llama.families import RUNNABLE, Layout, Names, read_model, spec_of
 
@@ -208,6 +211,14 @@ class Llama(Model):
         self.blocks = [Block(index, build, layout, group_of[index], rope) for index in range(spec.layers)]
         self.norm = NORMS[layout.norm](layout.names.norm, build, spec.hidden, layout.eps)
 
+    @cached_property
+    def _kinds(self) -> list[Hashable]:
+        """The kind of each block. Parameters have their final types once they are loaded."""
+        return [
+            kind_of(attention.layer, (attention.qkv, attention.o, mlp.up, mlp.down))
+            for attention, mlp in ((block.attention, block.mlp) for block in self.blocks)
+        ]
+
     @classmethod
     def spec(cls, config: LlamaConfig) -> ModelSpec:
         return spec_of(config)
@@ -245,8 +256,9 @@ class Llama(Model):
         collective = self.build.collective
         x: torch.Tensor | Partial = embeds_TC
         residual, tapped = None, {}
-        for index, block in enumerate(self.blocks):
-            x, residual = yield from block(x, residual, ctx)
+        indices = one_of_each(self._kinds, taps) if only_compiling() else range(len(self.blocks))
+        for index in indices:
+            x, residual = yield from self.blocks[index](x, residual, ctx)
             if index in taps:
                 # The next boundary would add these anyway; a tap costs one separate reduction.
                 x_TC = yield partial(collective.reduce, x)
