@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import chain, islice, zip_longest
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -16,9 +18,9 @@ from dovetail.core.ops.matmul import KINDS, matmul_reference
 from dovetail.core.ops.padding import empty_rows
 from dovetail.core.ops.tile_choice import MOST_ROWS, OP, by_rule, check_matmul, choice_of, matmul_key, tile_of
 from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
-from dovetail.core.tuning.candidates import candidates
+from dovetail.core.tuning.candidates import ITEMSIZE, RESERVED, candidates, used_shared
 from dovetail.core.tuning.gpu import Gpu, this_gpu
-from dovetail.core.tuning.model import library_seconds, tile_seconds
+from dovetail.core.tuning.measured import Shape, hopper_corrections, predicted_seconds
 from dovetail.core.tuning.table import TuningTable
 
 MOST_CHANNELS = 8192
@@ -56,15 +58,41 @@ class MatmulTunable(Tunable):
     def gpu(self) -> Gpu:
         return self._gpu or this_gpu()
 
-    def candidates(self) -> Iterable[Choice]:
+    @property
+    def _shape(self) -> Shape:
+        return self.rows, self.outputs, self.inputs, self.kind
+
+    @cached_property
+    def _corrections(self) -> dict[MatmulTile | None, float]:
+        """(measured / predicted) of the tiles that were timed near this shape on a GPU of this architecture."""
+        return hopper_corrections().near(self._shape) if self.gpu.hopper else {}
+
+    def candidates(self) -> Iterator[Choice]:
+        near = [tile for tile in self._corrections if tile is not None and self._runs(tile)]
+        ordered = iter(sorted(near, key=self._seconds))
+        yield from map(choice_of, islice(ordered, 1))
+        # What no search has timed takes turns with what one has.
+        mixed = chain.from_iterable(zip_longest(self._modelled(), ordered))
+        yield from (choice_of(tile) for tile in dict.fromkeys(mixed) if tile is not None)
+
+    def _modelled(self) -> list[MatmulTile]:
+        """Return all tiles, those first whose time the model alone predicts to be shortest."""
         shape = self.outputs, self.inputs, self.rows, self.kind, self.gpu
-        # Specialized tiles sum many rows of FP8 in the tensor core's accumulator, as fast_accum allows.
         tiles = [tile for tile in candidates(*shape) if self._fast_accum or not tile.specialized]
-        ordered = _mixed(sorted(((self._seconds(tile), tile) for tile in tiles), key=lambda pair: pair[0]))
-        # Where it was timed, the rule for few rows of FP8 was within 3 % of the fastest tile, closer than predictions.
+        ordered = _mixed(
+            sorted(((predicted_seconds(tile, self._shape, self.gpu), tile) for tile in tiles), key=itemgetter(0))
+        )
+        # Where it was timed, the rule for few rows of FP8 was within 3 % of the fastest tile, closer than the model.
         ruled = by_rule(self.rows, self.outputs, self.gpu.processors, self.gpu.shared) if self.kind == "fp8" else None
         first = [] if ruled is None or not self.admits(choice_of(ruled)) else [ruled]
-        return map(choice_of, dict.fromkeys([*first, *ordered]))
+        return [*first, *ordered]
+
+    def _runs(self, tile: MatmulTile) -> bool:
+        # Specialized tiles sum many rows of FP8 in the tensor core's accumulator, as fast_accum allows.
+        if tile.specialized and not self._fast_accum:
+            return False
+        fits = used_shared(tile, ITEMSIZE[self.kind]) <= self.gpu.shared - RESERVED
+        return fits and self.admits(choice_of(tile))
 
     def admits(self, choice: Choice) -> bool:
         try:
@@ -84,12 +112,10 @@ class MatmulTunable(Tunable):
         return self.op, self.weight_dtype, self.dtype, launched, tuple(facts)
 
     def predicted(self, choice: Choice | None) -> float | None:
-        if choice is None:
-            return library_seconds(self.rows, self.outputs, self.inputs, self.kind, self.gpu)
-        return self._seconds(tile_of(choice))
+        return self._seconds(None if choice is None else tile_of(choice))
 
-    def _seconds(self, tile: MatmulTile) -> float:
-        return tile_seconds(tile, self.rows, self.outputs, self.inputs, self.kind, self.gpu)
+    def _seconds(self, tile: MatmulTile | None) -> float:
+        return predicted_seconds(tile, self._shape, self.gpu) * self._corrections.get(tile, 1.0)
 
     def trials(self, count: int) -> Trials:
         device = torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,123 @@
+"""Timings of matmuls from earlier searches, which correct predictions for shapes and rows near theirs.
+
+The model of core.tuning.model errs alike for one tile on shapes that are alike. So a tile's predicted time is
+multiplied by a mean of (measured / predicted) of the same tile, weighted by how near shape and rows are (kernel
+regression: Nadaraya 1964, Watson 1964), and drawn towards 1 where little was measured nearby.
+
+    {"schema": "dovetail.timings/1", "gpu": {"name": "NVIDIA H100 80GB HBM3", ...},
+     "choices": [null, {"tokens": 16, ...}], "matmuls": [["fp8", 6144, 4096, 16, [[0, 14.1], [1, 8.2]]], ...]}
+
+A matmul is: kind of weight, outputs, inputs, rows, and pairs of a choice's index and microseconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from functools import cache
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dovetail.core.ops.tile_choice import choice_of, tile_of
+from dovetail.core.ops.tiles import MatmulTile
+from dovetail.core.tuning.gpu import Gpu
+from dovetail.core.tuning.model import FIT, Fit, library_seconds, tile_seconds
+
+SCHEMA = "dovetail.timings/1"
+HOPPER = "tables/hopper_timings.json"
+SHAPE_SCALE = 0.7
+"""Distance of shapes, |ln(outputs ratio)| + |ln(inputs ratio)|, at which a timing counts 1/e."""
+ROWS_SCALE = 0.4
+"""The same for |ln(rows ratio)|."""
+PRIOR = 0.3
+"""Weight of "the model is right"."""
+LEAST = 0.1
+"""Sum of a tile's weights below which it counts as not measured nearby."""
+
+Shape = tuple[int, int, int, str]
+"""rows, outputs, inputs, kind of weight"""
+
+
+class Measured(NamedTuple):
+    """The timed choices of one matmul."""
+
+    shape: Shape
+    times: Sequence[tuple[MatmulTile | None, float]]
+    """Microseconds; None = the library."""
+
+
+def predicted_seconds(tile: MatmulTile | None, shape: Shape, gpu: Gpu, fit: Fit = FIT) -> float:
+    """Return the model's time of a tile, or of the library."""
+    return library_seconds(*shape, gpu, fit) if tile is None else tile_seconds(tile, *shape, gpu, fit)
+
+
+class Corrections:
+    """Corrections from the timings of one GPU model."""
+
+    def __init__(self, gpu: Gpu, measured: Iterable[Measured]) -> None:
+        self.tiles: list[MatmulTile | None] = []
+        """Every choice that was timed."""
+        numbers: dict[MatmulTile | None, int] = {}
+        found: dict[str, list[tuple[float, ...]]] = {}
+        for (rows, outputs, inputs, kind), times in measured:
+            for tile, us in times:
+                if tile not in numbers:
+                    numbers[tile] = len(self.tiles)
+                    self.tiles.append(tile)
+                error = np.log(1e-6 * us / predicted_seconds(tile, (rows, outputs, inputs, kind), gpu))
+                line = numbers[tile], np.log(rows), np.log(outputs), np.log(inputs), error
+                found.setdefault(kind, []).append(line)
+        self._by_kind = {kind: np.array(lines).T for kind, lines in found.items()}
+
+    def near(self, shape: Shape, but: tuple[int, int] | None = None) -> dict[MatmulTile | None, float]:
+        """Return the factor for each tile that was timed near this shape. `but`: outputs and inputs of timings to leave
+        out, to judge the rest by them."""
+        rows, outputs, inputs, kind = shape
+        if kind not in self._by_kind:
+            return {}
+        numbers, log_rows, log_outputs, log_inputs, errors = self._by_kind[kind]
+        by_shape = np.abs(log_outputs - np.log(outputs)) + np.abs(log_inputs - np.log(inputs))
+        weights = np.exp(-by_shape / SHAPE_SCALE - np.abs(log_rows - np.log(rows)) / ROWS_SCALE)
+        if but is not None:
+            weights *= (log_outputs != np.log(but[0])) | (log_inputs != np.log(but[1]))
+        tiles, count = numbers.astype(int), len(self.tiles)
+        sums = np.bincount(tiles, weights, count)
+        factors = np.exp(np.bincount(tiles, weights * errors, count) / (sums + PRIOR))
+        return {self.tiles[i]: float(factors[i]) for i in np.flatnonzero(sums >= LEAST)}
+
+
+def text_of(gpu: Gpu, measured: Iterable[Measured]) -> str:
+    """Return the content of a file with these timings, one matmul per line."""
+    choices: dict[str, int] = {}
+    lines = []
+    for (rows, outputs, inputs, kind), times in sorted(measured, key=lambda one: (*one.shape[3:], *one.shape[:3])):
+        pairs = []
+        for tile, us in sorted(times, key=lambda pair: pair[1]):
+            text = json.dumps(None if tile is None else dict(choice_of(tile)), sort_keys=True)
+            pairs.append([choices.setdefault(text, len(choices)), round(us, 2)])
+        lines.append(json.dumps([kind, outputs, inputs, rows, pairs], separators=(",", ":")))
+    known, matmuls = ",\n".join(choices), ",\n".join(lines)
+    head = f'"schema": {json.dumps(SCHEMA)}, "gpu": {json.dumps(asdict(gpu))}'
+    return f'{{{head}, "choices": [\n{known}\n], "matmuls": [\n{matmuls}\n]}}\n'
+
+
+def read_measured(text: str) -> tuple[Gpu, list[Measured]]:
+    """Return the content of a file of this package."""
+    content: Mapping[str, Any] = json.loads(text)
+    if content["schema"] != SCHEMA:
+        raise ValueError(f"the schema is {content['schema']}, not {SCHEMA}")
+    tiles = [None if choice is None else tile_of(choice) for choice in content["choices"]]
+    found = [
+        Measured((rows, outputs, inputs, kind), [(tiles[number], us) for number, us in pairs])
+        for kind, outputs, inputs, rows, pairs in content["matmuls"]
+    ]
+    return Gpu(**content["gpu"]), found
+
+
+@cache
+def hopper_corrections() -> Corrections:
+    """Return the corrections from the timings that Dovetail ships for Hopper."""
+    return Corrections(*read_measured(files("dovetail.core.tuning").joinpath(*HOPPER.split("/")).read_text("utf-8")))
