@@ -1,8 +1,9 @@
-"""Layers that launch the same kernels. To find what there is to compile, one of each kind need run."""
+"""Layers that launch the same kernels. To find and load what a step launches, one of each kind need run."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import is_dataclass, replace
 from numbers import Number
 
@@ -10,6 +11,23 @@ import torch
 
 from dovetail.core.interfaces import AttentionLayer, LinearMethod
 from dovetail.core.layers.linear import Linear
+
+_rehearsals = 0
+
+
+@contextmanager
+def rehearsal() -> Iterator[None]:
+    """A block in which steps run for the kernels that they launch, and not for their results."""
+    global _rehearsals
+    _rehearsals += 1
+    try:
+        yield
+    finally:
+        _rehearsals -= 1
+
+
+def rehearsing() -> bool:
+    return _rehearsals > 0
 
 
 def kind_of(attention: AttentionLayer, linears: Iterable[Linear]) -> Hashable:

@@ -50,27 +50,15 @@ def compile_ahead(workers: int, *, server: CompileServer | None = None, ignore_e
             kernel.device_caches[device][0].setdefault(key, made)
         return made
 
-    global _depth
     start, tune = JITFunction._do_compile, Autotuner.run
     with _Pool(workers, server) as pool, triton.AsyncCompileMode(pool, ignore_errors=ignore_errors):
         # Triton's own way to compile in a pool takes one kernel by name, and plugins' kernels are not known here.
         JITFunction.run, JITFunction._do_compile, Autotuner.run = compile_only, once, each_config
-        _depth += 1
         try:
             with keys_from_sources(), _NewIsZero():
                 yield
         finally:
-            _depth -= 1
             JITFunction.run, JITFunction._do_compile, Autotuner.run = launch, start, tune
-
-
-_depth = 0
-"""Blocks of compile_ahead that are open."""
-
-
-def only_compiling() -> bool:
-    """Whether launches compile kernels instead of running them, so that repeating a launch changes nothing."""
-    return _depth > 0
 
 
 class _Pool(ThreadPoolExecutor):

@@ -37,6 +37,7 @@ from dovetail.core.interfaces import (
     Progress,
 )
 from dovetail.core.interfaces.records import MOST_LOGPROBS
+from dovetail.core.layers import rehearsal
 from dovetail.core.ops.logprobs import best_logprobs
 from dovetail.core.ops.step import SampleInputs, TokenLayout, accept, gather_samples
 from dovetail.core.worker.batch import Batch, Rows, adapting, lay_out
@@ -75,7 +76,8 @@ class Recorder:
         graph = torch.cuda.CUDAGraph()
         self._graphs.append(graph)
         with torch.cuda.stream(self._stream):
-            call()  # Compiles kernels, which is impossible during capture.
+            with rehearsal():
+                call()  # Compiles and loads kernels, which is impossible during capture.
             graph.capture_begin(pool=self._pool)
             try:
                 outputs = call()

@@ -24,6 +24,7 @@ from dovetail.core.interfaces import (
     StepPlan,
 )
 from dovetail.core.interfaces.plan import DECODE, LATE, SAMPLE
+from dovetail.core.layers import rehearsal
 from dovetail.core.memory.sizing import page_count
 from dovetail.core.ops.choices import installed
 from dovetail.core.ops.compile_ahead import compile_ahead, compile_workers
@@ -136,7 +137,7 @@ def run_warmup_steps(parts: RankParts) -> None:
 def compile_kernels(parts: RankParts, server: CompileServer | None) -> None:
     """Compile the kernels that warm-up steps and graphs launch."""
     workers = compile_workers(parts.connection.size) if server is None else server.workers
-    with compile_ahead(workers, server=server), torch.inference_mode():
+    with rehearsal(), compile_ahead(workers, server=server), torch.inference_mode():
         run_warmup_steps(parts)
         with _trial(parts, parts.engine.page_size) as runner:
             make_graphs(parts, runner.state, runner.drafts).warm_up()

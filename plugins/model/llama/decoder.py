@@ -54,11 +54,11 @@ from dovetail.core.layers import (
     load_weights,
     local_heads,
     one_of_each,
+    rehearsing,
     run_layers,
 )
 from dovetail.core.memory.sizing import group_layers
 from dovetail.core.ops import gelu, silu_and_mul
-from dovetail.core.ops.compile_ahead import only_compiling
 from dovetail.plugins.model.config import LlamaConfig
 from dovetail.plugins.model.llama.families import RUNNABLE, Layout, Names, read_model, spec_of
 
@@ -256,7 +256,7 @@ class Llama(Model):
         collective = self.build.collective
         x: torch.Tensor | Partial = embeds_TC
         residual, tapped = None, {}
-        indices = one_of_each(self._kinds, taps) if only_compiling() else range(len(self.blocks))
+        indices = one_of_each(self._kinds, taps) if rehearsing() else range(len(self.blocks))
         for index in indices:
             x, residual = yield from self.blocks[index](x, residual, ctx)
             if index in taps:

@@ -48,13 +48,13 @@ def test_one_layer_of_each_kind_launches_what_all_layers_do(monkeypatch: pytest.
     def record(kernel: Any, key: Any, *more: Any) -> None:
         variants.add((kernel.fn.__name__, key))
 
-    def launched(only_compiling: bool) -> tuple[set[tuple[str, Any]], int]:
+    def launched(of_each_kind: bool) -> tuple[set[tuple[str, Any]], int]:
         ran: list[int] = []
         block = decoder.Block.__call__
         with monkeypatch.context() as patched:
             patched.setattr(launch, "keep_shared_memory", lambda device: None)
             patched.setattr(JITFunction, "_do_compile", record)
-            patched.setattr(decoder, "only_compiling", lambda: only_compiling)
+            patched.setattr(decoder, "rehearsing", lambda: of_each_kind)
             patched.setattr(decoder.Block, "__call__", lambda self, *args: ran.append(1) or block(self, *args))
             variants.clear()
             with no_gpu():
