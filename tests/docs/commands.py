@@ -29,6 +29,7 @@ COMPOSED_ONLY = {
     "one_at_a_time": "takes a minute",
     "ablate.quality.prompts=2": "starts processes; tests/unit/app/test_ablate.py runs a small one",
     "engine.dp=2": "starts processes; tests/invariance/test_two_replicas.py compares their outputs with those of one",
+    "check.component=scheduler/lottery": "takes a minute; the nightly script has one in tests/third_party/test_new.py",
     "app=quality": "takes minutes; tests/unit/app/test_quality.py runs a small one",
 }
 """Commands with these words are only composed and checked (`--cfg job`), except those of `app=plan`."""
