@@ -14,19 +14,18 @@ FILE = "DOVETAIL_REPORT_LOG"
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
-    _append({"test": nodeid, "outcome": "started"})
+    _append(nodeid, "started")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     # Set-up and tear-down count only if they end a test.
     if report.when == "call" or report.outcome != "passed":
-        line = {"test": report.nodeid, "outcome": report.outcome, "seconds": report.duration}
-        _append(line | {"reason": _reason(report.longrepr)})
+        _append(report.nodeid, report.outcome, report.duration, _reason(report.longrepr))
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
     if report.outcome == "failed":
-        _append({"test": report.nodeid, "outcome": "failed", "seconds": 0.0, "reason": _reason(report.longrepr)})
+        _append(report.nodeid, "failed", reason=_reason(report.longrepr))
 
 
 def _reason(found: Any) -> str:
@@ -37,6 +36,7 @@ def _reason(found: Any) -> str:
     return str(crash.message if crash is not None else found or "")
 
 
-def _append(line: dict[str, Any]) -> None:
+def _append(test: str, outcome: str, seconds: float = 0.0, reason: str = "") -> None:
+    line = {"test": test, "outcome": outcome, "seconds": seconds, "reason": reason}
     with open(os.environ[FILE], "a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")

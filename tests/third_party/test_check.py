@@ -75,7 +75,10 @@ def test_faults_are_in_the_report_card(dovetail, site, tmp_path):
         "check.package=faulty check.out=site": "cannot be written",
         "": "give either package or component",
     }
-    (code, out), *results = dovetail(check, *(words("app=check", *line.split()) for line in refused), path=(site,))
+    hangs = words("app=check", "check.component=router/c_dies", "check.rounds=0", "check.timeout=0.1")
+    (code, out), (late, slow), *results = dovetail(
+        check, hangs, *(words("app=check", *line.split()) for line in refused), path=(site,)
+    )
     for result, reason in zip(results, refused.values(), strict=True):
         assert reason in refusal(result)
     assert code == 1 and out.rstrip().endswith("failed"), out
@@ -87,4 +90,5 @@ def test_faults_are_in_the_report_card(dovetail, site, tmp_path):
     assert ["port is required" in test["reason"] for test in required["tests"]] == [True]
     (died,) = (test for test in dies["tests"] if test["outcome"] == "failed")
     assert "the process was killed by SIGKILL" in died["reason"] and "router=c_dies: contract: it chooses an" in out
+    assert late == 1 and "the process was ended after check.timeout=0.1 s" in slow
     assert "killed by SIGKILL" in (tmp_path / "card.html").read_text()

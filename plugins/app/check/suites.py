@@ -138,11 +138,13 @@ def _read(log: Path, ended: str) -> dict[str, list[Outcome]]:
     for line in map(json.loads, lines):
         file, _, test = line["test"].partition("::")
         of_file, name = found.setdefault(Path(file).name, {}), test.partition("::")[2] or test
-        if line["outcome"] == "started":
-            of_file[name] = Outcome(name, "failed", 0.0, ended)
-        elif of_file.get(name, Outcome(name, "passed", 0.0, ended)).reason == ended or line["outcome"] == "failed":
+        if name not in of_file or of_file[name].outcome != "failed":
             of_file[name] = Outcome(name, line["outcome"], line["seconds"], line["reason"])
-    return {file: list(outcomes.values()) for file, outcomes in found.items()}
+    return {file: [_ended(one, ended) for one in outcomes.values()] for file, outcomes in found.items()}
+
+
+def _ended(one: Outcome, ended: str) -> Outcome:
+    return Outcome(one.test, "failed", 0.0, ended) if one.outcome == "started" else one
 
 
 def _not_run(ended: str) -> Outcome:
