@@ -38,5 +38,9 @@ class Component:
     """Reference to a function of `(config, facts of the model, readers)`, which returns the name of another component
     of this kind to use instead. `readers` has the functions that `reads` refer to, by component. The facts are None for
     a model that chooses."""
+    contract: str | None = None
+    """Reference to the subclass of the kind's contract suite that tests the component. None = the suite itself, which
+    builds the class with default options. Imported by app=check and `dovetail.core.testing.suites`; needs the `test`
+    extra."""
     renamed: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Former option name -> current name. The former name still works, with a warning that names the package."""

@@ -190,7 +190,8 @@ def _fault(component: Any) -> str:
         return f"dovetail_components() gave {component!r}, not a Component"
     if component.kind not in KINDS:
         return f"there is no kind `{component.kind}`.{did_you_mean(component.kind, KINDS)} Kinds: {listing(KINDS)}."
-    optional = {what: getattr(component, what) for what in ("capabilities", "facts", "reads", "stored", "chooses")}
+    attributes = ("capabilities", "facts", "reads", "stored", "chooses", "contract")
+    optional = {what: getattr(component, what) for what in attributes}
     references = {"target": component.target} | {what: text for what, text in optional.items() if text is not None}
     for what, text in ({"name": component.name, "api": component.api} | references).items():
         if not isinstance(text, str):

@@ -20,38 +20,108 @@ class Kind:
     """Version of the contract, "<kind>/<major>.<minor>". A component's `api` is compared with it."""
     interface: str
     """Reference to the contract's class, "module:Class". A component's target must be a subclass of it."""
+    suite: str
+    """Reference to the suite of tests of the contract, "module:Class". It needs the `test` extra."""
     about: str
 
 
-def _kind(name: str, cardinality: Cardinality, interface: str, about: str, api: str = "0.1") -> Kind:
-    return Kind(name, cardinality, f"{name}/{api}", f"dovetail.core.interfaces:{interface}", about)
+def _kind(name: str, cardinality: Cardinality, interface: str, suite: str, about: str, api: str = "0.1") -> Kind:
+    tests = f"dovetail.core.testing.{suite}"
+    return Kind(name, cardinality, f"{name}/{api}", f"dovetail.core.interfaces:{interface}", tests, about)
 
 
 KINDS: dict[str, Kind] = {
     kind.name: kind
     for kind in (
-        _kind("app", "one", "App", "what a run does: generate text, serve, measure, compare"),
-        _kind("model", "one", "Model", "layers, weight names and the forward pass", api="0.3"),
-        _kind("scheduler", "one", "Scheduler", "which sequences run in a step, and how many tokens of each"),
-        _kind("kv_cache", "one", "KVAllocator", "which sequence owns which KV page, and what is reused"),
+        _kind("app", "one", "App", "app:AppContract", "what a run does: generate text, serve, measure, compare"),
+        _kind("model", "one", "Model", "model:ModelContract", "layers, weight names and the forward pass", api="0.3"),
         _kind(
-            "attention", "one", "AttentionBackend", "writes keys and values to pages and attends over them", api="0.2"
+            "scheduler",
+            "one",
+            "Scheduler",
+            "scheduler:SchedulerContract",
+            "which sequences run in a step, and how many tokens of each",
         ),
-        _kind("quant", "one", "Quantizer", "the number format of weights, activations and KV", api="0.2"),
-        _kind("adapter", "one", "Adapters", "changes to linear layers that requests choose by name"),
-        _kind("spec_decode", "one", "Drafter", "proposes tokens that the model then verifies", api="0.2"),
-        _kind("executor", "one", "Executor", "runs plans on one or many ranks"),
-        _kind("router", "one", "Router", "which data-parallel replica runs a request"),
-        _kind("collective", "one", "Collective", "sums and gathers between ranks"),
-        _kind("cost", "one", "CostModel", "predicts the time of a plan"),
-        _kind("logits", "many", "LogitsProcessor", "changes logits before a token is sampled", api="0.2"),
         _kind(
-            "grammar", "one", "GrammarCompiler", "which tokens may come next, for outputs of a given form", api="0.2"
+            "kv_cache",
+            "one",
+            "KVAllocator",
+            "kv_cache:KVAllocatorContract",
+            "which sequence owns which KV page, and what is reused",
         ),
-        _kind("observer", "many", "Observer", "receives one record per step, off the critical path"),
-        _kind("tool_parser", "per_request", "ToolParser", "finds tool calls in generated text"),
-        _kind("reasoning_parser", "per_request", "ReasoningParser", "separates reasoning from the answer"),
-        _kind("workload", "one", "Workload", "the requests of a benchmark"),
+        _kind(
+            "attention",
+            "one",
+            "AttentionBackend",
+            "attention:AttentionContract",
+            "writes keys and values to pages and attends over them",
+            api="0.2",
+        ),
+        _kind(
+            "quant",
+            "one",
+            "Quantizer",
+            "quant:QuantizerContract",
+            "the number format of weights, activations and KV",
+            api="0.2",
+        ),
+        _kind(
+            "adapter",
+            "one",
+            "Adapters",
+            "adapter:AdaptersContract",
+            "changes to linear layers that requests choose by name",
+        ),
+        _kind(
+            "spec_decode",
+            "one",
+            "Drafter",
+            "spec_decode:DrafterContract",
+            "proposes tokens that the model then verifies",
+            api="0.2",
+        ),
+        _kind("executor", "one", "Executor", "executor:ExecutorContract", "runs plans on one or many ranks"),
+        _kind("router", "one", "Router", "router:RouterContract", "which data-parallel replica runs a request"),
+        _kind("collective", "one", "Collective", "collective:CollectiveContract", "sums and gathers between ranks"),
+        _kind("cost", "one", "CostModel", "cost:CostContract", "predicts the time of a plan"),
+        _kind(
+            "logits",
+            "many",
+            "LogitsProcessor",
+            "logits:LogitsProcessorContract",
+            "changes logits before a token is sampled",
+            api="0.2",
+        ),
+        _kind(
+            "grammar",
+            "one",
+            "GrammarCompiler",
+            "grammar:GrammarContract",
+            "which tokens may come next, for outputs of a given form",
+            api="0.2",
+        ),
+        _kind(
+            "observer",
+            "many",
+            "Observer",
+            "observer:ObserverContract",
+            "receives one record per step, off the critical path",
+        ),
+        _kind(
+            "tool_parser",
+            "per_request",
+            "ToolParser",
+            "parsers:ToolParserContract",
+            "finds tool calls in generated text",
+        ),
+        _kind(
+            "reasoning_parser",
+            "per_request",
+            "ReasoningParser",
+            "parsers:ReasoningParserContract",
+            "separates reasoning from the answer",
+        ),
+        _kind("workload", "one", "Workload", "workload:WorkloadContract", "the requests of a benchmark"),
     )
 }
 

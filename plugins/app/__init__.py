@@ -3,7 +3,9 @@
 from dovetail.core.compose import Component
 from dovetail.plugins.app.ablate.config import AblateConfig
 from dovetail.plugins.app.bench.config import BenchConfig
+from dovetail.plugins.app.check.config import CheckConfig
 from dovetail.plugins.app.generate.config import GenerateConfig
+from dovetail.plugins.app.new.config import NewConfig
 from dovetail.plugins.app.plan.config import PlanConfig
 from dovetail.plugins.app.plugins.config import PluginsConfig
 from dovetail.plugins.app.quality.config import QualityConfig
@@ -16,7 +18,9 @@ COMPONENTS: tuple[Component, ...] = tuple(
     for name, config, target in (
         ("ablate", AblateConfig, "AblateApp"),
         ("bench", BenchConfig, "BenchApp"),
+        ("check", CheckConfig, "CheckApp"),
         ("generate", GenerateConfig, "GenerateApp"),
+        ("new", NewConfig, "NewApp"),
         ("plan", PlanConfig, "PlanApp"),
         ("plugins", PluginsConfig, "PluginsApp"),
         ("quality", QualityConfig, "QualityApp"),

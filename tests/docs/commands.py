@@ -29,6 +29,8 @@ COMPOSED_ONLY = {
     "one_at_a_time": "takes a minute",
     "ablate.quality.prompts=2": "starts processes; tests/unit/app/test_ablate.py runs a small one",
     "engine.dp=2": "starts processes; tests/invariance/test_two_replicas.py compares their outputs with those of one",
+    "check.component=scheduler/lottery": "takes a minute; the nightly script has one in tests/third_party/test_new.py",
+    "scheduler:[lottery]": "starts processes; tests/unit/app/test_ablate.py runs a small one",
     "app=quality": "takes minutes; tests/unit/app/test_quality.py runs a small one",
 }
 """Commands with these words are only composed and checked (`--cfg job`), except those of `app=plan`."""
@@ -56,6 +58,7 @@ NOT_RUN = {
     "python benchmarks/compare.py table": "needs vLLM and GPUs; tests/unit/benchmarks/test_table.py runs it without",
     "python benchmarks/cpu_step.py --plan": "starts processes; tests/unit/benchmarks/test_cpu_step.py runs it",
     "python benchmarks/layouts.py": "needs GPUs; tests/unit/benchmarks/test_layouts.py runs it without",
+    "python tests/api/surface.py": "changes the checkout; tests/api/test_surface.py tests what it demands",
     "docker ": "needs Docker",
     "sudoedit ": "needs an administrator",
     "GRAFANA_PASSWORD=... ": "needs Docker",
@@ -136,7 +139,7 @@ class Command:
         before, after = start[:cut], start[cut:]
         app = next((word for word in before if word.startswith("app=")), "app=generate")
         app = next((f"app={word.partition('=')[2]}" for word in before if word.startswith("+preset=ladder")), app)
-        measures = app in ("app=bench", "app=ablate", "app=quality") or "ladder" in app
+        measures = app in ("app=bench", "app=ablate", "app=quality", "app=check") or "ladder" in app
         if (app == "app=generate" or measures) and "--cfg" not in before and not {"--help", "-h"} & set(before):
             limited = app != "app=generate" or any(word.startswith("generate.max_tokens") for word in before)
             before += [] if limited else [FEW_TOKENS]

@@ -1,0 +1,36 @@
+"""One output that must be one of some strings."""
+
+import numpy as np
+from dovetail import RequestError
+from dovetail.core.interfaces import Matcher
+
+
+class Choices(Matcher):
+    def __init__(self, text_of, choices, written=""):
+        self.text_of, self.choices, self.written = text_of, choices, written
+
+    def fits(self, token):
+        text = self.text_of.get(token, "")
+        return bool(text) and any(choice.startswith(self.written + text) for choice in self.choices)
+
+    def mask(self, out):
+        flags = np.zeros(32 * len(out), dtype=bool)
+        flags[[token for token in self.text_of if self.fits(token)]] = True
+        out[:] = np.packbits(flags, bitorder="little").view(np.uint32)
+
+    def advance(self, token):
+        if not self.fits(token):
+            raise RequestError(f"grammar: token {token} may not follow {self.written!r}")
+        self.written += self.text_of[token]
+
+    @property
+    def accepting(self):
+        return self.written in self.choices
+
+    @property
+    def finished(self):
+        longer = (choice for choice in self.choices if choice.startswith(self.written))
+        return self.accepting and all(choice == self.written for choice in longer)
+
+    def fork(self):
+        return Choices(self.text_of, self.choices, self.written)
