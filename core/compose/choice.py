@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from dovetail.core.compose.config import Config, part_fields
@@ -22,6 +23,24 @@ def chosen(part: Selected, facts: object, registry: Registry) -> Selected:
     name = part.registered.load(reference)(part.config, facts, readers(kind, registry))
     registered = registry.get(kind, name)
     return Selected(registered, _options(kind, part, registered.component.config, name, registry))
+
+
+def with_nested_choices(part: Selected, registry: Registry) -> Selected:
+    """Return a component with a model inside it, such as a drafter, whose nested parts are those that they choose: the
+    model first, the others by its facts. If these cannot be read, they stay, and the part itself reports the error."""
+    inner: dict[str, Selected] = {key: value for key, value in part.config if isinstance(value, Selected)}
+    model = next((key for key, one in inner.items() if one.component.kind == "model"), None)
+    if model is None or not any(one.component.chooses for one in inner.values()):
+        return part
+    changed: dict[str, Selected] = {}
+    for key in sorted(inner, key=lambda key: key != model):
+        if inner[key].component.chooses:
+            try:
+                facts = None if key == model else changed.get(model, inner[model]).facts()
+            except ConfigError:
+                return part
+            changed[key] = chosen(inner[key], facts, registry)
+    return replace(part, config=part.config.model_copy(update=changed))
 
 
 def readers(kind: str, registry: Registry) -> dict[str, Reader]:

@@ -16,7 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dovetail.core.compose.choice import chosen
+from dovetail.core.compose.choice import chosen, with_nested_choices
 from dovetail.core.compose.composition import Composition
 from dovetail.core.compose.discovery import installed
 from dovetail.core.compose.kinds import KINDS, PRESET
@@ -85,7 +85,8 @@ def _with_choices(nodes: dict[str, Any], registry: Registry) -> dict[str, Any]:
         except ConfigError:
             return nodes
         nodes = nodes | {kind: chosen(nodes[kind], facts, registry)}
-    return nodes
+    parts = {kind: part for kind, part in nodes.items() if isinstance(part, Selected)}
+    return nodes | {kind: with_nested_choices(part, registry) for kind, part in parts.items()}
 
 
 def _without_hints(error: Exception) -> str:

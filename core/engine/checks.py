@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dovetail.core import host, tokenizer
@@ -10,9 +11,9 @@ from dovetail.core.compose import Host, Selected
 from dovetail.core.compose.config import part_fields
 from dovetail.core.engine.adapters import check_folders
 from dovetail.core.engine.cost import number_format
-from dovetail.core.engine.stored_weights import stored_formats
+from dovetail.core.engine.stored_weights import stored_formats, table_formats
 from dovetail.core.errors import CapabilityError, CapacityError, DovetailError
-from dovetail.core.interfaces import Model
+from dovetail.core.interfaces import Formats, Model
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -107,49 +108,51 @@ def check_weights_fit(composition: Composition, spec: ModelSpec, host: Host) -> 
         return
     if not composition.part("executor").capabilities(host).provides.get("holds_weights", True):
         return
-    weights, quant = _WeightMemory(composition, spec, host), composition.part("quant")
-    bits = 8.0 * weights.size if quant.name == "none" else _weight_bits(quant, host)
-    if (stored := stored_formats(quant, spec, 8.0 * weights.size)) is not None:
-        bits, _ = stored
+    quant, (dtype, each) = composition.part("quant"), number_format(composition.engine, spec, host.device)
+    bits = 8.0 * each if quant.name == "none" else _weight_bits(quant, host)
+    if (stored := stored_formats(quant, spec, 8.0 * each)) is not None:
+        bits = stored.bits
     if bits is None:
         return
-    missing = weights.missing(bits, composition.engine.tp, composition.engine.memory_fraction)
+    tables = table_formats(quant.capabilities(host).provides, stored)
+    formats, weights = Formats(dtype, each, bits, dtype, each, **tables), _WeightMemory(composition, spec, host)
+    missing = weights.missing(formats, composition.engine.tp, composition.engine.memory_fraction)
     if missing > 0:
-        size = weights.bytes(bits, composition.engine.tp)
+        size = weights.bytes(formats, composition.engine.tp)
         what = f"{spec.architecture} has {size / 2**30:.1f} GiB of weights a device, which has"
         raise CapacityError(
             f"{what} {host.memory_bytes / 2**30:.1f} GiB x engine.memory_fraction={composition.engine.memory_fraction}",
             missing_bytes=int(missing),
-            settings=[words for words, _ in zip(weights.remedies(bits), range(3), strict=False)],
+            settings=[words for words, _ in zip(weights.remedies(formats), range(3), strict=False)],
         )
 
 
 class _WeightMemory:
     def __init__(self, composition: Composition, spec: ModelSpec, host: Host) -> None:
         self.composition, self.spec, self.host = composition, spec, host
-        _, self.size = number_format(composition.engine, spec, host.device)
 
-    def bytes(self, bits: float, tp: int) -> float:
+    def bytes(self, formats: Formats, tp: int) -> float:
         """Return the bytes of weights per device. Ranks on a CPU share its memory."""
-        p = self.spec.parameters
-        assert p is not None
-        quantized = (p.attention + p.mlp + p.experts) * bits / 8
-        total = quantized + (p.embedding + p.head + p.rest) * self.size
+        assert self.spec.parameters is not None
+        total = formats.weight_bytes(self.spec.parameters)
         return total / tp if self.host.device == "cuda" else total
 
-    def missing(self, bits: float, tp: int, fraction: float) -> float:
-        return self.bytes(bits, tp) - self.host.memory_bytes * fraction
+    def missing(self, formats: Formats, tp: int, fraction: float) -> float:
+        return self.bytes(formats, tp) - self.host.memory_bytes * fraction
 
-    def remedies(self, bits: float) -> Iterator[str]:
+    def remedies(self, formats: Formats) -> Iterator[str]:
         """Yield overrides with which the weights fit, single changes first."""
-        engine = self.composition.engine
-        if engine.memory_fraction < 0.95 and self.missing(bits, engine.tp, 0.95) <= 0:
+        engine, bits = self.composition.engine, formats.weight_bits
+        if engine.memory_fraction < 0.95 and self.missing(formats, engine.tp, 0.95) <= 0:
             yield "engine.memory_fraction=0.95"
-        smaller = [one for one in quantizers(self.composition, self.host) if one[1] < bits]
+        others = [one for one in quantizers(self.composition, self.host) if one[1] < bits]
+        # With default options, quantizers leave logits and embedding plain.
+        plain = replace(formats, head_bits=None, embedding_bits=None)
+        smaller = [(name, replace(plain, weight_bits=fewer)) for name, fewer in others]
         for name, fewer in smaller[:MOST_QUANTIZERS]:
             if self.missing(fewer, engine.tp, engine.memory_fraction) <= 0:
                 yield f"quant={name}"
-        for words, each in [("", bits), *((f" quant={name}", fewer) for name, fewer in smaller)]:
+        for words, each in [("", formats), *((f" quant={name}", fewer) for name, fewer in smaller)]:
             for tp in self._ranks():
                 if self.missing(each, tp, engine.memory_fraction) <= 0:
                     yield f"engine.tp={tp} executor=multiproc{words}"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from dovetail.core.compose import Host
-from dovetail.core.engine.stored_weights import stored_formats
+from dovetail.core.engine.stored_weights import stored_formats, table_formats
 from dovetail.core.errors import ConfigError, PluginError
 from dovetail.core.interfaces import CostModel, Formats
 
@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from dovetail.core.compose import Composition, EngineConfig
     from dovetail.core.interfaces import ModelSpec
 
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_KV_BYTES = {**_BYTES, "fp8_e4m3": 1, "fp8_e5m2": 1}
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of a number, by dtype."""
+_KV_BYTES = {**BYTES, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 
 def bind_cost(
@@ -34,8 +35,8 @@ def bind_cost(
 
 
 def formats(composition: Composition, spec: ModelSpec, device: str, here: Host | None = None) -> Formats:
-    """Formats from engine.dtype, engine.kv_dtype, and the quantizer's capabilities `weight_bits` and `product`, which
-    the headers of a quantized checkpoint replace."""
+    """Formats from engine.dtype, engine.kv_dtype, and the quantizer's capabilities `weight_bits`, `product`,
+    `head_bits` and `head_product`, which the headers of a quantized checkpoint replace."""
     engine, quant = composition.engine, composition.part("quant")
     dtype, size = number_format(engine, spec, device)
     kv_bytes = size if engine.kv_dtype == "auto" else _size("kv_dtype", engine.kv_dtype, _KV_BYTES)
@@ -43,16 +44,16 @@ def formats(composition: Composition, spec: ModelSpec, device: str, here: Host |
     if quant.name == "none":
         stated = {"weight_bits": 8 * size, "product": dtype, **stated}
     if (stored := stored_formats(quant, spec, 8 * size)) is not None:
-        bits, product = stored
-        stated = {**stated, "weight_bits": bits, **({} if product is None else {"product": product})}
-    if missing := [key for key in ("weight_bits", "product") if key not in stated]:
+        stated = {**stated, "weight_bits": stored.bits, "product": stored.product or stated.get("product")}
+    if missing := [key for key in ("weight_bits", "product") if stated.get(key) is None]:
         raise PluginError(
             str(quant.package),
             f"quant={quant.name} does not state {' and '.join(missing)} among what it provides, which "
             f"cost={composition.part('cost').name} needs: choose cost=none, or another quant",
         )
     product = dtype if stated["product"] == "model" else str(stated["product"])
-    return Formats(dtype, size, float(stated["weight_bits"]), product, kv_bytes)  # type: ignore[arg-type]
+    tables = table_formats(stated, stored)
+    return Formats(dtype, size, float(stated["weight_bits"]), product, kv_bytes, **tables)  # type: ignore[arg-type]
 
 
 def number_format(engine: EngineConfig, spec: ModelSpec, device: str) -> tuple[str, int]:
@@ -60,7 +61,7 @@ def number_format(engine: EngineConfig, spec: ModelSpec, device: str) -> tuple[s
     dtype = engine.dtype
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else spec.dtype
-    return dtype, _size("dtype", dtype, _BYTES)
+    return dtype, _size("dtype", dtype, BYTES)
 
 
 def _size(option: str, name: str, known: Mapping[str, int]) -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dovetail.core.checkpoint import located, open_checkpoint
 from dovetail.core.interfaces.checkpoint import StoredMatrix, TensorHeader
@@ -17,36 +18,71 @@ if TYPE_CHECKING:
 
 _LAYER = re.compile(r"\.\d+\.")
 """Part of the names of tensors in layers; embedding and logits have no number."""
+_HEAD = "lm_head"
+"""Name of the matrix of logits in checkpoints; any other table is the embedding."""
 
 
-def stored_formats(quant: Selected, spec: ModelSpec, plain_bits: float) -> tuple[float, str | None] | None:
-    """Return (bits of a weight in memory, on average over the matrices of layers; number format of most matmuls, None =
-    the one that the quantizer states). None = the weights are plain or random, or the quantizer does not measure them.
-    `plain_bits`: bits of an unquantized weight."""
+@dataclass(frozen=True, slots=True)
+class StoredFormats:
+    """Number formats of a quantized checkpoint's weights in memory."""
+
+    bits: float
+    """Bits of a weight, on average over the matrices of layers."""
+    product: str | None
+    """Number format of most matmuls; None = the one that the quantizer states."""
+    head: StoredMatrix | None
+    """Matrix of logits, or the embedding if the file has no other table; None = plain."""
+    embedding: StoredMatrix | None
+    """None = plain."""
+
+
+def table_formats(stated: Mapping[str, Any], stored: StoredFormats | None) -> dict[str, Any]:
+    """Return `head_bits`, `head_product` and `embedding_bits` of Formats: those of the file if it has quantized tables,
+    and else the quantizer's capabilities of these names."""
+    found = {key: stated.get(key) for key in ("head_bits", "head_product", "embedding_bits")}
+    if stored is not None and stored.head is not None:
+        found |= {"head_bits": stored.head.bits, "head_product": stored.head.product}
+    if stored is not None and stored.embedding is not None:
+        found["embedding_bits"] = stored.embedding.bits
+    if found["head_product"] == "model":
+        found["head_product"] = None
+    return found
+
+
+def stored_formats(quant: Selected, spec: ModelSpec, plain_bits: float) -> StoredFormats | None:
+    """Return the formats that the headers show; None = the weights are plain or random, or the quantizer does not
+    measure them. `plain_bits`: bits of an unquantized weight."""
     quantized = spec.hf is not None and spec.hf.get("quantization_config") is not None
     if spec.checkpoint is None or quant.component.stored is None or not quantized:
         return None
     measure = quant.registered.load(quant.component.stored)
     weights: Counter[str | None] = Counter()
     bits = 0.0
+    tables: dict[str, StoredMatrix | None] = {}
     checkpoint = open_checkpoint(spec.checkpoint)
     for prefix, headers in _matrices(checkpoint.tensors()).items():
         with located(checkpoint):
             found: StoredMatrix | None = measure(spec.hf, prefix, headers)
+        if not _LAYER.search(f"{prefix}."):
+            tables[prefix.rpartition(".")[2]] = found
+            continue
         if found is None:
             count = sum(prod(header.shape) for name, header in headers.items() if name != "bias")
             found = StoredMatrix(count, plain_bits, "model")
         weights[found.product] += found.weights
         bits += found.weights * found.bits
-    return (bits / weights.total(), weights.most_common(1)[0][0]) if weights.total() else None
+    if not weights.total():
+        return None
+    (product, _), *_ = weights.most_common(1)
+    embedding = next((one for name, one in tables.items() if name != _HEAD), None)
+    return StoredFormats(bits / weights.total(), product, tables.get(_HEAD, embedding), embedding)
 
 
 def _matrices(tensors: Mapping[str, TensorHeader]) -> dict[str, dict[str, TensorHeader]]:
-    """Return the headers of each matrix of a layer by the rest of their names. Norms have vectors alone."""
+    """Return the headers of each matrix by the rest of their names. Norms have vectors alone."""
     found: dict[str, dict[str, TensorHeader]] = {}
     for name, header in tensors.items():
-        if _LAYER.search(name):
-            at = name.find(".weight.")
-            prefix = name[:at] if at >= 0 else name.rpartition(".")[0]
-            found.setdefault(prefix, {})[name.removeprefix(f"{prefix}.")] = header
+        at = name.find(".weight.")
+        prefix = name[:at] if at >= 0 else name.rpartition(".")[0]
+        found.setdefault(prefix, {})[name.removeprefix(f"{prefix}.")] = header
     return {name: headers for name, headers in found.items() if any(len(h.shape) > 1 for h in headers.values())}

@@ -38,6 +38,9 @@ class ActFormat:
     perm: torch.Tensor | None = None
     """[C']: column of the input at each place (GPTQ act-order). If there are more places than columns, C stands for a
     column of zeros."""
+    places: torch.Tensor | None = None
+    """int32 [C']: place of each column, then those of the columns of zeros: the inverse of `perm`. With it, kernels
+    that encode store each column at its place, unless scales belong to groups of columns."""
     encode: Any = None
     reference: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]] | None = None
 

@@ -21,7 +21,7 @@ class Formats:
     """Number formats of a composition that determine time and memory."""
 
     dtype: str
-    """Dtype of activations, embedding, logits and attention: "bfloat16", "float16" or "float32"."""
+    """Dtype of activations, attention and unquantized weights: "bfloat16", "float16" or "float32"."""
     dtype_bytes: int
     weight_bits: float
     """Bits per weight of a linear layer, its share of the scales included."""
@@ -29,6 +29,27 @@ class Formats:
     """Number format of the matmuls in linear layers: `dtype`, "fp8", "int8" or "fp4"."""
     kv_bytes: int
     """Bytes per cached value."""
+    head_bits: float | None = None
+    """Bits per weight of the matrix of logits, also if the embedding is tied to it; None = those of `dtype`."""
+    head_product: str | None = None
+    """Number format of the matmul of logits; None = `dtype`."""
+    embedding_bits: float | None = None
+    """Bits per weight of an embedding that is not tied; None = those of `dtype`."""
+
+    def head_bytes(self, p: Parameters) -> float:
+        """Return the bytes of the matrix of logits, over all ranks."""
+        bits = 8 * self.dtype_bytes if self.head_bits is None else self.head_bits
+        return (p.head or p.embedding) * bits / 8
+
+    def embedding_bytes(self, p: Parameters) -> float:
+        """Return the bytes of the embedding, over all ranks; 0 if it is tied to the matrix of logits."""
+        bits = 8 * self.dtype_bytes if self.embedding_bits is None else self.embedding_bits
+        return p.embedding * bits / 8 if p.head else 0.0
+
+    def weight_bytes(self, p: Parameters) -> float:
+        """Return the bytes of all weights, over all ranks."""
+        layers = (p.attention + p.mlp + p.experts) * self.weight_bits / 8
+        return layers + self.head_bytes(p) + self.embedding_bytes(p) + p.rest * self.dtype_bytes
 
 
 class RowWork(NamedTuple):
@@ -91,8 +112,7 @@ class CostModel(ABC):
 
     def weight_bytes(self) -> float:
         """Bytes of all weights, over all ranks."""
-        p = self._parameters
-        return self.step_weight_bytes() + (p.embedding * self.formats.dtype_bytes if p.head else 0)
+        return self.formats.weight_bytes(self._parameters)
 
     def step_weight_bytes(self, tokens: int | None = None) -> float:
         """Bytes of the weights that a step of `tokens` tokens reads, over all ranks: all except the embedding table and
@@ -101,8 +121,8 @@ class CostModel(ABC):
         experts = float(p.experts)
         if tokens is not None and p.experts:
             experts *= 1 - (1 - p.active_experts / p.experts) ** tokens
-        quantized = (p.attention + p.mlp + experts) * self.formats.weight_bits / 8
-        return quantized + ((p.head or p.embedding) + p.rest) * self.formats.dtype_bytes
+        layers = (p.attention + p.mlp + experts) * self.formats.weight_bits / 8
+        return layers + self.formats.head_bytes(p) + p.rest * self.formats.dtype_bytes
 
     def kv_bytes(self, tokens: int) -> int:
         """KV cache bytes of a sequence of `tokens` tokens, on one rank."""

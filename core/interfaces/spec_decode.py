@@ -37,6 +37,10 @@ class DrafterFacts:
     weight_bits: float | None = None
     """Bits per weight of that model's linear layers; None = those of the model's dtype."""
     verify: Verify = "draws"
+    head_bits: float | None = None
+    """The same of its matrix of logits, also if the embedding is tied to it."""
+    embedding_bits: float | None = None
+    """The same of an embedding that is not tied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +152,11 @@ class Drafter(ABC):
     @abstractmethod
     def lookahead(self) -> int:
         """Maximum number of drafts per row and step; 0 = speculation off."""
+
+    def check_files(self, target: TargetView) -> None:
+        """Compare the headers of the drafter's own files with what `bind` loads of them. Called on each rank before a
+        device is used, on a drafter that is not bound afterwards: `target.build.device` is the meta device. Raises
+        ConfigError naming file and tensor. The default checks nothing."""
 
     def bind(self, target: TargetView) -> None:
         """Take the target model. Called once, after it is built."""

@@ -28,8 +28,10 @@ def why_unfused(fmt: ActFormat) -> str | None:
     """Reason why a Triton kernel cannot encode this format in its own pass; None = it can."""
     if fmt.encode is None:
         return "it has no Triton `encode`"
-    if fmt.perm is not None:
-        return "its column order (`perm`) needs a gather"
+    if fmt.perm is not None and fmt.places is None:
+        return "its column order (`perm`) has no inverse (`places`)"
+    if fmt.perm is not None and isinstance(fmt.group, int):
+        return "its scales are those of groups in another column order (`perm`)"
     if fmt.group == "tensor" and fmt.static_scale is None:
         return "one scale for the whole tensor is known only after the last row"
     if isinstance(fmt.group, int) and fmt.group & (fmt.group - 1):

@@ -148,6 +148,10 @@ class CostContract:
         linear = (p.attention + p.mlp + p.experts) * formats.weight_bits / 8
         total = linear + (p.embedding + p.head + p.rest) * formats.dtype_bytes
         assert cost.weight_bytes() == pytest.approx(total), "weight_bytes must count every parameter in its format"
+        cost.bind(self.spec, self.engine, replace(formats, head_bits=4.0))
+        assert cost.weight_bytes() == pytest.approx(total - (p.head or p.embedding) * (formats.dtype_bytes - 0.5)), (
+            "weight_bytes must count the matrix of logits with formats.head_bits"
+        )
         ordered = 0 < cost.step_weight_bytes(1) <= cost.step_weight_bytes() <= cost.weight_bytes()
         assert ordered, "a step must not read more bytes than weight_bytes, nor fewer for more tokens"
         kv_bytes = 1000 * self.spec.kv_bytes_per_token(formats.kv_bytes)

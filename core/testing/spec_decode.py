@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import pytest
 import torch
@@ -100,6 +101,11 @@ class DrafterContract:
             bench.guess()
             assert bench.drafter.lookahead == lookahead, "a step changed lookahead"
         assert self.make().lookahead == lookahead, "two equal drafters must have the same lookahead"
+
+    def test_files_are_checked_before_it_is_bound(self) -> None:
+        drafter, view = self.make(), self.target(self.slots)
+        drafter.check_files(replace(view, build=replace(view.build, device=torch.device("meta"))))
+        assert "target" not in vars(drafter), "check_files must not call `bind`: the target has no weights yet"
 
     def test_its_kv_groups_follow_the_target_s(self) -> None:
         ids = [group.id for group in self.bench().groups]

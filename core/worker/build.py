@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,7 @@ from dovetail.core.interfaces import (
     Model,
     ModelSpec,
     Quantizer,
+    TargetView,
 )
 from dovetail.core.interfaces.tuning import Tunable
 from dovetail.core.tuning.startup import MOST_ROWS
@@ -45,13 +47,28 @@ def weights_of(composition: Composition) -> Checkpoint | None:
 
 
 def check_weights(composition: Composition, quantizer: Quantizer, rank: int, size: int) -> None:
-    """Compare the headers of the weights with what this rank's model loads. Uses no device, so that what headers show
-    to be wrong is refused first."""
-    weights = weights_of(composition)
-    if weights is None or composition.part("model").target().check_checkpoint is Model.check_checkpoint:
+    """Compare the headers of the weights, also of the drafter's own, with what this rank loads. Uses no device, so that
+    what headers show to be wrong is refused first."""
+    weights, drafter = weights_of(composition), composition.build("spec_decode")
+    if composition.part("model").target().check_checkpoint is Model.check_checkpoint:
+        weights = None
+    drafts = type(drafter).check_files is not Drafter.check_files
+    if weights is None and not drafts:
         return
-    with located(weights):
-        model_without_weights(composition, quantizer, torch.device("cpu"), rank, size).check_checkpoint(weights)
+    with nullcontext() if weights is None else located(weights):
+        model = model_without_weights(composition, quantizer, torch.device("cpu"), rank, size)
+        if weights is not None:
+            model.check_checkpoint(weights)
+    if drafts:
+        drafter.check_files(target_view(composition, model))
+
+
+def target_view(composition: Composition, model: Model) -> TargetView:
+    """Return what a drafter gets of the target model."""
+    engine, selected = composition.engine, composition.part("model")
+    source = selected.target().source(selected.config)
+    max_len, first_group = model.build.spec.longest(engine.max_len), 1 + max(group.id for group in model.kv_groups)
+    return TargetView(model.build, source, engine.max_seqs, max_len, first_group, model.embed, model.logits)
 
 
 def model_without_weights(

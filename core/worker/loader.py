@@ -18,7 +18,6 @@ from dovetail.core.interfaces import (
     ModelSpec,
     Progress,
     Quantizer,
-    TargetView,
 )
 from dovetail.core.memory.pools import make_host_pools
 from dovetail.core.memory.sizing import measure_pages, wanted_tokens
@@ -30,6 +29,7 @@ from dovetail.core.worker.build import (
     build_context,
     build_quantizer,
     check_weights,
+    target_view,
     tunables_of,
     tuned_sizes,
 )
@@ -179,12 +179,11 @@ def _build_parts(
         if (why := why_useless(engine.overlap_tokens, engine.token_budget, connection.size)) is not None:
             note(f"engine.overlap_tokens={engine.overlap_tokens} gains nothing: {why}")
     phases.end("build model")
-    first_group = 1 + max(group.id for group in model.kv_groups)
-    source = model_class.source(selected.config)
-    drafter.bind(TargetView(build, source, engine.max_seqs, max_len, first_group, model.embed, model.logits))
+    target = target_view(composition, model)
+    drafter.bind(target)
     if drafter.verify == "typical":
         note("spec_decode.verify=typical is not lossless: sampled text is less random than without drafts")
-    fill(model, source, engine.seed, progress)
+    fill(model, target.source, engine.seed, progress)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     phases.end("load weights")
@@ -196,7 +195,8 @@ def _build_parts(
     if len({group.id for group in groups}) < len(groups):
         raise composition.part("spec_decode").fault(
             f"its KV groups have ids {[group.id for group in drafter.kv_groups()]}, and those of the model are "
-            f"{[group.id for group in model.kv_groups]}: number its own from TargetView.first_group = {first_group}"
+            f"{[group.id for group in model.kv_groups]}: number its own from TargetView.first_group = "
+            f"{target.first_group}"
         )
     kv_cache = composition.part("kv_cache")
     host_pages = kv_cache.target().host_pages(kv_cache.config, groups)

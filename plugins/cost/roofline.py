@@ -30,7 +30,7 @@ class Roofline(CostModel):
         self._kv_bandwidth = self._bandwidth * c.kv_share
         # FLOPs on one rank; a multiply-add is two.
         self._linear_flops = 2 * (p.attention + p.mlp + p.active_experts) / tp
-        self._head_seconds = 2 * (p.head or p.embedding) / tp / plain
+        self._head_seconds = 2 * (p.head or p.embedding) / tp / self._flops(formats.head_product or formats.dtype)
         self._windows = Counter(spec.windows or (0,) * spec.layers)
         self._kv_bytes = spec.kv_bytes_per_token(formats.kv_bytes, tp) / spec.layers
         if (mla := spec.mla) is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from dovetail.core.compose.capabilities import FP8_HARDWARE, Capabilities, Host, Requires
 from dovetail.plugins.quant.config import (
     FP4Config,
@@ -14,22 +16,33 @@ from dovetail.plugins.quant.config import (
 )
 
 
+def _provides(config: FP8Config | FP4Config | Int4Config | NF4Config, bits: float, host: Host) -> dict[str, Any]:
+    """Return what a quantizer with the options `activations` and `head` provides."""
+    head = {"head_bits": 8, "head_product": "model" if _old(host) else "fp8"} if config.head == "fp8" else {}
+    return {"weight_bits": bits, "product": "fp8" if config.activations == "fp8" else "model", **head}
+
+
+def _old(host: Host) -> bool:
+    """Whether the host has a GPU without FP8 matmuls."""
+    return bool(host.device_count) and host.compute_capability < FP8_HARDWARE
+
+
 def int8(config: Int8Config, host: Host) -> Capabilities:
     return Capabilities(provides={"weight_bits": 8, "product": "int8"})
 
 
 def int4(config: Int4Config, host: Host) -> Capabilities:
     bits = config.bits + ((16 if config.symmetric else 24) / config.group if config.group else 0)
-    return Capabilities(provides={"weight_bits": bits, "product": "fp8" if config.activations == "fp8" else "model"})
+    return Capabilities(provides=_provides(config, bits, host))
 
 
 def fp4(config: FP4Config, host: Host) -> Capabilities:
     # Scales of NVFP4 have 8 bits, those of MXFP4 16.
-    return Capabilities(provides={"weight_bits": 4.5, "product": "fp8" if config.activations == "fp8" else "model"})
+    return Capabilities(provides=_provides(config, 4.5, host))
 
 
 def nf4(config: NF4Config, host: Host) -> Capabilities:
-    return Capabilities(provides={"weight_bits": 4.5, "product": "fp8" if config.activations == "fp8" else "model"})
+    return Capabilities(provides=_provides(config, 4.5, host))
 
 
 def mixed(config: MixedConfig, host: Host) -> Capabilities:
@@ -46,9 +59,11 @@ def gguf(config: GGUFConfig, host: Host) -> Capabilities:
 
 
 def fp8(config: FP8Config, host: Host) -> Capabilities:
-    old = bool(host.device_count) and host.compute_capability < FP8_HARDWARE
+    old = _old(host)
+    provides = _provides(config, 8, host)
     if config.activations == "plain" or (config.activations == "auto" and old):
-        return Capabilities(provides={"weight_bits": 8, "product": "model"})
+        head = {"head_product": "model"} if config.head == "fp8" else {}
+        return Capabilities(provides={**provides, **head})
     reason = "quant.activations=fp8 multiplies in FP8, as Ada and Hopper do; quant.activations=plain runs on this GPU"
     demand = Requires(kind="host", key="compute_capability", at_least=FP8_HARDWARE, reason=reason)
-    return Capabilities(provides={"weight_bits": 8, "product": "fp8"}, requires=(demand,) if old else ())
+    return Capabilities(provides={**provides, "product": "fp8"}, requires=(demand,) if old else ())

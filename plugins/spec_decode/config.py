@@ -41,5 +41,5 @@ class DraftModelConfig(Config):
     text for a seed. typical: not lossless."""
     model: Selected = Part("model", default="tiny_draft")
     """The draft model: `model@spec_decode.model=llama spec_decode.model.path=<model folder>`."""
-    quant: Selected = Part("quant", default="none")
-    """Quantizer of the draft model."""
+    quant: Selected = Part("quant", default="auto")
+    """Quantizer of the draft model; auto: the one that reads its checkpoint."""

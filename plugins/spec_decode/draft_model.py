@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from dovetail.core.checkpoint import located
 from dovetail.core.errors import ConfigError, shown
 from dovetail.core.interfaces import (
     Draft,
@@ -40,16 +41,27 @@ class DraftModel(Drafter):
     def verify(self) -> Verify:  # type: ignore[override]
         return self.config.verify
 
-    def bind(self, target: TargetView) -> None:
-        super().bind(target)
+    def check_files(self, target: TargetView) -> None:
+        model, source = self._build(target)
+        if source.weights is not None:
+            with located(source.weights):
+                model.check_checkpoint(source.weights)
+
+    def _build(self, target: TargetView) -> tuple[Model, ModelSource]:
+        """Return the draft model without weights, and its files."""
         part = self.config.model
         model_class = part.target()
         spec, source = model_class.spec(part.config), model_class.source(part.config)
         check_fit(f"model@spec_decode.model={part.name}", spec, source, target)
         quantizer = self.config.quant.build()
         read_headers(quantizer, source)
-        self.model = model_class(part.config, target.build_context(spec, quantizer))
+        return model_class(part.config, target.build_context(spec, quantizer)), source
+
+    def bind(self, target: TargetView) -> None:
+        super().bind(target)
+        self.model, source = self._build(target)
         fill(self.model, source)
+        spec = self.model.build.spec
         self.known_S = torch.zeros(target.max_seqs + 1, dtype=torch.int64, device=target.build.device)
         """Number of tokens whose KV is in the draft model's pages."""
         self._at_S = torch.zeros_like(self.known_S)

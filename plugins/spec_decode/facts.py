@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dovetail.core.compose import Host
+from dovetail.core.engine.cost import BYTES
+from dovetail.core.engine.stored_weights import stored_formats, table_formats
 from dovetail.core.interfaces import DrafterFacts
 from dovetail.plugins.spec_decode.config import DraftModelConfig, NgramConfig, NoneConfig
 
@@ -17,6 +19,16 @@ def ngram(config: NgramConfig) -> DrafterFacts:
 
 def draft_model(config: DraftModelConfig) -> DrafterFacts:
     model = config.model
-    bits = config.quant.capabilities(Host(device="cuda")).provides.get("weight_bits")
+    stated = config.quant.capabilities(Host(device="cuda")).provides
     spec = model.facts() or model.target().spec(model.config)
-    return DrafterFacts(config.lookahead, spec, float(bits) if isinstance(bits, int | float) else None, config.verify)
+    bits = stated.get("weight_bits")
+    stored = stored_formats(config.quant, spec, 8.0 * BYTES[spec.dtype])
+    tables = table_formats(stated, stored)
+    return DrafterFacts(
+        config.lookahead,
+        spec,
+        stored.bits if stored is not None else float(bits) if isinstance(bits, int | float) else None,
+        config.verify,
+        tables["head_bits"],
+        tables["embedding_bits"],
+    )

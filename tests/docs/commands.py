@@ -13,6 +13,7 @@ DOCS = ROOT / "docs"
 
 SUBSTITUTIONS = {
     **dict.fromkeys(("/models/Llama-3.1-8B", "/models/Llama-3-8B"), "pkg://dovetail.plugins.model.bundled/tiny"),
+    "model.path=out/tiny-gptq quant=auto": "model.path=pkg://dovetail.plugins.model.bundled/tiny quant=w4a8",
     "benchmarks/": f"{ROOT}/benchmarks/",
 }
 """Placeholder of the pages -> path of the tests."""
@@ -31,6 +32,7 @@ COMPOSED_ONLY = {
     "engine.dp=2": "starts processes; tests/invariance/test_two_replicas.py compares their outputs with those of one",
     "check.component=scheduler/lottery": "takes a minute; the nightly script has one in tests/third_party/test_new.py",
     "scheduler:[lottery]": "starts processes; tests/unit/app/test_ablate.py runs a small one",
+    "quantize.samples=32": "takes 10 s; the page has a smaller one",
     "app=quality": "takes minutes; tests/unit/app/test_quality.py runs a small one",
 }
 """Commands with these words are only composed and checked (`--cfg job`), except those of `app=plan`."""

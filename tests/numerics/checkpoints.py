@@ -91,3 +91,14 @@ def reference_logits(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
 
 def random_tokens(count: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(SHAPE["vocab_size"]), k=count)
+
+
+def in_blocks(weight_OI: torch.Tensor, outputs: int = 64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (E4M3 weight, scale of each block of 64 or `outputs` outputs and 128 inputs, product). Last blocks are
+    smaller."""
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    blocks = [rows.split(128, dim=1) for rows in weight_OI.split(outputs)]
+    scale = torch.stack([torch.stack([block.abs().max() / largest for block in row]) for row in blocks])
+    spread = scale.repeat_interleave(outputs, 0)[: len(weight_OI)].repeat_interleave(128, 1)[:, : weight_OI.shape[1]]
+    values = (weight_OI / spread).to(torch.float8_e4m3fn)
+    return values, scale, values.float() * spread

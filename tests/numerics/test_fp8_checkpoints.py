@@ -25,7 +25,7 @@ from dovetail.plugins.quant.fp8.format import E4M3, LARGEST, quantize_rows
 from dovetail.plugins.quant.fp8.quantizer import FP8
 from dovetail.plugins.quant.none import Unquantized
 
-from .checkpoints import random_tokens, save_random
+from .checkpoints import in_blocks, random_tokens, save_random
 from .driver import Driver
 
 TOKENS = random_tokens(60, seed=8)
@@ -105,16 +105,6 @@ BLOCKS = {
     "weight_block_size": [64, 128],
     "modules_to_not_convert": ["lm_head"],
 }
-
-
-def in_blocks(weight_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (E4M3 weight, scale of each block of 64 outputs and 128 inputs, product). Last blocks are smaller."""
-    scale = torch.stack([
-        torch.stack([block.abs().max() / LARGEST for block in rows.split(128, dim=1)]) for rows in weight_OI.split(64)
-    ])  # fmt: skip
-    spread = scale.repeat_interleave(64, 0)[: len(weight_OI)].repeat_interleave(128, 1)[:, : weight_OI.shape[1]]
-    values = (weight_OI / spread).to(E4M3)
-    return values, scale, values.float() * spread
 
 
 @pytest.mark.parametrize("variant", ["gqa", "gptj"])

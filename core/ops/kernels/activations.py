@@ -24,6 +24,8 @@ def _gelu(
     scale_ptr,
     static_ptr,
     pre_ptr,
+    place_ptr,
+    width,
     scale_st,
     scale_sg,
     TANH: tl.constexpr,
@@ -51,7 +53,21 @@ def _gelu(
     if ENCODE is not None:
         y_fp32 = y.to(tl.float32)
         encode_row(
-            y_fp32, row, start, C, values_ptr, scale_ptr, static_ptr, pre_ptr, scale_st, scale_sg, ENCODE, GROUP, BLOCK
+            y_fp32,
+            row,
+            start,
+            C,
+            values_ptr,
+            scale_ptr,
+            static_ptr,
+            pre_ptr,
+            place_ptr,
+            width,
+            scale_st,
+            scale_sg,
+            ENCODE,
+            GROUP,
+            BLOCK,
         )
 
 
@@ -62,8 +78,8 @@ def gelu_triton(x_TF: torch.Tensor, tanh: bool = False, emit: tuple[ActFormat, .
     plain = empty_rows(tokens, columns, x_TF.dtype, x_TF.device) if plan.plain else None
     target = EncodeTarget.allocate(plan.fused, tokens, columns, x_TF.dtype, x_TF.device)
     if tokens:
-        block = target.block(columns)
-        grid = (tokens, triton.cdiv(columns, block))
+        block = target.block()
+        grid = (tokens, triton.cdiv(target.width, block))
         arguments = target.arguments(block)
         _gelu[grid](
             x_TF, plain, columns, **arguments, TANH=tanh, BLOCK=block, num_warps=warps(block), **dependent(x_TF)

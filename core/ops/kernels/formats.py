@@ -19,6 +19,8 @@ class EncodeTarget:
     """Output tensors of one fused format, and the launch arguments for them that all producers have in common."""
 
     fmt: ActFormat | None
+    width: int
+    """Columns of the values, including those of zeros that `fmt.perm` adds."""
     values: torch.Tensor | None = None
     scale: torch.Tensor | None = None
 
@@ -27,21 +29,22 @@ class EncodeTarget:
         cls, fmt: ActFormat | None, tokens: int, columns: int, dtype: torch.dtype, device: torch.device
     ) -> EncodeTarget:
         if fmt is None:
-            return cls(None)
-        values = empty_rows(tokens, columns, fmt.dtype or dtype, device)
+            return cls(None, columns)
+        width = columns if fmt.perm is None else len(fmt.perm)
+        values = empty_rows(tokens, width, fmt.dtype or dtype, device)
         if fmt.group == "none":
-            return cls(fmt, values)
+            return cls(fmt, width, values)
         if fmt.group == "tensor":
-            return cls(fmt, values, fmt.static_scale)
+            return cls(fmt, width, values, fmt.static_scale)
         groups = scales_of_row(fmt, columns)
         if fmt.scale_layout == "column":
-            return cls(fmt, values, torch.empty(groups, tokens, dtype=torch.float32, device=device).t())
-        return cls(fmt, values, torch.empty(tokens, groups, dtype=torch.float32, device=device))
+            return cls(fmt, width, values, torch.empty(groups, tokens, dtype=torch.float32, device=device).t())
+        return cls(fmt, width, values, torch.empty(tokens, groups, dtype=torch.float32, device=device))
 
-    def block(self, columns: int, whole_row: bool = False) -> int:
+    def block(self, whole_row: bool = False) -> int:
         """Columns per program. A scale per row needs a program that reads the whole row."""
         group = self.fmt.group if self.fmt is not None else "none"
-        block = triton.next_power_of_2(columns)
+        block = triton.next_power_of_2(self.width)
         if not whole_row and group != "token":
             block = min(block, 1024)
         return max(block, group) if isinstance(group, int) else block
@@ -55,6 +58,8 @@ class EncodeTarget:
             "scale_ptr": self.scale if dynamic else None,
             "static_ptr": None if fmt is None else fmt.static_scale,
             "pre_ptr": None if fmt is None else fmt.pre_scale,
+            "place_ptr": None if fmt is None else fmt.places,
+            "width": self.width,
             "scale_st": self.scale.stride(0) if dynamic else 0,
             "scale_sg": self.scale.stride(1) if dynamic else 0,
             "ENCODE": None if fmt is None else fmt.encode,
@@ -85,13 +90,16 @@ def encode_row(
     scale_ptr,
     static_ptr,
     pre_ptr,
+    place_ptr,
+    width,
     scale_st,
     scale_sg,
     ENCODE: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Encode columns [start, start + BLOCK) of a row. y is float32 [BLOCK] and zero past C."""
+    """Encode columns [start, start + BLOCK) of a row. y is float32 [BLOCK] and zero past C, up to `width` columns.
+    Column c is stored at place_ptr[c]; None = in its own place."""
     cols = start + tl.arange(0, BLOCK)
     if pre_ptr is not None:
         y = y * tl.load(pre_ptr + cols, mask=cols < C, other=0.0).to(tl.float32)
@@ -100,10 +108,19 @@ def encode_row(
         scale_in = tl.load(static_ptr).to(tl.float32)
     values, scale = ENCODE(tl.reshape(y, (BLOCK // GROUP, GROUP)), scale_in)
     values = tl.reshape(values, (BLOCK,)).to(values_ptr.dtype.element_ty)
-    tl.store(values_ptr + row * C + cols, values, mask=cols < C)
+    places = cols
+    if place_ptr is not None:
+        places = tl.load(place_ptr + cols, mask=cols < width, other=0)
+    tl.store(values_ptr + row * width + places, values, mask=cols < width)
     if scale_ptr is not None:
         groups = start // GROUP + tl.arange(0, BLOCK // GROUP)
         tl.store(scale_ptr + row * scale_st + groups * scale_sg, scale, mask=groups * GROUP < C)
+
+
+@triton.jit
+def encode_plain(x_GC, scale_in):
+    """Encoding of a format that differs from plain in the order of columns alone."""
+    return x_GC, scale_in
 
 
 @triton.jit
@@ -114,6 +131,8 @@ def _encode(
     scale_ptr,
     static_ptr,
     pre_ptr,
+    place_ptr,
+    width,
     scale_st,
     scale_sg,
     ENCODE: tl.constexpr,
@@ -127,7 +146,23 @@ def _encode(
     start = tl.program_id(1) * BLOCK
     cols = start + tl.arange(0, BLOCK)
     y = tl.load(x_ptr + row * C + cols, mask=cols < C, other=0.0).to(tl.float32)
-    encode_row(y, row, start, C, values_ptr, scale_ptr, static_ptr, pre_ptr, scale_st, scale_sg, ENCODE, GROUP, BLOCK)
+    encode_row(
+        y,
+        row,
+        start,
+        C,
+        values_ptr,
+        scale_ptr,
+        static_ptr,
+        pre_ptr,
+        place_ptr,
+        width,
+        scale_st,
+        scale_sg,
+        ENCODE,
+        GROUP,
+        BLOCK,
+    )
 
 
 def encode_triton(x_TC: torch.Tensor, fmt: ActFormat) -> Activation:
@@ -135,8 +170,8 @@ def encode_triton(x_TC: torch.Tensor, fmt: ActFormat) -> Activation:
     tokens, columns = x_TC.shape
     target = EncodeTarget.allocate(fmt, tokens, columns, x_TC.dtype, x_TC.device)
     if tokens:
-        block = target.block(columns)
-        grid = (tokens, triton.cdiv(columns, block))
+        block = target.block()
+        grid = (tokens, triton.cdiv(target.width, block))
         whole = tokens if grid[1] == 1 else None
         _encode[grid](
             x_TC, columns, **target.arguments(block), BLOCK=block, num_warps=warps(block, whole), **dependent(x_TC)

@@ -27,6 +27,8 @@ def _silu_and_mul(
     scale_ptr,
     static_ptr,
     pre_ptr,
+    place_ptr,
+    width,
     scale_st,
     scale_sg,
     ENCODE: tl.constexpr,
@@ -51,7 +53,21 @@ def _silu_and_mul(
     if ENCODE is not None:
         y_fp32 = y.to(tl.float32)
         encode_row(
-            y_fp32, row, start, C, values_ptr, scale_ptr, static_ptr, pre_ptr, scale_st, scale_sg, ENCODE, GROUP, BLOCK
+            y_fp32,
+            row,
+            start,
+            C,
+            values_ptr,
+            scale_ptr,
+            static_ptr,
+            pre_ptr,
+            place_ptr,
+            width,
+            scale_st,
+            scale_sg,
+            ENCODE,
+            GROUP,
+            BLOCK,
         )
 
 
@@ -62,8 +78,8 @@ def silu_and_mul_triton(gate_up_T2F: torch.Tensor, emit: tuple[ActFormat, ...] =
     plain = empty_rows(tokens, columns, gate_up_T2F.dtype, gate_up_T2F.device) if plan.plain else None
     target = EncodeTarget.allocate(plan.fused, tokens, columns, gate_up_T2F.dtype, gate_up_T2F.device)
     if tokens:
-        block = target.block(columns)
-        grid = (tokens, triton.cdiv(columns, block))
+        block = target.block()
+        grid = (tokens, triton.cdiv(target.width, block))
         _silu_and_mul[grid](
             gate_up_T2F,
             plain,

@@ -28,6 +28,8 @@ def _layer_norm(
     scale_ptr,
     static_ptr,
     pre_ptr,
+    place_ptr,
+    width,
     scale_st,
     scale_sg,
     ENCODE: tl.constexpr,
@@ -62,7 +64,21 @@ def _layer_norm(
     if ENCODE is not None:
         y_fp32 = y.to(tl.float32)
         encode_row(
-            y_fp32, row, 0, C, values_ptr, scale_ptr, static_ptr, pre_ptr, scale_st, scale_sg, ENCODE, GROUP, BLOCK
+            y_fp32,
+            row,
+            0,
+            C,
+            values_ptr,
+            scale_ptr,
+            static_ptr,
+            pre_ptr,
+            place_ptr,
+            width,
+            scale_st,
+            scale_sg,
+            ENCODE,
+            GROUP,
+            BLOCK,
         )
 
 
@@ -82,7 +98,7 @@ def layer_norm_triton(
     summed = x_TC if residual_TC is None and plus_TC is None else torch.empty_like(x_TC)
     target = EncodeTarget.allocate(plan.fused, tokens, columns, x_TC.dtype, x_TC.device)
     if tokens:
-        block = target.block(columns, whole_row=True)
+        block = target.block(whole_row=True)
         plus, residual = (None if x is None else x.contiguous() for x in (plus_TC, residual_TC))
         _layer_norm[(tokens,)](
             x_TC,

@@ -28,6 +28,8 @@ def _rms_norm(
     scale_ptr,
     static_ptr,
     pre_ptr,
+    place_ptr,
+    width,
     scale_st,
     scale_sg,
     ENCODE: tl.constexpr,
@@ -62,7 +64,21 @@ def _rms_norm(
     if ENCODE is not None:
         y_fp32 = y.to(tl.float32)
         encode_row(
-            y_fp32, row, 0, C, values_ptr, scale_ptr, static_ptr, pre_ptr, scale_st, scale_sg, ENCODE, GROUP, BLOCK
+            y_fp32,
+            row,
+            0,
+            C,
+            values_ptr,
+            scale_ptr,
+            static_ptr,
+            pre_ptr,
+            place_ptr,
+            width,
+            scale_st,
+            scale_sg,
+            ENCODE,
+            GROUP,
+            BLOCK,
         )
 
 
@@ -82,7 +98,7 @@ def rms_norm_triton(
     row_T1, column_C = scale or (None, None)
     target = EncodeTarget.allocate(plan.fused, tokens, columns, x_TC.dtype, x_TC.device)
     if tokens:
-        block = target.block(columns, whole_row=True)
+        block = target.block(whole_row=True)
         residual = None if residual_TC is None else residual_TC.contiguous()
         _rms_norm[(tokens,)](
             x_TC,

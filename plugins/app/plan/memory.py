@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dovetail.core.arithmetic import ceil_div
 from dovetail.core.compose import Composition, EngineConfig, Host
@@ -71,8 +71,8 @@ class Plan:
         if p is None:
             raise ConfigError(f"the size of the draft model {facts.spec.architecture} is unknown: set spec_decode=none")
         bits = 8 * formats.dtype_bytes if facts.weight_bits is None else facts.weight_bits
-        plain = (p.embedding + p.head + p.rest) * formats.dtype_bytes
-        return probs + ((p.attention + p.mlp + p.experts) * bits / 8 + plain) / engine.tp
+        own = replace(formats, weight_bits=bits, head_bits=facts.head_bits, embedding_bits=facts.embedding_bits)
+        return probs + own.weight_bytes(p) / engine.tp
 
     @property
     def kv(self) -> float:

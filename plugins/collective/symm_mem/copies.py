@@ -105,7 +105,7 @@ class CopiedRows:
                 shapes["scale"] = groups, torch.float32
         layout = self._gather_layout(rows, tuple(shapes.values()))
         every = dict(zip(shapes, layout.every, strict=True))
-        target = EncodeTarget(fmt, every.get("values"), every.get("scale"))
+        target = EncodeTarget(fmt, columns, every.get("values"), every.get("scale"))
         if self._after_reduce:
             self._barrier()
         self._after_reduce = False
@@ -117,7 +117,7 @@ class CopiedRows:
                 "plain_ptr": every.get("plain"),
                 "eps": eps,
                 "NORM": True,
-                **target.arguments(target.block(columns, whole_row=True)),
+                **target.arguments(target.block(whole_row=True)),
             },
         )
         self._exchange(layout)
@@ -218,7 +218,7 @@ def barrier_operations(words: Sequence[int], rank: int, others: Sequence[int]) -
     return [*writes, *((WAIT, words[rank] + 4 * other) for other in others)]
 
 
-_SUM_ALONE = {"weight_ptr": None, "plain_ptr": None, "eps": 0.0, "NORM": False, **EncodeTarget(None).arguments(1)}
+_SUM_ALONE = {"weight_ptr": None, "plain_ptr": None, "eps": 0.0, "NORM": False, **EncodeTarget(None, 0).arguments(1)}
 """Arguments of a kernel that stores only the sum."""
 
 

@@ -184,8 +184,24 @@ def finish(
             tl.store(plain_ptr + place, y, mask=inside)
         if ENCODE is not None:
             y = y.to(tl.float32)
-            values_ptr, scale_ptr, static_ptr, pre_ptr, st, sg = encoding
-            encode_row(y, row, 0, C, values_ptr, scale_ptr, static_ptr, pre_ptr, st, sg, ENCODE, GROUP, VALUES)
+            values_ptr, scale_ptr, static_ptr, pre_ptr, place_ptr, width, st, sg = encoding
+            encode_row(
+                y,
+                row,
+                0,
+                C,
+                values_ptr,
+                scale_ptr,
+                static_ptr,
+                pre_ptr,
+                place_ptr,
+                width,
+                st,
+                sg,
+                ENCODE,
+                GROUP,
+                VALUES,
+            )
 
 
 @triton.jit
@@ -207,6 +223,8 @@ def one_shot(
     scale_ptr,
     static_ptr,
     pre_ptr,
+    place_ptr,
+    width,
     scale_st,
     scale_sg,
     ENCODE: tl.constexpr,
@@ -227,7 +245,7 @@ def one_shot(
     row = tl.program_id(0)
     part = tl.program_id(1)
     dtype = out_ptr.dtype.element_ty
-    encoding = (values_ptr, scale_ptr, static_ptr, pre_ptr, scale_st, scale_sg)
+    encoding = (values_ptr, scale_ptr, static_ptr, pre_ptr, place_ptr, width, scale_st, scale_sg)
     columns = tl.arange(0, VALUES)
     inside = (columns < length * PER) & (row * length * PER + columns < size * PER)
     weight = 1.0
@@ -330,6 +348,8 @@ def two_shot(
     scale_ptr,
     static_ptr,
     pre_ptr,
+    place_ptr,
+    width,
     scale_st,
     scale_sg,
     ENCODE: tl.constexpr,
@@ -349,7 +369,7 @@ def two_shot(
     announce(PDL)
     program = tl.program_id(0)
     dtype = out_ptr.dtype.element_ty
-    encoding = (values_ptr, scale_ptr, static_ptr, pre_ptr, scale_st, scale_sg)
+    encoding = (values_ptr, scale_ptr, static_ptr, pre_ptr, place_ptr, width, scale_st, scale_sg)
     columns = tl.arange(0, VALUES)
     words = tl.arange(0, VALUES // PER)
     part = tl.arange(0, PART)

@@ -88,7 +88,7 @@ class Reducer:
         target = EncodeTarget.allocate(plan.fused, tokens, columns, x_TC.dtype, x_TC.device)
         plain = torch.empty_like(x_TC) if plan.plain else None
         summed = torch.empty_like(x_TC)
-        block = _waited(target.block(columns, whole_row=True), x_TC)
+        block = _waited(target.block(whole_row=True), x_TC)
         words, row = x_TC.nbytes // WORD, columns * x_TC.element_size() // WORD
         fused = {
             "residual_ptr": None if residual_TC is None else _ready(residual_TC),
@@ -132,7 +132,7 @@ class Reducer:
         target = EncodeTarget.allocate(plan.fused, tokens, columns, x_TC.dtype, x_TC.device)
         plain = torch.empty_like(x_TC) if plan.plain else None
         summed_SC = x_TC.new_empty(rows, columns)
-        block = _waited(target.block(columns, whole_row=True), x_TC)
+        block = _waited(target.block(whole_row=True), x_TC)
         plain_words, value_words, _ = _row_words(plan, x_TC)
         words = columns * x_TC.element_size() // WORD
         warps, arguments = _warps(words // 256, most=16), target.arguments(block)
@@ -252,7 +252,7 @@ def _alone(row: int, x: torch.Tensor) -> dict[str, Any]:
         "eps": 0.0,
         "NORM": False,
         "VALUES": block,
-        **EncodeTarget(None).arguments(block),
+        **EncodeTarget(None, 0).arguments(block),
     }
 
 

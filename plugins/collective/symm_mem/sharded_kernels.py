@@ -94,6 +94,8 @@ def sharded(
     scale_ptr,
     static_ptr,
     pre_ptr,
+    place_ptr,
+    width,
     scale_st,
     scale_sg,
     ENCODE: tl.constexpr,
@@ -117,7 +119,7 @@ def sharded(
     announce(PDL)
     program = tl.program_id(0)
     dtype = out_ptr.dtype.element_ty
-    encoding = (values_ptr, scale_ptr, static_ptr, pre_ptr, scale_st, scale_sg)
+    encoding = (values_ptr, scale_ptr, static_ptr, pre_ptr, place_ptr, width, scale_st, scale_sg)
     columns = tl.arange(0, VALUES)
     words = tl.arange(0, VALUES // PER)
     inside = columns < length * PER
@@ -199,6 +201,8 @@ def sum_copies(
     scale_ptr,
     static_ptr,
     pre_ptr,
+    place_ptr,
+    width,
     scale_st,
     scale_sg,
     ENCODE: tl.constexpr,
@@ -210,7 +214,7 @@ def sum_copies(
     """Sum `rows` rows from every rank in rank order in float32. This rank's own rows are not in the inbox. out and
     residual have `rows` rows; the normalized outputs have the rows of all ranks, of which this rank's are written."""
     row = tl.program_id(0).to(tl.int64)
-    encoding = (values_ptr, scale_ptr, static_ptr, pre_ptr, scale_st, scale_sg)
+    encoding = (values_ptr, scale_ptr, static_ptr, pre_ptr, place_ptr, width, scale_st, scale_sg)
     columns = tl.arange(0, VALUES)
     inside = columns < C
     place = row * C + columns

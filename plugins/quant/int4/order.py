@@ -13,7 +13,9 @@ import torch
 from dovetail.core.arithmetic import ceil_div
 from dovetail.core.errors import TensorError, shown
 from dovetail.core.interfaces import PLAIN, ActFormat, LinearShape
+from dovetail.core.ops.formats import triton_encode
 
+_ENCODE_PLAIN = triton_encode("dovetail.core.ops.kernels.formats:encode_plain")
 STEP = 16
 """Columns that share a scale on a rank with some columns of each group: the inputs of one tensor core instruction."""
 
@@ -53,8 +55,15 @@ class GroupOrder:
         return places, torch.nn.functional.pad(groups, (0, self.width // STEP - len(groups)))
 
 
-def with_order(fmt: ActFormat, order: torch.Tensor) -> ActFormat:
-    """Return the format of inputs whose columns are in this order."""
+def with_order(fmt: ActFormat, width: int, device: torch.device) -> ActFormat:
+    """Return the format of inputs whose columns are in an order that `set_order` sets."""
+    order = torch.arange(width, device=device)
     if fmt is PLAIN:
-        return ActFormat("ordered", perm=order, reference=lambda x_TC: (x_TC, None))
-    return replace(fmt, name=f"{fmt.name}_ordered", perm=order)
+        fmt = replace(fmt, encode=_ENCODE_PLAIN, reference=lambda x_TC: (x_TC, None))
+    return replace(fmt, name=f"{fmt.name}_ordered", perm=order, places=order.int())
+
+
+def set_order(fmt: ActFormat, order: torch.Tensor) -> None:
+    assert fmt.perm is not None and fmt.places is not None
+    fmt.perm.copy_(order)
+    fmt.places.copy_(order.argsort(stable=True))

@@ -21,7 +21,7 @@ from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 from dovetail.plugins.quant.fp8.quantizer import fp8_head
 from dovetail.plugins.quant.int4.checkpoint import Stored, read_stored
 from dovetail.plugins.quant.int4.checkpoint import stored as measure
-from dovetail.plugins.quant.int4.order import GroupOrder, with_order
+from dovetail.plugins.quant.int4.order import GroupOrder, set_order, with_order
 from dovetail.plugins.quant.int4.rounding import round_to_nearest
 from dovetail.plugins.quant.int4.tensors import RECORDS, codes_of
 
@@ -77,7 +77,7 @@ class StoredLinear(PackedLinear):
     def create(self, shape: LinearShape, device: torch.device) -> dict[str, torch.Tensor]:
         params = super().create(shape, device)
         if self.order is not None:
-            self.input = with_order(self.input, torch.zeros(self.width, dtype=torch.int64, device=device))
+            self.input = with_order(self.input, self.width, device)
         return params
 
     def columns(self, shape: LinearShape) -> tuple[int, int]:
@@ -100,7 +100,7 @@ class StoredLinear(PackedLinear):
     def _set_order(self, order: torch.Tensor) -> None:
         if self._loaded_order is None:
             self._loaded_order = order
-            self.input.perm.copy_(order)
+            set_order(self.input, order)
         elif not torch.equal(self._loaded_order, order):
             raise TensorError(
                 self.stored.order_name,

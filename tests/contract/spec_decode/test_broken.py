@@ -211,6 +211,9 @@ BROKEN: dict[str, list[type[Drafter]]] = {
     "test_accepted_drafts_count_as_known_tokens": [
         sums("KnowsThePrompt", propose=lambda self, ctx: Draft(self.sum_S[ctx.slots_B, None] % 8, ctx.k_B.clamp_max(1)))
     ],
+    "test_files_are_checked_before_it_is_bound": [
+        fault("BindsToCheck", check_files=lambda self, target: self.bind(target))
+    ],
     "test_its_kv_groups_follow_the_target_s": [HasTheTargetsPages],
     "test_a_row_depends_on_its_own_history_alone": [
         fault("TakesTheFirstRowForAll", last=lambda self, ctx: Follower.last(self, ctx)[:1].expand(len(ctx.slots_B))),

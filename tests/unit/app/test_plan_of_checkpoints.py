@@ -23,7 +23,13 @@ from ..worker.test_bad_checkpoints import FP8, GPTQ, LAYOUTS, NF4
 from .test_plan import CODE, ROOT
 
 CONFIG = {**SMALL, "intermediate_size": 128, "torch_dtype": "bfloat16"}
-TYPES = {"mlp.down_proj": "Q8_0", "mlp.up_proj": "Q4_0", "mlp.gate_proj": "Q4_0"}
+TYPES = {
+    "lm_head": "Q8_0",
+    "embed_tokens": "Q4_0",
+    "mlp.down_proj": "Q8_0",
+    "mlp.up_proj": "Q4_0",
+    "mlp.gate_proj": "Q4_0",
+}
 PACKED = pack_quantized(num_bits=8, strategy="channel", symmetric=True)
 GROUPS = {
     "quant_method": "compressed-tensors",
@@ -58,12 +64,13 @@ def skipped(name: str, weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"weight": weight_OI} if "down_proj" in name else bitsandbytes(weight_OI, nested=True)
 
 
-def save(folder: Path, layout: str) -> None:
+def save(folder: Path, layout: str, head: bool = False) -> None:
+    """Write a checkpoint; `head`: also the matrix of logits is quantized."""
     config, store = STORE[layout]
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in small_tensors(CONFIG).items():
         prefix = name.removesuffix("weight")
-        found = store(name, tensor) if "_proj." in name else {"weight": tensor}
+        found = store(name, tensor) if "_proj." in name or (head and "lm_head" in name) else {"weight": tensor}
         tensors |= {f"{prefix}{key}": value.contiguous() for key, value in found.items()}
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": config}))
@@ -96,6 +103,29 @@ def test_formats_come_from_the_file(layout, bits, product, tmp_path):
     assert stated(tmp_path) == (pytest.approx(bits), product)
 
 
+def test_a_drafters_weights_come_from_its_file(tmp_path):
+    """Also where quant@spec_decode.quant is not given."""
+    save(tmp_path, "nf4")
+    words = ["spec_decode=draft_model", "model@spec_decode.model=llama", f"spec_decode.model.path={tmp_path}"]
+    drafter = compose(["app=plan", *words]).part("spec_decode")
+    assert drafter.config.quant.name == "nf4"
+    found = drafter.facts()
+    assert found.weight_bits == pytest.approx((4.5 * (TOTAL - WEIGHTS["down"]) + 16 * WEIGHTS["down"]) / TOTAL)
+    assert found.head_bits is None and found.embedding_bits is None
+
+
+def test_a_quantized_head_is_counted(tmp_path):
+    save(tmp_path, "packed", head=True)
+    composition = compose(["app=plan", "model=llama", f"model.path={tmp_path}"])
+    found = formats(composition, composition.part("model").facts(), "cuda")
+    assert found.head_bits == 8 and found.embedding_bits is None
+    rounded = compose(["app=plan", "model=llama3_8b", "quant=w4a8"])
+    spec = rounded.part("model").facts()
+    found, plain = (formats(one, spec, "cuda") for one in (rounded, compose([*rounded.overrides, "quant.head=plain"])))
+    assert found.head_product == "fp8" and plain.head_product is None
+    assert plain.weight_bytes(spec.parameters) - found.weight_bytes(spec.parameters) == 128_256 * 4096
+
+
 def test_a_gguf_file_with_several_types_is_planned_without_torch(tmp_path):
     path = tmp_path / "x.gguf"
     types = {name: kind for name in small_tensors(CONFIG) for part, kind in TYPES.items() if part in name}
@@ -108,3 +138,6 @@ def test_a_gguf_file_with_several_types_is_planned_without_torch(tmp_path):
     attention = TOTAL - WEIGHTS["gate_up"] - WEIGHTS["down"]
     bits = (4.5 * WEIGHTS["gate_up"] + 8.5 * WEIGHTS["down"] + 16 * attention) / TOTAL
     assert found["formats"]["weights_bits"] == pytest.approx(bits)
+    tables = (4.5 + 8.5) * CONFIG["vocab_size"] * 64
+    norms = 3 * 64 * 16
+    assert found["bytes_per_gpu"]["weights"] == pytest.approx((bits * TOTAL + tables + norms) / 8)

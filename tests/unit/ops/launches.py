@@ -52,6 +52,7 @@ from dovetail.plugins.attention.triton.tiles import Shape, Tile, Tiles, fit
 from dovetail.plugins.collective.symm_mem.collective import FP8
 from dovetail.plugins.logits.kernels import PROGRAMS, add_pairs_triton, penalise_triton
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
+from dovetail.plugins.quant.int4.order import with_order
 from dovetail.plugins.quant.int8.format import INT8_TOKEN
 from dovetail.plugins.spec_decode.kernels import look_up_triton
 
@@ -97,7 +98,13 @@ def encoded(columns: int) -> tuple[tuple[ActFormat, ...], ...]:
         encode=encode_groups,
     )
     some = ((PLAIN,), (token,), (PLAIN, token))
-    return (*some, (SCALED_ROWS,), (INT8_TOKEN,), (groups,), (static,)) if EVERYTHING else (*some, (groups,))
+    more = ((SCALED_ROWS,), (INT8_TOKEN,), (groups,), (static,), *((fmt,) for fmt in ordered(columns)))
+    return (*some, *more) if EVERYTHING else (*some, (groups,))
+
+
+def ordered(columns: int) -> tuple[ActFormat, ...]:
+    """Formats with an order of columns, as int4 has for act-order."""
+    return tuple(with_order(fmt, columns, torch.device("cuda")) for fmt in (PLAIN, eight_bits()))
 
 
 def norms() -> None:
@@ -120,7 +127,7 @@ def activations() -> None:
 
 
 def formats() -> None:
-    for emit in (*encoded(4096), (INT8_TOKEN,)):
+    for emit in (*encoded(4096), (INT8_TOKEN,), ordered(4096)):
         encode(cuda(64, 4096), emit)
 
 

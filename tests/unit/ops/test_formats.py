@@ -1,5 +1,7 @@
 """Division of activation formats between a fused kernel and later encoding."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -25,7 +27,8 @@ def test_one_encoded_format_is_fused_and_the_rest_come_from_plain():
     ("fmt", "reason"),
     [
         (ActFormat("bare"), "no Triton"),
-        (PERMUTED, "perm"),
+        (PERMUTED, "no inverse"),
+        (replace(PERMUTED, places=torch.tensor([1, 2, 0]), group=32), "another column order"),
         (ActFormat("dynamic", group="tensor", encode=object()), "whole tensor"),
         (ActFormat("odd", group=48, encode=object()), "48"),
     ],

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from dovetail.core.checkpoint import open_checkpoint
 from dovetail.core.compose import cli
 from dovetail.core.errors import ConfigError
-from dovetail.core.testing.executor_scripts import small_composition
+from dovetail.core.testing.executor_scripts import SMALL_LLAMA, small_composition
 from dovetail.core.worker import loader
 from dovetail.core.worker.build import build_quantizer, check_weights
 
@@ -213,3 +213,12 @@ def test_each_rank_checks_its_share(rank, tmp_path):
     composition = small_composition(*overrides)
     with pytest.raises(ConfigError, match=r"two\.safetensors: tensor '.*weight_scale' has shape \(64, 2\)"):
         check_weights(composition, build_quantizer(composition), rank, 2)
+
+
+def test_a_drafters_checkpoint_is_checked_before_a_device_is_used(tmp_path):
+    save(tmp_path, "fp8", {f"{DOWN}.weight_scale": lambda t: t[:2]})
+    drafts = ["spec_decode=draft_model", "model@spec_decode.model=llama", f"spec_decode.model.path={tmp_path}"]
+    target = ["model.hf=" + SMALL_LLAMA.replace("vocab_size: 97", "vocab_size: 260"), "engine.max_len=64"]
+    composition = small_composition(*target, *drafts)
+    with pytest.raises(ConfigError, match=r"two\.safetensors: tensor '.*weight_scale' has shape \(2,"):
+        check_weights(composition, build_quantizer(composition), 0, 1)
