@@ -4,6 +4,7 @@
     python benchmarks/cpu_step.py --running 256 --cached 1000000 --profile
     python benchmarks/cpu_step.py --plan 1 64 256 --readers 1 7
     python benchmarks/cpu_step.py --logprobs 0 5 20
+    python benchmarks/cpu_step.py --running 256 --cached 10000 --submit ranks --record
 
 The engine, scheduler and allocator are the real ones; the device answers at once. Requests of 512 prompt tokens, half
 of them in the prefix cache, enter as others leave, so that every step has decode rows and most have a new request.
@@ -29,11 +30,13 @@ from __future__ import annotations
 import argparse
 import cProfile
 import gc
+import os
 import pstats
 import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import timeit
 from array import array
@@ -215,12 +218,17 @@ class Load:
     """An engine that always has `running` sequences, over a prefix cache of at least `cached` pages."""
 
     def __init__(
-        self, running: int, cached: int, depth: int = 2, executor: type[InstantDevice | OneRank] = InstantDevice
+        self,
+        running: int,
+        cached: int,
+        depth: int = 2,
+        executor: type[InstantDevice | OneRank] = InstantDevice,
+        record: str | None = None,
     ) -> None:
         self.running, self._rng = running, random.Random(0)
         own = running * -(-(PROMPT + OUTPUT) // PAGE)
         device = executor(cached + own, PROMPT + OUTPUT, running)
-        config = EngineConfig(token_budget=BUDGET, max_seqs=running, max_len=device.max_len, depth=depth)
+        config = EngineConfig(token_budget=BUDGET, max_seqs=running, max_len=device.max_len, depth=depth, record=record)
         composition = ToyComposition(
             lambda limits, kv: build("scheduler", "fcfs", limits=limits, kv=kv),
             lambda groups, pages: build("kv_cache", "prefix_hash", groups=groups, num_pages=pages),
@@ -293,6 +301,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--cached", type=int, nargs="+", default=[10_000, 1_000_000], help="cached pages")
     parser.add_argument("--submit", nargs="+", choices=EXECUTORS, default=[*EXECUTORS], help="what takes the plans")
     parser.add_argument("--steps", type=int, default=960)
+    parser.add_argument("--record", action="store_true", help="also with engine.record, in turns, and the difference")
     parser.add_argument("--profile", action="store_true", help="also list the costliest functions")
     parser.add_argument("--plan", type=int, nargs="+", metavar="ROWS", help="time plans of ROWS decode rows instead")
     parser.add_argument("--readers", type=int, nargs="+", default=[1, 7], help="--plan: other ranks")
@@ -313,6 +322,11 @@ def main(argv: Sequence[str] | None = None) -> None:
                     f"{running:8} rows, logprobs={wanted}: collect {time_results(running, wanted):7.1f} us", flush=True
                 )
         return
+    if args.record:
+        for running in args.running:
+            for cached in args.cached:
+                time_recording(running, cached, EXECUTORS[args.submit[0]], args.steps)
+        return
     if args.plan:
         for rows in args.plan:
             time_plan(rows, args.readers, args.plans, args.gap)
@@ -327,6 +341,28 @@ def main(argv: Sequence[str] | None = None) -> None:
                 print(f"{running:8} {cached:13} {submit:>7} {found}", flush=True)
                 if args.profile:
                     profile(load, args.steps)
+
+
+def time_recording(running: int, cached: int, executor: type[InstantDevice | OneRank], steps: int) -> None:
+    """Print the processor time of a step with and without engine.record. Windows of both alternate, since a machine's
+    speed varies more than the recorder's cost."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "run.rec")
+        loads = [Load(running, cached, executor=executor, record=record) for record in (None, path)]
+        for load in loads:
+            while load.engine.scheduler.stats().waiting:
+                load.step()
+        gc.collect()
+        gc.freeze()
+        taken = [[window(load, WINDOW)["cpu"] for load in loads] for _ in range(max(steps // WINDOW, 1))]
+        loads[1].engine.shutdown()
+        size = os.path.getsize(path) / loads[1].engine.counters.steps
+    plain, recorded = (sorted(each)[len(each) // 10] for each in zip(*taken, strict=True))
+    print(
+        f"{running:8} {cached:13} plain {plain:.1f} us, recorded {recorded:.1f} us, {recorded - plain:+.1f} us a step, "
+        f"{size:.0f} bytes a step",
+        flush=True,
+    )
 
 
 def profile(load: Load, steps: int) -> None:

@@ -71,3 +71,10 @@ class EngineConfig(Config):
     exceed the longest single step of start-up, such as compiling a kernel or reading one tensor."""
     kv_pages: int | None = Field(None, ge=1)
     """Pages in each KV group; null: as many as fit into the measured free memory."""
+    record: str | None = None
+    """New file to which the engine records requests, plans, results and step times, for `app=replay` and
+    `workload=recording`; null: none. With `dp` > 1 each replica adds its number: run.rec becomes run.0.rec, run.1.rec.
+    Compressed if zstandard is installed."""
+    record_tokens: bool = False
+    """Record token ids, stop strings and grammars too, which are the text of prompts and outputs. false: ids are
+    replaced by keyed hashes that only show which prompts share a prefix."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,6 +49,7 @@ from dovetail.core.interfaces import (
 )
 from dovetail.core.interfaces.plan import LATE, SAMPLE
 from dovetail.core.memory.page_ledger import PageLedger
+from dovetail.core.recording.recorder import make_recorder, recording_path
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -91,8 +93,8 @@ def _short_of_cache(longest: int, context: int) -> str:
 class Engine:
     """Rank 0's loop over one running executor. Made by `start_engine`."""
 
-    def __init__(self, composition: Composition, executor: Any, info: ExecutorInfo) -> None:
-        """`executor`: an Executor that has started and described itself by `info`."""
+    def __init__(self, composition: Composition, executor: Any, info: ExecutorInfo, record: Path | None = None) -> None:
+        """`executor`: an Executor that has started and described itself by `info`. `record`: new file to record to."""
         engine = composition.engine
         self.composition, self.executor, self.info = composition, executor, info
         self.counters = Counters()
@@ -137,6 +139,7 @@ class Engine:
         patient = engine.depth > 1 and exact_lengths(composition)
         self._grammars = build_grammars(composition, info.spec, patient=patient)
         self._results = Results(self._tracked, self._grammars)
+        self._recorder = make_recorder(record, composition, info, self.limits, self.scheduler)
 
     def interrupt(self) -> None:
         """Interrupt a step that hangs. Call it from another thread than `step`; only `shutdown` may follow."""
@@ -144,6 +147,7 @@ class Engine:
 
     def shutdown(self) -> None:
         self.observers.close()
+        self._recorder.close()
         if self._grammars is not None:
             self._grammars.close()
         self.executor.shutdown()
@@ -173,18 +177,24 @@ class Engine:
         if request.params.grammar is not None:
             self._grammars.add(tracked)
         else:
-            for seq in sequences:
-                self.scheduler.add(seq)
+            self._queue(sequences)
         return sequences
+
+    def _queue(self, sequences: Iterable[Sequence]) -> None:
+        for seq in sequences:
+            self.scheduler.add(seq)
+            self._recorder.added(seq)
 
     def finish(self, uid: int, keep_len: int, reason: FinishReason) -> None:
         """End a sequence now, keeping keep_len tokens, such as those up to a stop string. Ignores unknown uids."""
         if self._forget(uid):
+            self._recorder.ended(uid, keep_len, reason)
             self.scheduler.finish(uid, keep_len, reason)
 
     def abort(self, uid: int) -> None:
         """Drop a cancelled sequence. Ignores unknown uids."""
         if self._forget(uid):
+            self._recorder.ended(uid, 0, FinishReason.ABORT)
             self.scheduler.abort(uid)
 
     def _forget(self, uid: int) -> bool:
@@ -211,6 +221,7 @@ class Engine:
             return True
         try:
             self.kv.reset()
+            self._recorder.emptied()
         except NotImplementedError:
             return False
         return True
@@ -262,8 +273,7 @@ class Engine:
         if self._grammars is None or not self._grammars.compiling:
             return
         ready, refused = self._grammars.compiled()
-        for seq in ready:
-            self.scheduler.add(seq)
+        self._queue(ready)
         for ended in refused:
             self._forget(ended.uid)
             yield ended_event(ended)
@@ -274,6 +284,7 @@ class Engine:
         ctx = SchedulerContext(self._steps, self.clock(), engine.seed, engine.depth, self.kv, self.cost)
         plan = self.scheduler.schedule(ctx)
         if plan is None:
+            self._recorder.planned(ctx, None)
             return False
         self._steps += 1
         if self._host_drafter is not None:
@@ -294,6 +305,7 @@ class Engine:
         self.counters.schedule_seconds += decided - began
         submitted = time.perf_counter()
         self.counters.submit_seconds += submitted - decided
+        self._recorder.planned(ctx, plan, decided - began)
         delayed = self._launch_timer is not None and self._launch_timer.launched(plan, submitted - began)
         self._launched.append(_Launched(plan, decided - began, late, bool(late), self._had_work, delayed))
         self._had_work = True
@@ -376,6 +388,7 @@ class Engine:
         launched = self._launched.popleft()
         events, ended = self._results.take(launched.plan, result)
         self.scheduler.update(result)
+        self._recorder.resulted(result, arrived)
         for uid, keep_len, reason in ended:
             self.finish(uid, keep_len, reason)
         self._record(launched, result, bool(ended))
@@ -429,12 +442,16 @@ def _salt(given: str, adapter: str) -> str:
     return f"{adapter}\0{given}" if adapter or "\0" in given else given
 
 
-def start_engine(composition: Composition, progress: Progress = lambda phase, share: None) -> Engine:
-    """Check that the parts fit each other, then load everything. Releases everything if that fails."""
+def start_engine(
+    composition: Composition, progress: Progress = lambda phase, share: None, *, again: bool = False
+) -> Engine:
+    """Check that the parts fit each other, then load everything. Releases everything if that fails. `again`: the engine
+    replaces one that ended."""
     check_fit(composition)
+    record = recording_path(composition, again=again)
     executor: Executor = composition.build("executor", composition=composition)
     try:
-        return Engine(composition, executor, executor.start(progress))
+        return Engine(composition, executor, executor.start(progress), record)
     except BaseException:
         executor.shutdown()
         raise

@@ -35,7 +35,7 @@ def main(control_fd: int, parent: int) -> None:
         def progress(phase: str, share: float | None = None) -> None:
             control.send({"op": "progress", "phase": phase, "share": share})
 
-        engine = start_engine(composition, progress)
+        engine = start_engine(composition, progress, again=order["again"])
         if order["adapters"] is not None:
             _restore_adapters(engine, order["adapters"])
         progress("warm up")

@@ -51,12 +51,13 @@ class EngineProcess:
         timeout: float = math.inf,
         environment: Mapping[str, str] | None = None,
         adapters: Mapping[str, str] | None = None,
+        again: bool = False,
     ) -> None:
         """`timeout`: seconds without a message after which an engine that has work is killed as hung; while it starts,
         the limit is engine.start_timeout. `environment`: None = that of this process. `adapters`: name -> folder of
-        the initial adapters; None = those of the composition."""
+        the initial adapters; None = those of the composition. `again`: it replaces one that ended."""
         self._composition, self._listener = composition, listener
-        self._environment, self._adapters = environment, adapters
+        self._environment, self._adapters, self._again = environment, adapters, again
         engine = composition.engine
         start_timeout = math.inf if engine.start_timeout is None else engine.start_timeout
         if engine.tp * engine.pp > 1:
@@ -131,7 +132,12 @@ class EngineProcess:
         try:
             self._popen, self._channel = start_process(_MAIN, environment=self._environment)
             wanted = None if self._adapters is None else dict(self._adapters)
-            order = {**order_for(self._composition), "link": self._link.addresses, "adapters": wanted}
+            order = {
+                **order_for(self._composition),
+                "link": self._link.addresses,
+                "adapters": wanted,
+                "again": self._again,
+            }
             self._channel.send(order)
             if self._stopping:
                 self._request_stop()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dovetail.core.compose import compose
@@ -23,12 +25,25 @@ def replica_compositions(composition: Composition) -> list[Composition]:
     gpus = engine.tp * engine.pp
     return [
         compose(
-            [*composition.overrides, "engine.dp=1", f"engine.first_gpu={engine.first_gpu + replica * gpus}"],
+            [
+                *composition.overrides,
+                "engine.dp=1",
+                f"engine.first_gpu={engine.first_gpu + replica * gpus}",
+                *_record(engine.record, replica),
+            ],
             registry=composition.registry,
             config_dirs=composition.config_dirs,
         )
         for replica in range(engine.dp)
     ]
+
+
+def _record(path: str | None, replica: int) -> list[str]:
+    """Return the override for a file of the replica's own: run.rec becomes run.0.rec."""
+    if path is None:
+        return []
+    name = Path(path)
+    return [f"engine.record={json.dumps(str(name.with_stem(f'{name.stem}.{replica}')))}"]
 
 
 def replica_environment(composition: Composition) -> Mapping[str, str] | None:

@@ -91,6 +91,7 @@ class SupervisedEngine(EngineClient):
             timeout=self._timeout,
             environment=self._environment,
             adapters=self._adapters(),
+            again=self.incarnation > 1,
         )
         self._process.start()
 

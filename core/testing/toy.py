@@ -366,12 +366,16 @@ class ToyComposition:
         drafter: Drafter | None = None,
     ) -> None:
         self.engine = engine
+        self.overrides = self.config_dirs = ()
         self.parts: dict[str, Any] = {"grammar": ToyCompiler}
         self._scheduler, self._kv, self._device, self._drafter = scheduler, kv, device, drafter
         self._faults = {kind: partial(_fault, kind) for kind in ("scheduler", "kv_cache")}
 
     def part(self, kind: str) -> Any:
         return SimpleNamespace(fault=self._faults[kind]) if kind in self._faults else _MODEL_PART
+
+    def nodes(self) -> dict[str, Any]:
+        return {"engine": self.engine.model_dump(mode="json")}
 
     def check(self, host: object, model_facts: object) -> None:
         """Accept every combination."""

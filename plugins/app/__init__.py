@@ -10,6 +10,7 @@ from dovetail.plugins.app.plan.config import PlanConfig
 from dovetail.plugins.app.plugins.config import PluginsConfig
 from dovetail.plugins.app.quality.config import QualityConfig
 from dovetail.plugins.app.quantize.config import QuantizeConfig
+from dovetail.plugins.app.replay.config import ReplayConfig
 from dovetail.plugins.app.serve.config import ServeConfig
 from dovetail.plugins.app.tune.config import TuneConfig
 
@@ -25,6 +26,7 @@ COMPONENTS: tuple[Component, ...] = tuple(
         ("plugins", PluginsConfig, "PluginsApp"),
         ("quality", QualityConfig, "QualityApp"),
         ("quantize", QuantizeConfig, "QuantizeApp"),
+        ("replay", ReplayConfig, "ReplayApp"),
         ("serve", ServeConfig, "ServeApp"),
         ("tune", TuneConfig, "TuneApp"),
     )

@@ -145,3 +145,17 @@ class TraceConfig(Config):
     "deadline" in seconds after it, "priority", "user", "cache_salt", "hints" and "adapter"."""
     speed: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Arrival rate relative to the recording; 2 = twice as fast."""
+
+
+class RecordingConfig(Config):
+    """Requests that an engine recorded (engine.record): their arrivals, prompts, output lengths and sampling. Prompts
+    recorded without their tokens become other ids that share prefixes in the same way."""
+
+    path: str
+    """The recording. Requests that were rejected, or had no output when it ended, are left out."""
+    start: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """Leave out the first seconds of the recording, such as a server's warm-up."""
+    seconds: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Take the arrivals of so many seconds; null = all that follow."""
+    speed: float = Field(1.0, gt=0, allow_inf_nan=False)
+    """Arrival rate relative to the recording; 2 = twice as fast."""

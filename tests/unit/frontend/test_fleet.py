@@ -46,9 +46,12 @@ class FakeProcess:
 
     processes: list[FakeProcess] = []
 
-    def __init__(self, composition: Any, listener: Any, *, timeout: float, environment: Any, adapters: Any) -> None:
+    def __init__(
+        self, composition: Any, listener: Any, *, timeout: float, environment: Any, adapters: Any, again: bool
+    ) -> None:
         self.composition, self.listener, self.environment = composition, listener, environment
         self.adapters = None if adapters is None else dict(adapters)
+        self.again = again
         self.received: list[Any] = []
         self.refuses = ""
         """Operation that it answers with an error."""
@@ -279,6 +282,7 @@ def test_adapters_are_on_every_replica_or_on_none() -> None:
         processes[0].die()
         await settle()
         assert processes[3].adapters == {"chat": "/chat"}
+        assert [process.again for process in processes] == [False] * 3 + [True]
         for change in (fleet.load_adapter("sql", "/sql"), fleet.unload_adapter("chat")):
             with pytest.raises(EngineDown, match="replica 0 is starting"):
                 await change

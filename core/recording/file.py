@@ -1,0 +1,162 @@
+"""Append-only file of frames. Readers ignore a frame that is not whole, so a file may be cut off anywhere.
+
+magic, format version, newline | frame | frame ...
+frame: bytes of the body, CRC-32 of the body, codec (0 plain, 1 zstd) | body: a msgpack array of entries
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import struct
+import threading
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import BinaryIO
+
+from dovetail.core.errors import ConfigError, shown
+from dovetail.core.recording.events import FORMAT
+
+log = logging.getLogger(__name__)
+
+MAGIC = b"dovetail recording "
+_FRAME = struct.Struct("<IIB")
+_PLAIN, _ZSTD = 0, 1
+FRAME_SECONDS = 0.25
+"""Interval between frames: what a killed process loses."""
+LARGEST_FRAME = 1 << 28
+"""Bytes, also after decompression: a bound for damaged files."""
+
+
+def zstd() -> ModuleType | None:
+    try:
+        import zstandard
+    except ImportError:
+        return None
+    return zstandard
+
+
+class FrameWriter:
+    """Writes entries from a thread of its own. `put` costs the caller an append to a list."""
+
+    def __init__(self, path: Path, header: bytes) -> None:
+        """`header`: the first entry, which gets a frame of its own. Raises ConfigError if the file exists or cannot be
+        made."""
+        try:
+            self._file: BinaryIO = open(path.expanduser(), "xb", buffering=0)
+        except OSError as error:
+            raise unwritable(path, error) from None
+        library = zstd()
+        self._compress = None if library is None else library.ZstdCompressor(level=3).compress
+        self._path, self._failed = path, False
+        self._pending: list[bytes] = []
+        self._write(MAGIC + b"%d\n" % FORMAT + self._frame([header]))
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="dovetail-recording", daemon=True)
+        self._thread.start()
+
+    def put(self, entry: bytes) -> None:
+        if not self._failed:
+            self._pending.append(entry)
+
+    def close(self) -> None:
+        """Write what is pending. Idempotent."""
+        self._closing.set()
+        self._thread.join()
+        self._file.close()
+
+    def _run(self) -> None:
+        while not self._closing.wait(FRAME_SECONDS):
+            self._flush()
+        self._flush()
+
+    def _flush(self) -> None:
+        entries, self._pending = self._pending, []
+        if entries and not self._failed:
+            self._write(self._frame(entries))
+
+    def _frame(self, entries: list[bytes]) -> bytes:
+        body = b"".join((b"\xdd", struct.pack(">I", len(entries)), *entries))  # a msgpack array with 32 bits of length
+        codec = _PLAIN if self._compress is None else _ZSTD
+        if self._compress is not None:
+            body = self._compress(body)
+        return _FRAME.pack(len(body), zlib.crc32(body), codec) + body
+
+    def _write(self, data: bytes) -> None:
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[self._file.write(view) :]
+        except OSError as error:
+            # The engine goes on; the file ends with its last whole frame.
+            self._failed = True
+            log.error("engine.record=%s: recording ended (%s)", self._path, error.strerror)
+
+
+def unwritable(path: Path, error: OSError) -> ConfigError:
+    if isinstance(error, FileExistsError):
+        return ConfigError(f"engine.record={shown(path)}: the file exists, and nothing is overwritten: choose another")
+    return ConfigError(f"engine.record={shown(path)}: cannot be written ({error.strerror})")
+
+
+def check_new(path: Path) -> None:
+    """Raise ConfigError if a recording cannot be made at `path`."""
+    place = path.expanduser()
+    if place.exists():
+        raise unwritable(path, FileExistsError())
+    if not place.absolute().parent.is_dir():
+        raise ConfigError(f"engine.record={shown(path)}: there is no folder {shown(place.absolute().parent)}")
+
+
+def free_path(path: Path) -> Path:
+    """Return `path`, or the first of run-2.rec, run-3.rec ... that does not exist: the path of a restarted engine."""
+    names = itertools.chain([path], (path.with_stem(f"{path.stem}-{n}") for n in itertools.count(2)))
+    return next(name for name in names if not name.expanduser().exists())
+
+
+def read_frames(path: Path, option: str) -> Iterator[bytes]:
+    """Yield the body of each whole frame. A file that was cut off ends with its last whole frame. Raises ConfigError
+    for a file that is no recording, has another version or is damaged before its end. `option`: its name in messages,
+    such as "replay.path"."""
+    where = f"{option}={shown(path)}"
+    try:
+        data = path.expanduser().read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{where}: cannot be read ({error.strerror})") from None
+    line, newline, _ = data[: len(MAGIC) + 12].partition(b"\n")
+    if not line.startswith(MAGIC[: len(line)]):
+        raise ConfigError(f"{where}: it is no recording; engine.record=PATH makes one")
+    if not newline:
+        raise ConfigError(f"{where}: it was cut off before its header, so there is nothing to replay")
+    if (version := line[len(MAGIC) :]) != b"%d" % FORMAT:
+        raise ConfigError(
+            f"{where}: format {version.decode(errors='replace')}; this version of Dovetail reads format {FORMAT}"
+        )
+    at = len(line) + 1
+    while at + _FRAME.size <= len(data):
+        size, checksum, codec = _FRAME.unpack_from(data, at)
+        body = data[at + _FRAME.size : at + _FRAME.size + size]
+        if len(body) < size:
+            return
+        if size > LARGEST_FRAME or zlib.crc32(body) != checksum:
+            raise ConfigError(f"{where}: it is damaged at byte {at}: the checksum of a frame is wrong")
+        yield _plain(body, codec, f"{where}: byte {at}")
+        at += _FRAME.size + size
+
+
+def _plain(body: bytes, codec: int, where: str) -> bytes:
+    if codec == _PLAIN:
+        return body
+    library = zstd()
+    if codec != _ZSTD:
+        raise ConfigError(f"{where}: a frame has the unknown codec {codec}")
+    if library is None:
+        raise ConfigError(f"{where}: it is compressed, and zstandard is not installed: pip install 'dovetail[record]'")
+    try:
+        if library.frame_content_size(body) > LARGEST_FRAME:
+            raise ConfigError(f"{where}: a frame is larger than {LARGEST_FRAME} bytes")
+        return bytes(library.ZstdDecompressor().decompress(body, max_output_size=LARGEST_FRAME))
+    except library.ZstdError as error:
+        raise ConfigError(f"{where}: a frame cannot be decompressed ({error})") from None

@@ -1,0 +1,135 @@
+"""app=replay and workload=recording: other parts on recorded arrivals, timelines, and errors of the command line."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail.core.compose import compose
+from dovetail.core.compose.cli import main
+from dovetail.core.interfaces import Workload, WorkloadContext
+from dovetail.core.recording.recording import Recording
+from dovetail.core.testing.app import AppContract
+from dovetail.core.testing.workload import WorkloadContract
+from dovetail.plugins.app.replay.parts import build, compose_pair
+from dovetail.plugins.app.replay.simulate import Simulation
+from dovetail.plugins.app.replay.times import StepTimes
+from dovetail.plugins.workload.config import RecordingConfig
+from dovetail.plugins.workload.recorded import Recorded
+
+STORED = Path(__file__).parents[1] / "recording" / "stored"
+FCFS = str(STORED / "fcfs-prefix_hash.rec")
+
+
+class TestReplay(AppContract):
+    def make(self) -> Any:
+        return compose([f"replay.path={FCFS}"], app="replay")
+
+
+class TestRecorded(WorkloadContract):
+    def make(self) -> Workload:
+        return Recorded(RecordingConfig(path=FCFS))
+
+
+def replay(tmp_path: Path, *words: str) -> tuple[int, dict[str, Any]]:
+    out = tmp_path / "out.json"
+    code = main(["app=replay", f"replay.path={FCFS}", f"replay.out={out}", *words])
+    return code, json.loads(out.read_text())
+
+
+def test_other_parts_are_compared_on_the_same_arrivals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = replay(tmp_path, "scheduler=priority", "kv_cache=paged", "engine.max_seqs=2")
+    assert code == 0 and found["changed"] == ["scheduler=priority", "kv_cache=paged", "engine.max_seqs=2"]
+    divergence, sides = found["divergence"], found["figures"]
+    assert divergence["differences"] and divergence["recorded"]["cached pages"] > 0
+    assert divergence["replayed"]["cached pages"] == 0
+    assert list(sides) == ["recorded", "recorded parts", "these parts"]
+    assert sides["these parts"]["hit_rate"] < sides["recorded parts"]["hit_rate"]
+    assert sides["these parts"]["wait_ms_p95"] > sides["recorded parts"]["wait_ms_p95"], "it has half the slots"
+    assert "first difference at step" in capsys.readouterr().out
+
+
+def test_every_request_of_a_simulation_has_its_recorded_output() -> None:
+    recording = Recording(FCFS, "replay.path")
+    pair = compose_pair(recording, compose([f"replay.path={FCFS}", "kv_cache=radix"], app="replay"))
+    outcome = Simulation(recording, build(recording, pair.given, pair.recorded), StepTimes(recording)).run()
+    lives = {life.added.uid: life for life in outcome.lives}
+    whole = [uid for uid, life in recording.lives.items() if life.ended and life.ended.reason == "length"]
+    assert len(whole) > 8 and all(lives[uid].tokens == recording.lives[uid].tokens for uid in whole)
+
+
+def test_a_policy_that_is_not_deterministic_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dovetail.plugins.scheduler.fcfs import FCFSScheduler
+
+    monkeypatch.setattr(FCFSScheduler, "order", lambda self, waiting, ctx: reversed(list(waiting)))
+    code, found = replay(tmp_path)
+    assert (
+        code == 1 and found["divergence"]["recorded"] == {} and list(found["figures"]) == ["recorded", "recorded parts"]
+    )
+
+
+def test_the_timeline_has_a_row_for_each_request_and_bars_do_not_overlap(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    assert replay(tmp_path, f"replay.trace={path}")[0] == 0
+    events = json.loads(path.read_text())["traceEvents"]
+    recording = Recording(FCFS, "replay.path")
+    names = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert {"engine", "requests", "host", "device"} < names and len(names) == 4 + len(recording.lives)
+    rows: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            rows.setdefault((event["pid"], event["tid"]), []).append(event)
+    assert len(rows) == 2 + len(recording.lives)
+    for (pid, _), bars in rows.items():
+        bars.sort(key=lambda bar: bar["ts"])
+        if pid == 1:
+            assert all(a["ts"] + a["dur"] <= b["ts"] + 0.2 for a, b in pairwise(bars)), "a lane runs one step at a time"
+    fed = sum(bar["args"]["tokens"] for bars in rows.values() for bar in bars if bar["name"].startswith("prefill"))
+    assert fed > 0 and any(event["name"].startswith("prefix hit") for event in events)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["model=llama3_8b"], "another model was recorded: vocab"),
+        (["quant=int8"], "quant=int8: a replay takes this from the recording; it can change scheduler"),
+        (["engine.max_len=64"], "engine.max_len=64: a replay takes this"),
+        (["replay.path=nothing.rec"], "replay.path=nothing.rec: cannot be read"),
+    ],
+)
+def test_mistakes_end_in_one_message(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [f"replay.path={FCFS}"] if not words[0].startswith("replay") else []
+    assert main(["app=replay", *given, *words]) == 2
+    err = capsys.readouterr().err
+    assert says in err and "Traceback" not in err
+
+
+# The workload.
+
+
+def test_a_recording_is_a_workload_with_the_same_prefixes() -> None:
+    recording = Recording(FCFS, "replay.path")
+    found = Recorded(RecordingConfig(path=FCFS, speed=2.0)).requests(WorkloadContext(vocab=400, max_len=128, seed=0))
+    lives = [life for life in recording.lives.values() if life.output]
+    assert len(found) == len(lives) and [r.output_tokens for r in found] == [life.output for life in lives]
+    assert found[-1].arrival == pytest.approx((lives[-1].request.arrival - lives[0].request.arrival) / 2)
+    assert {r.user for r in found} == {"a", "b"} and all(r.deadline is not None for r in found)
+    # Thirty-seven tokens are the second of the lengths that prompts share in record.py.
+    assert len({r.prompt_ids[:16] for r in found if len(r.prompt_ids) > 40}) < len(found)
+
+
+def test_the_seconds_of_a_recording_can_be_chosen() -> None:
+    ctx = WorkloadContext(vocab=400, max_len=128, seed=0)
+    whole = Recorded(RecordingConfig(path=FCFS)).requests(ctx)
+    lives = list(Recording(FCFS, "replay.path").lives.values())
+    start = lives[3].request.arrival - Recording(FCFS, "replay.path").header.clock
+    later = Recorded(RecordingConfig(path=FCFS, start=start)).requests(ctx)
+    assert 0 < len(later) < len(whole) and later[0].arrival == 0.0
+    with pytest.raises(ValueError, match="no request with an output arrives in the chosen seconds"):
+        Recorded(RecordingConfig(path=FCFS, start=1e6)).requests(ctx)
+    with pytest.raises(ValueError, match="do not fit into a context of 8"):
+        Recorded(RecordingConfig(path=FCFS)).requests(WorkloadContext(vocab=400, max_len=8, seed=0))
