@@ -42,7 +42,7 @@ KINDS: dict[str, Kind] = {
         _kind("spec_decode", "one", "Drafter", "proposes tokens that the model then verifies", api="0.2"),
         _kind("executor", "one", "Executor", "runs plans on one or many ranks"),
         _kind("router", "one", "Router", "which data-parallel replica runs a request"),
-        _kind("collective", "one", "Collective", "sums and gathers between ranks"),
+        _kind("collective", "one", "Collective", "sums and gathers between ranks", "0.2"),
         _kind("cost", "one", "CostModel", "predicts the time of a plan"),
         _kind("logits", "many", "LogitsProcessor", "changes logits before a token is sampled", api="0.2"),
         _kind(

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from dovetail.core.ops.kernels.launch import announce, wait
+from dovetail.core.ops.kernels.norm import weigh
 from dovetail.plugins.attention.triton.per_warp import attend_per_warp
 from dovetail.plugins.attention.triton.plan import ITEM
 from dovetail.plugins.attention.triton.scores import LOG2_E, LOW, add_sink, cap_scores
@@ -163,8 +164,8 @@ def _norm_rotate(x_ptr, position, weight_ptr, rope_ptr, eps, dims, ok, D: tl.con
         inverse = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
         weight = tl.load(weight_ptr + dims, mask=dims < D, other=0.0).to(tl.float32)
         other = tl.load(weight_ptr + partner, mask=rotated, other=0.0).to(tl.float32)
-        x = (weight * (x * inverse).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-        y = (other * (y * inverse).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+        x = weigh(x * inverse, weight, dtype, weight_ptr.dtype.element_ty).to(tl.float32)
+        y = weigh(y * inverse, other, dtype, weight_ptr.dtype.element_ty).to(tl.float32)
     if rope_ptr is not None:
         row = rope_ptr + position.to(tl.int64) * (2 * HALF)
         pair = tl.where(dims < HALF, dims, dims - HALF)

@@ -107,6 +107,8 @@ def norms() -> None:
         for emit in encoded(columns):
             for residual in (x, None):
                 rms_norm(x, residual, weight, 1e-5, emit)
+        wide = cuda(columns, dtype=FP32)
+        rms_norm(x, x, wide, 1e-5, after=(wide, 1e-5))
         layer_norm(x, x, weight, weight, 1e-5, (PLAIN, eight_bits()))
         layer_norm(x, None, weight, weight, 1e-5)
         layer_norm(x, x, weight, weight, 1e-5, plus_TC=x)
@@ -373,6 +375,8 @@ def sums() -> None:
         reducer.sharded_boundary(x, None, x[0], 1e-5, (FP8 if has_fp8() else PLAIN,))
         reducer.argmax(cuda(64, dtype=FP32), cuda(64, dtype=INT64))
         reducer.boundary(x, None, x[0], 1e-5, (PLAIN,), "one_shot")
+        wide = cuda(columns, dtype=FP32)
+        reducer.boundary(x, x, wide, 1e-5, (PLAIN,), "two_shot", (wide, 1e-5))
 
 
 def copies() -> None:

@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.core.ops.kernels.gluon import barrier
+from dovetail.core.ops.kernels.norm import weigh
 from dovetail.plugins.attention.triton.hopper.fetch import ITEM_FIELDS
 from dovetail.plugins.attention.triton.hopper.mailboxes import JOIN_GROUP, as_message, join
 from dovetail.plugins.attention.triton.per_warp import unpair
@@ -103,8 +104,8 @@ def _norm_rotate(loaded, weights, angles, eps, dims, NORM: gl.constexpr, D: gl.c
     if NORM:
         weight, other = weights
         inverse = gl.rsqrt(gl.sum(x * x, axis=1) / D + eps)[:, None]
-        x = (weight.to(gl.float32) * (x * inverse).to(dtype).to(gl.float32)).to(dtype).to(gl.float32)
-        y = (other.to(gl.float32) * (y * inverse).to(dtype).to(gl.float32)).to(dtype).to(gl.float32)
+        x = weigh(x * inverse, weight.to(gl.float32), dtype, weight.dtype).to(gl.float32)
+        y = weigh(y * inverse, other.to(gl.float32), dtype, weight.dtype).to(gl.float32)
     if HALF:
         cos, sin = angles
         x = x * cos + gl.where(dims < HALF, -y, y) * sin
