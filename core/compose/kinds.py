@@ -82,7 +82,14 @@ KINDS: dict[str, Kind] = {
         ),
         _kind("executor", "one", "Executor", "executor:ExecutorContract", "runs plans on one or many ranks"),
         _kind("router", "one", "Router", "router:RouterContract", "which data-parallel replica runs a request"),
-        _kind("collective", "one", "Collective", "collective:CollectiveContract", "sums and gathers between ranks"),
+        _kind(
+            "collective",
+            "one",
+            "Collective",
+            "collective:CollectiveContract",
+            "sums and gathers between ranks",
+            api="0.2",
+        ),
         _kind("cost", "one", "CostModel", "cost:CostContract", "predicts the time of a plan"),
         _kind(
             "logits",

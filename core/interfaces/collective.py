@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dovetail.core.interfaces.activation import PLAIN, ActFormat, Bundle, Partial
@@ -14,8 +15,9 @@ if TYPE_CHECKING:
 
     Norm = Callable[..., tuple[Bundle, torch.Tensor]]
     """norm(x, residual, emit) -> (bundle of norm(x + residual), x + residual). A norm that follows a layer which defers
-    its scales also takes scale=Partial.scale, and one between parallel blocks plus=Partial.plus. Rows are independent,
-    so a component may norm a subset of them."""
+    its scales also takes scale=Partial.scale, one between parallel blocks plus=Partial.plus, and one behind a block
+    whose output is normalized after=that norm: (bundle of norm(after(x) + residual), after(x) + residual). Rows are
+    independent, so a component may norm a subset of them."""
 
 Residual = Any
 """Sum of all blocks so far, in the component's own form or as all rows [T, C]. Models pass it on unchanged and read it
@@ -88,13 +90,18 @@ class Collective(ABC):
         residual: Residual | None,
         norm: Norm,
         emit: tuple[ActFormat, ...] = (PLAIN,),
+        after: Norm | None = None,
     ) -> tuple[Bundle, Residual]:
         """Connect two blocks: sum a Partial over ranks, add the residual, apply the norm, emit. Row-parallel layers
-        reduce only here, so that a component can fuse all four operations.
+        reduce only here, so that a component can fuse all operations.
+
+        `after`: norm of the sum before the residual is added (Gemma 2, 2024). It is passed on to `norm`.
 
         `residual` is None, all rows, or the residual that an earlier boundary of the same forward returned. So is `x`
         in a block that norms the residual twice. The bundle has all rows, bit-identical on every rank.
         """
+        if after is not None:
+            norm = partial(norm, after=after)
         if isinstance(x, Partial) and x.scale is not None:
             return norm(x.values, residual, emit, scale=x.scale)
         if isinstance(x, Partial) and x.plus is not None:

@@ -228,17 +228,20 @@ class CollectiveContract:
             return rms_norm_reference(x, residual, weight.to(x.device), 1e-5, emit)
 
         build: Any = SimpleNamespace(dtype=torch.float32, device=self.device)
-        layer = RMSNorm("norm", build, 96, 1e-5)
+        layer, first = (RMSNorm("norm", build, 96, 1e-5) for _ in range(2))
         layer.weight.copy_(weight)
+        first.weight.copy_(values(93, (96,), torch.float32).abs())
         found = []
         with self.connected(rank, size, address) as collective:
             # One of the core's norms, which a component may fuse, and an unknown one.
-            norms: tuple[Any, ...] = (layer, norm)
-            for called, before, partial in product(norms, (residual, None), (True, False)):
+            norms: tuple[Any, ...] = ((layer, None), (layer, first), (norm, None))
+            for (called, normed_first), before, partial in product(norms, (residual, None), (True, False)):
                 given = Partial(parts[rank].clone().to(self.device)) if partial else own.to(self.device)
                 whole = torch.stack(parts).sum(0) if partial else own
                 kept = None if before is None else before.clone().to(self.device)
-                bundle, after = collective.boundary(given, kept, called, emit)
+                bundle, after = collective.boundary(given, kept, called, emit, normed_first)
+                if normed_first is not None:
+                    whole = _normed(whole, first)
                 expected, expected_after = norm(whole, before, emit)
                 _assert_close(collective.whole(after).cpu(), expected_after, "x + residual")
                 for fmt in emit:
@@ -265,11 +268,15 @@ class CollectiveContract:
         with self.connected(rank, size, address) as collective:
 
             def edge(
-                x: torch.Tensor | Partial | Residual, kept: Residual | None, expected: torch.Tensor, called: Any
+                x: torch.Tensor | Partial | Residual,
+                kept: Residual | None,
+                expected: torch.Tensor,
+                called: Any,
+                first: RMSNorm | None = None,
             ) -> Residual:
                 """Call boundary and compare it with the norm of the expected residual."""
                 before = None if kept is None else _bits(collective.whole(kept))
-                bundle, after = collective.boundary(x, kept, called, emit)
+                bundle, after = collective.boundary(x, kept, called, emit, first)
                 assert kept is None or _bits(collective.whole(kept)) == before, "boundary changed the residual it read"
                 wanted, _ = called(expected.to(self.device), None, emit)
                 for fmt in emit:
@@ -310,7 +317,11 @@ class CollectiveContract:
                 _assert_close((reduced + collective.whole(residual)).cpu(), total, "reduce(x) + whole(residual)")
                 residual = edge(reduced, residual, total, norm)
                 x, added = partial(10)
-                edge(x, residual, total + added, norm)
+                total = total + added
+                residual = edge(x, residual, total, norm)
+                # The sum is normalized before it is added.
+                x, added = partial(11)
+                edge(x, residual, total + _normed(added, norm), norm, norm)
         return found
 
     # Size 1
@@ -416,6 +427,10 @@ def _decoded(x: Activation) -> torch.Tensor:
         return values_TC
     scale = x.scale.cpu().float()
     return values_TC * scale.repeat_interleave(values_TC.shape[-1] // scale.shape[-1], -1)
+
+
+def _normed(x_TC: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+    return rms_norm_reference(x_TC, None, norm.weight.cpu(), norm.eps)[0][PLAIN].values
 
 
 def _assert_close(found: torch.Tensor, expected: torch.Tensor, what: str, rtol: float = 1e-4) -> None:

@@ -10,7 +10,7 @@ class SDPAConfig(Config):
 
 
 class TritonConfig(Config):
-    """Dovetail's paged attention kernels in Triton, for CUDA: grouped heads, windows, tree masks, FP8 pages."""
+    """Dovetail's paged attention kernels in Triton, for CUDA: grouped heads, windows, sinks, caps, draft trees, FP8."""
 
     gluon: bool = True
     """Whether Hopper GPUs use the kernels in Gluon (experimental in Triton) for prompts and for rows of one token. If

@@ -63,10 +63,11 @@ class NcclCollective(Collective):
         residual: Residual | None,
         norm: Norm,
         emit: tuple[ActFormat, ...] = (PLAIN,),
+        after: Norm | None = None,
     ) -> tuple[Bundle, Residual]:
         if isinstance(x, RowShard) or isinstance(residual, RowShard) or self._shards_residual(x):
-            return sharded_boundary(self, x, residual, norm, emit)
-        return super().boundary(x, residual, norm, emit)
+            return sharded_boundary(self, x, residual, norm, emit, after)
+        return super().boundary(x, residual, norm, emit, after)
 
     def _shards_residual(self, x: torch.Tensor | Partial) -> bool:
         """Whether a boundary of `x` starts to shard the residual. Only sums do: a tensor needs no communication."""

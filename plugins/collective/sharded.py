@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -50,6 +51,7 @@ def sharded_boundary(
     residual: Residual | None,
     norm: Norm,
     emit: tuple[ActFormat, ...],
+    after: Norm | None = None,
 ) -> tuple[Bundle, RowShard]:
     """Implement Collective.boundary. Types and shapes alone decide the path, so all ranks make the same calls."""
     if isinstance(x, Partial):
@@ -59,6 +61,8 @@ def sharded_boundary(
     residual_SC = None if residual is None else own_rows(ranks, residual)
     by_row = tuple(fmt for fmt in emit if _by_row(fmt))
     rest = tuple(fmt for fmt in emit if not _by_row(fmt))
+    if after is not None:
+        norm = partial(norm, after=after)
     bundle, summed_SC = norm(x_SC, residual_SC, by_row if not rest or PLAIN in by_row else (*by_row, PLAIN))
     gathered = _gathered(ranks, bundle, tokens)
     encoded = encode(gathered[PLAIN].values, rest) if rest else Bundle(())

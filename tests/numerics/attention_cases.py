@@ -5,7 +5,7 @@ Shapes: T tokens, B rows, H query heads, K kv heads, D head dim, L keys of a row
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -33,6 +33,8 @@ class Case:
     dtype: torch.dtype = torch.float32
     kv_dtype: torch.dtype | None = None
     head_scales: bool = False
+    soft_cap: float = 0.0
+    sinks: bool = False
     empty_rows: int = 0
     """Number of rows without tokens after the decode rows, as in a captured graph."""
 
@@ -56,7 +58,9 @@ def make_step(case: Case, backend: AttentionBackend, device: torch.device) -> St
     scaled = kv_dtype in FLOAT8
     per_head = torch.rand(2, kv_heads, device=device) * 0.02 + 0.01
     scales = (per_head[0], per_head[1]) if case.head_scales else (0.013, 0.021) if scaled else (1.0, 1.0)
-    layer = AttentionLayer(1, 0, 1, heads, kv_heads, dim, 1.3 * dim**-0.5, case.window, *scales)
+    layer = AttentionLayer(1, 0, 1, heads, kv_heads, dim, 1.3 * dim**-0.5, case.window, *scales, case.soft_cap)
+    if case.sinks:
+        layer = replace(layer, sinks=torch.linspace(-3.0, 4.0, heads, device=device))
 
     needed = [-(-length // size) for length in case.lengths]
     pages = sum(needed) + 3
@@ -146,8 +150,13 @@ def expected(step: Step) -> torch.Tensor:
             seen = (back < 0) | tree.gather(1, back.clamp(min=0).expand(count, -1))
         if case.window:
             seen = seen & (key > at - case.window)
-        scores = (q_HND @ k_HLD.transpose(1, 2) * layer.scale).masked_fill(~seen, float("-inf"))
-        out[token : token + count] = (scores.softmax(-1) @ v_HLD).transpose(0, 1)
+        scores = q_HND @ k_HLD.transpose(1, 2) * layer.scale
+        if layer.soft_cap:
+            scores = layer.soft_cap * (scores / layer.soft_cap).tanh()
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if layer.sinks is not None:
+            scores = torch.cat((scores, layer.sinks.double().view(-1, 1, 1).expand(-1, count, 1)), dim=-1)
+        out[token : token + count] = (scores.softmax(-1)[..., :length] @ v_HLD).transpose(0, 1)
         token += count
     return out.flatten(1)
 

@@ -112,6 +112,15 @@ def test_windows(cut, window):
     check(replace(LLAMA, **rows(9000, 300), window=window, dim=64, dtype=FP16), cut)
 
 
+@pytest.mark.parametrize("kv_dtype", [None, E4M3])
+@pytest.mark.parametrize("scores", [{"sinks": True}, {"soft_cap": 0.7}, {"soft_cap": 2.0, "sinks": True}])
+def test_sinks_and_capped_scores(scores, kv_dtype):
+    """In rows of one range and of many, and where several programs have the query heads of a kv head."""
+    for cut in (None, CUTS["many ranges"]):
+        check(replace(LLAMA, **rows(*SOME, 9000), kv_dtype=kv_dtype, padding=3, **scores), cut)
+        check(replace(LLAMA, heads=(40, 2), dim=80, window=128, kv_dtype=kv_dtype, **scores), cut)
+
+
 @pytest.mark.parametrize("heads", [(8, 8), (6, 3), (15, 3), (32, 8), (7, 1), (8, 1), (20, 2), (16, 1)])
 @pytest.mark.parametrize(("dim", "dtype", "kv_dtype"), [(64, FP16, None), (128, BF16, None), (128, FP16, E5M2)])
 def test_heads(heads, dim, dtype, kv_dtype):
@@ -157,6 +166,8 @@ def test_steps_whose_bounds_are_capacities():
 def test_writes_and_attends_as_the_kernel_for_all_gpus(heads, dim, norm, rotary, kv_dtype):
     """The new key and value are in their slots, nothing else changed, and outputs agree up to rounding."""
     case = replace(LLAMA, heads=heads, dim=dim, kv_dtype=kv_dtype, head_scales=kv_dtype is E5M2)
+    # The score of the new key is capped separately.
+    case = replace(case, soft_cap=2.0 * norm, sinks=norm)
     for cut in (None, *CUTS.values()) if dim <= 128 else (None, CUTS["many ranges"]):
         if cut and kv_dtype is None and cut[0] * cut[1] * cut[4] > 16:
             continue

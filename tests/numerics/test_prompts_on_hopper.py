@@ -84,6 +84,13 @@ def test_windows(tile, window):
     check(replace(LLAMA, **rows((500, 9000), (20, 300)), window=window, dim=64, dtype=FP16), tile)
 
 
+@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
+@pytest.mark.parametrize("scores", [{"sinks": True}, {"soft_cap": 0.7}, {"soft_cap": 2.0, "sinks": True}])
+def test_sinks_and_capped_scores(tile, scores):
+    check(replace(LLAMA, **rows((3000, 0), *FEW, (64, 20000)), **scores, padding=77), tile)
+    check(replace(LLAMA, **rows((500, 9000), (20, 300)), heads=(14, 2), dim=80, window=128, **scores), tile)
+
+
 @pytest.mark.parametrize("heads", [(8, 8), (16, 8), (64, 8), (64, 1)])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("dtype", [BF16, FP16])

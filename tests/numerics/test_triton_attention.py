@@ -261,6 +261,25 @@ def test_float8_write(kv_dtype, head_scales):
         assert error(got, want) < (5e-3 if rope else 1e-6)
 
 
+SCORES = [
+    ("mixed", "split", None),
+    ("window", "keys per warp, split", torch.float16),
+    ("tree and window", "whole", None),
+    ("chunks", "few splits", E4M3),
+    ("decode", "keys per warp", E5M2),
+]
+
+
+@pytest.mark.parametrize(("step", "cut", "kv_dtype"), SCORES if MOST else SCORES[:2])
+def test_sinks_and_capped_scores(step, cut, kv_dtype):
+    """The cap is so low that most scores reach it, and a sink counts once in a row of several ranges."""
+    case = replace(STEPS[step], kv_dtype=kv_dtype, dtype=kv_dtype and torch.float16 or torch.float32)
+    check(replace(case, soft_cap=0.7, sinks=True), CUTS[cut])
+    if MOST:
+        check(replace(case, soft_cap=0.7), CUTS[cut])
+        check(replace(case, sinks=True), CUTS[cut])
+
+
 def test_other_kv_dtype():
     check(replace(MIXED, kv_dtype=torch.float16))
 
@@ -431,6 +450,7 @@ def test_no_tokens():
 class TestContract(AttentionContract):
     device = DEVICE.type
     kv_dtypes = (torch.float16,)
+    scores = ("soft_cap", "sinks")
     mixed_graphs = True
 
     def make(self) -> AttentionBackend:

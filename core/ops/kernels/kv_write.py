@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from dovetail.core.interfaces.attention import AttentionLayer, BatchMeta, KVPool, QKNorm, Rope
+from dovetail.core.ops.kernels.norm import weigh
 from dovetail.core.ops.kv_write import FLOAT8
 
 HEADS_PER_PROGRAM = 4
@@ -21,8 +22,8 @@ def _load_norm_weight(q_weight_ptr, k_weight_ptr, is_q, dims, inside):
 
 
 @triton.jit
-def _normalize(x, inverse, weight, is_v, dtype: tl.constexpr):
-    scaled = (weight * (x * inverse[:, None]).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+def _normalize(x, inverse, weight, is_v, dtype: tl.constexpr, weight_dtype: tl.constexpr):
+    scaled = weigh(x * inverse[:, None], weight, dtype, weight_dtype).to(tl.float32)
     return tl.where(is_v[:, None], x, scaled)
 
 
@@ -85,11 +86,11 @@ def _rope_kv_write(
         squares = tl.sum(x1 * x1, axis=1) + tl.sum(x2 * x2, axis=1) + tl.sum(rest * rest, axis=1)
         inverse = tl.rsqrt(squares / D + eps)
         weight = _load_norm_weight(q_weight_ptr, k_weight_ptr, is_q, dims, in_half)
-        x1 = _normalize(x1, inverse, weight, is_v, dtype)
+        x1 = _normalize(x1, inverse, weight, is_v, dtype, q_weight_ptr.dtype.element_ty)
         weight = _load_norm_weight(q_weight_ptr, k_weight_ptr, is_q, HALF + dims, in_half)
-        x2 = _normalize(x2, inverse, weight, is_v, dtype)
+        x2 = _normalize(x2, inverse, weight, is_v, dtype, q_weight_ptr.dtype.element_ty)
         weight = _load_norm_weight(q_weight_ptr, k_weight_ptr, is_q, rest_dims, in_rest)
-        rest = _normalize(rest, inverse, weight, is_v, dtype)
+        rest = _normalize(rest, inverse, weight, is_v, dtype, q_weight_ptr.dtype.element_ty)
     if table_ptr is not None:
         row = table_ptr + tl.load(positions_ptr + token).to(tl.int64) * (2 * HALF)
         cos = tl.load(row + dims, mask=in_half, other=1.0)[None, :]

@@ -14,16 +14,33 @@ from dovetail.core.ops.padding import empty_rows
 
 
 @triton.jit
+def weigh(x, weight, dtype: tl.constexpr, weight_dtype: tl.constexpr):
+    """Multiply normalized values by the norm's weight, both as float32, and round to `dtype`. Unless the weight is
+    stored in float32, the values are rounded first."""
+    if weight_dtype != tl.float32:
+        x = x.to(dtype).to(tl.float32)
+    return (weight * x).to(dtype)
+
+
+@triton.jit
+def normed(x, weight, C, eps, dtype: tl.constexpr, weight_dtype: tl.constexpr):
+    """RMSNorm of a row of C float32 values. Values past C are 0."""
+    return weigh(x * tl.rsqrt(tl.sum(x * x, axis=0) / C + eps), weight, dtype, weight_dtype)
+
+
+@triton.jit
 def _rms_norm(
     x_ptr,
     row_scale_ptr,
     column_scale_ptr,
     residual_ptr,
+    after_ptr,
     weight_ptr,
     summed_ptr,
     plain_ptr,
     C,
     eps,
+    after_eps,
     values_ptr,
     scale_ptr,
     static_ptr,
@@ -45,20 +62,23 @@ def _rms_norm(
     weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
     if row_scale_ptr is not None:
         column_scale = tl.load(column_scale_ptr + cols, mask=inside, other=0.0)
+    if after_ptr is not None:
+        after = tl.load(after_ptr + cols, mask=inside, other=0.0).to(tl.float32)
     wait(PDL)
     x = tl.load(x_ptr + row * C + cols, mask=inside, other=0.0).to(tl.float32)
     if row_scale_ptr is not None:
         x = x * tl.load(row_scale_ptr + row) * column_scale
         x = x.to(dtype).to(tl.float32)
-        if residual_ptr is None:
-            tl.store(summed_ptr + row * C + cols, x.to(dtype), mask=inside)
+    if after_ptr is not None:
+        x = normed(x, after, C, after_eps, dtype, after_ptr.dtype.element_ty).to(tl.float32)
+    if residual_ptr is None and (row_scale_ptr is not None or after_ptr is not None):
+        tl.store(summed_ptr + row * C + cols, x.to(dtype), mask=inside)
     if residual_ptr is not None:
         x += tl.load(residual_ptr + row * C + cols, mask=inside, other=0.0).to(tl.float32)
         rounded = x.to(dtype)
         tl.store(summed_ptr + row * C + cols, rounded, mask=inside)
         x = rounded.to(tl.float32)
-    scaled = x * tl.rsqrt(tl.sum(x * x, axis=0) / C + eps)
-    y = (weight * scaled.to(dtype).to(tl.float32)).to(dtype)
+    y = normed(x, weight, C, eps, dtype, weight_ptr.dtype.element_ty)
     if plain_ptr is not None:
         tl.store(plain_ptr + row * C + cols, y, mask=inside)
     if ENCODE is not None:
@@ -89,13 +109,15 @@ def rms_norm_triton(
     eps: float,
     emit: tuple[ActFormat, ...] = (PLAIN,),
     scale: tuple[torch.Tensor, torch.Tensor] | None = None,
+    after: tuple[torch.Tensor, float] | None = None,
 ) -> tuple[Bundle, torch.Tensor]:
     x_TC = x_TC.contiguous()
     tokens, columns = x_TC.shape
     plan = plan_emit(emit)
     plain = empty_rows(tokens, columns, x_TC.dtype, x_TC.device) if plan.plain else None
-    summed = x_TC if residual_TC is None and scale is None else torch.empty_like(x_TC)
+    summed = x_TC if residual_TC is None and scale is None and after is None else torch.empty_like(x_TC)
     row_T1, column_C = scale or (None, None)
+    after_C, after_eps = after or (None, None)
     target = EncodeTarget.allocate(plan.fused, tokens, columns, x_TC.dtype, x_TC.device)
     if tokens:
         block = target.block(whole_row=True)
@@ -105,11 +127,13 @@ def rms_norm_triton(
             row_T1,
             column_C,
             residual,
+            after_C,
             weight_C,
             summed,
             plain,
             columns,
             eps,
+            after_eps,
             **target.arguments(block),
             BLOCK=block,
             num_warps=warps(block, tokens),

@@ -19,7 +19,7 @@ def capabilities(config: TritonConfig, host: Host) -> Capabilities:
     return Capabilities(
         provides={
             "kinds": ("full", "window"),
-            "scores": (),
+            "scores": ("soft_cap", "sinks"),
             "exact_lengths": "device",
             "kv_dtypes": dtypes,
             "tree": True,

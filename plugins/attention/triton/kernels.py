@@ -15,8 +15,10 @@ import triton
 import triton.language as tl
 
 from dovetail.core.ops.kernels.launch import announce, wait
-from dovetail.plugins.attention.triton.per_warp import LOG2_E, LOW, attend_per_warp
+from dovetail.core.ops.kernels.norm import weigh
+from dovetail.plugins.attention.triton.per_warp import attend_per_warp
 from dovetail.plugins.attention.triton.plan import ITEM
+from dovetail.plugins.attention.triton.scores import LOG2_E, LOW, add_sink, cap_scores
 from dovetail.plugins.attention.triton.visible import visible
 
 
@@ -122,10 +124,13 @@ def _step(
     TMA: tl.constexpr,
     PAIRS: tl.constexpr,
     PRECISION: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
 ):
     """Process one block of keys: scores, running maximum and sum, weighted values. at_M is each query's own key."""
     k = _load(k_source, page, n, seen_from, hi, kv_head, K, D, PAGE, BLOCK_N, BLOCK_D, MASKED and not TMA, TMA)
     s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * qk_scale
+    if SOFT_CAP is not None:
+        s = cap_scores(s, SOFT_CAP)
     if MASKED:
         keys = (n + tl.arange(0, BLOCK_N))[None, :]
         seen = visible(keys, at[:, None], token[:, None], tree_ptr, tree_width, hi, length, WINDOW)
@@ -159,8 +164,8 @@ def _norm_rotate(x_ptr, position, weight_ptr, rope_ptr, eps, dims, ok, D: tl.con
         inverse = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
         weight = tl.load(weight_ptr + dims, mask=dims < D, other=0.0).to(tl.float32)
         other = tl.load(weight_ptr + partner, mask=rotated, other=0.0).to(tl.float32)
-        x = (weight * (x * inverse).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-        y = (other * (y * inverse).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+        x = weigh(x * inverse, weight, dtype, weight_ptr.dtype.element_ty).to(tl.float32)
+        y = weigh(y * inverse, other, dtype, weight_ptr.dtype.element_ty).to(tl.float32)
     if rope_ptr is not None:
         row = rope_ptr + position.to(tl.int64) * (2 * HALF)
         pair = tl.where(dims < HALF, dims, dims - HALF)
@@ -195,6 +200,7 @@ def attend_items(
     scale,
     k_scale,
     v_scale,
+    sinks_ptr,
     k_ptr,
     v_ptr,
     rope_ptr,
@@ -219,6 +225,7 @@ def attend_items(
     WRITES: tl.constexpr,
     HALF: tl.constexpr,
     LARGEST: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (kv head, item). ONE_LOOP masks every block; otherwise blocks that all queries see whole are not masked.
@@ -293,7 +300,7 @@ def attend_items(
     if KEY_WARPS:
         acc, total, m = attend_per_warp(
             q, k_source, v_source, table, tree_ptr, tree_width, token, at, seen_from, lo, hi, length, kv_head, qk_scale,
-            K, D, WINDOW, PAGE, KEY_WARPS, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS, PRECISION,
+            K, D, WINDOW, PAGE, KEY_WARPS, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS, PRECISION, SOFT_CAP,
         )  # fmt: skip
     else:
         # Every query of the tile sees all keys of the blocks from whole_lo to whole_hi.
@@ -321,6 +328,7 @@ def attend_items(
                 acc, odd, total, m = _step(
                     q, acc, odd, total, m, page, n, k_source, v_source, tree_ptr, tree_width, token, at, seen_from, hi,
                     length, kv_head, qk_scale, K, D, WINDOW, PAGE, BLOCK_N, BLOCK_D, True, TMA, PAIRS, PRECISION,
+                    SOFT_CAP,
                 )  # fmt: skip
                 page = following
         if not ONE_LOOP:
@@ -329,18 +337,25 @@ def attend_items(
                 acc, odd, total, m = _step(
                     q, acc, odd, total, m, page, n, k_source, v_source, tree_ptr, tree_width, token, at, seen_from, hi,
                     length, kv_head, qk_scale, K, D, WINDOW, PAGE, BLOCK_N, BLOCK_D, False, TMA, PAIRS, PRECISION,
+                    SOFT_CAP,
                 )  # fmt: skip
                 page = following
         for n in range(whole_hi, hi, BLOCK_N):
             following = _page(table, n + BLOCK_N, hi, PAGE, BLOCK_N)
             acc, odd, total, m = _step(
                 q, acc, odd, total, m, page, n, k_source, v_source, tree_ptr, tree_width, token, at, seen_from, hi,
-                length, kv_head, qk_scale, K, D, WINDOW, PAGE, BLOCK_N, BLOCK_D, True, TMA, PAIRS, PRECISION,
+                length, kv_head, qk_scale, K, D, WINDOW, PAGE, BLOCK_N, BLOCK_D, True, TMA, PAIRS, PRECISION, SOFT_CAP,
             )  # fmt: skip
             page = following
 
         if PAIRS:
             acc = tl.reshape(tl.join(acc, odd), (BLOCK_M, BLOCK_D))
+
+    if sinks_ptr is not None:
+        # The first range of a row counts its sink.
+        counts_sink = exists & (tl.program_id(1) == first_item)
+        sink = tl.load(sinks_ptr + head, mask=counts_sink, other=float("-inf"))
+        acc, total, m = add_sink(acc, total, m, sink)
 
     # A query that saw no key gives zeros.
     acc = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]

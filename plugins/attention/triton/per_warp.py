@@ -16,12 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dovetail.plugins.attention.triton.scores import LOW, cap_scores
 from dovetail.plugins.attention.triton.visible import visible
-
-LOW = tl.constexpr(-1.0e30)
-"""Initial running maximum, used instead of minus infinity: the difference of two of them is 0, not NaN."""
-LOG2_E = tl.constexpr(1.4426950408889634)
-"""Factor for scores, since exponentials are computed in base 2."""
 
 
 @triton.jit
@@ -50,6 +46,7 @@ def attend_per_warp(
     BLOCK_D: tl.constexpr,
     PAIRS: tl.constexpr,
     PRECISION: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
 ):
     """Return (weighted sum of values [M, D], sum of weights [M], maximum [M]) over keys [lo, hi). Keys before seen_from
     are ignored. q is [M, D]; at_M is the index of each query's own key."""
@@ -75,6 +72,8 @@ def attend_per_warp(
         k_mask = exists[:, :, None] if BLOCK_D == D else exists[:, :, None] & (dims < D)
         k = tl.load(k_ptr + slot[:, :, None] * (K * D) + kv_head * D + dims, mask=k_mask, other=0.0)
         s = tl.dot(k.to(q.dtype), q_LDM, input_precision=PRECISION) * qk_scale
+        if SOFT_CAP is not None:
+            s = cap_scores(s, SOFT_CAP)
         key = keys[:, :, None]
         seen = visible(key, at[None, None, :], token[None, None, :], tree_ptr, tree_width, hi, length, WINDOW)
         s = tl.where(seen, s, float("-inf"))

@@ -116,19 +116,24 @@ class SymmMemCollective(NcclCollective):
         residual: Residual | None,
         norm: Norm,
         emit: tuple[ActFormat, ...] = (PLAIN,),
+        after: Norm | None = None,
     ) -> tuple[Bundle, Residual]:
         if self.size == 1 or not isinstance(x, Partial):
-            return super().boundary(x, residual, norm, emit)
+            return super().boundary(x, residual, norm, emit, after)
         self._check()
+        fused: RMSNorm | None = None
+        first: tuple[torch.Tensor, float] | None = None
+        if type(norm) is RMSNorm and (after is None or type(after) is RMSNorm):
+            fused, first = norm, None if after is None else (after.weight, after.eps)
         if self._overlap_transport and self.config.beside == "copies":
             copies = self._ensure_copies()
-            if type(norm) is not RMSNorm or not copies.serves(emit):
-                return sharded_boundary(copies, x, residual, norm, emit)
+            if fused is None or not copies.serves(emit):
+                return sharded_boundary(copies, x, residual, norm, emit, after)
             own = None if residual is None else own_rows(self, residual)
-            bundle, summed = copies.boundary(x.values, own, norm.weight, norm.eps, emit)
+            bundle, summed = copies.boundary(x.values, own, fused.weight, fused.eps, emit, first)
             return bundle, RowShard(summed, len(x.values))
-        if type(norm) is not RMSNorm:
-            return super().boundary(x, residual, norm, emit)
+        if fused is None:
+            return super().boundary(x, residual, norm, emit, after)
         # A sharded residual stays sharded to the end of the forward pass.
         algorithm = self._boundary_algorithm(x.values, emit)
         if isinstance(residual, RowShard):
@@ -137,13 +142,14 @@ class SymmMemCollective(NcclCollective):
             algorithm = self.boundaries.pick(x.values.nbytes)
         if algorithm == "sharded" and self.reducer.serves_sharded(x.values, emit):
             own = None if residual is None else own_rows(self, residual)
-            bundle, summed = self.reducer.sharded_boundary(x.values, own, norm.weight, norm.eps, emit)
+            bundle, summed = self.reducer.sharded_boundary(x.values, own, fused.weight, fused.eps, emit, first)
             return bundle, RowShard(summed, len(x.values))
         if algorithm in SHARDED:
-            return sharded_boundary(self, x, residual, norm, emit)
+            return sharded_boundary(self, x, residual, norm, emit, after)
         if algorithm == "nccl" or not self.reducer.fuses(x.values):
-            return norm(NcclCollective.all_reduce(self, x.values), residual, emit)
-        return self.reducer.boundary(x.values, residual, norm.weight, norm.eps, emit, algorithm)
+            summed = NcclCollective.all_reduce(self, x.values)
+            return super().boundary(summed, residual, norm, emit, after)
+        return self.reducer.boundary(x.values, residual, fused.weight, fused.eps, emit, algorithm, first)
 
     def _ensure_copies(self) -> CopiedRows:
         """Return `copies`. The first call creates them, on all ranks together."""

@@ -25,6 +25,7 @@ from dovetail.core.ops.kernels.formats import EncodeTarget, warps
 from dovetail.plugins.collective.sharded import padded, shard_rows, with_scale
 from dovetail.plugins.collective.symm_mem.driver import WAIT, WRITE, Driver
 from dovetail.plugins.collective.symm_mem.memory import SharedBlock, SharedMemory
+from dovetail.plugins.collective.symm_mem.reduce import after_arguments
 from dovetail.plugins.collective.symm_mem.sharded_kernels import sum_copies
 
 ALIGNMENT = 256
@@ -93,6 +94,7 @@ class CopiedRows:
         weight_C: torch.Tensor,
         eps: float,
         emit: tuple[ActFormat, ...],
+        after: tuple[torch.Tensor, float] | None = None,
     ) -> tuple[Bundle, torch.Tensor]:
         """Implement `Collective.boundary` with an RMSNorm. Return the whole bundle and this rank's rows of the sum."""
         tokens, columns = x_TC.shape
@@ -113,6 +115,7 @@ class CopiedRows:
             padded(x_TC.contiguous(), self.size * rows),
             residual_SC,
             {
+                **after_arguments(after),
                 "weight_ptr": weight_C,
                 "plain_ptr": every.get("plain"),
                 "eps": eps,
@@ -218,7 +221,14 @@ def barrier_operations(words: Sequence[int], rank: int, others: Sequence[int]) -
     return [*writes, *((WAIT, words[rank] + 4 * other) for other in others)]
 
 
-_SUM_ALONE = {"weight_ptr": None, "plain_ptr": None, "eps": 0.0, "NORM": False, **EncodeTarget(None, 0).arguments(1)}
+_SUM_ALONE = {
+    "weight_ptr": None,
+    "plain_ptr": None,
+    "eps": 0.0,
+    "NORM": False,
+    **after_arguments(None),
+    **EncodeTarget(None, 0).arguments(1),
+}
 """Arguments of a kernel that stores only the sum."""
 
 

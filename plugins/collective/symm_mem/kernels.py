@@ -20,6 +20,7 @@ import triton.language as tl
 
 from dovetail.core.ops.kernels.formats import encode_row
 from dovetail.core.ops.kernels.launch import announce, wait
+from dovetail.core.ops.kernels.norm import normed
 
 EMPTY: int = -0x7FFF8000
 """The word 0x80008000: two negative zeros in 16 bits, or a float32 of -5e-41. It is sent as 0."""
@@ -160,26 +161,32 @@ def finish(
     inside,
     out_ptr,
     residual,
+    after_ptr,
+    after_eps,
     weight,
     plain_ptr,
     C,
     eps,
     encoding,
+    weight_ptr,
     ENCODE: tl.constexpr,
     GROUP: tl.constexpr,
     NORM: tl.constexpr,
     VALUES: tl.constexpr,
 ):
-    """Store the sum. With NORM add the residual first, then normalize and encode as core.ops.kernels.norm does.
-    encoding: pointers and strides of `encode_row`."""
+    """Store the sum. With NORM add the residual first, then normalize and encode as core.ops.kernels.norm does. after:
+    norm of the sum before the residual is added. encoding: pointers and strides of `encode_row`."""
     dtype = out_ptr.dtype.element_ty
     place = row * C + tl.arange(0, VALUES)
+    if after_ptr is not None:
+        after = tl.load(after_ptr + tl.arange(0, VALUES), mask=inside, other=0.0).to(tl.float32)
+        total = total.to(dtype).to(tl.float32)
+        total = normed(total, after, C, after_eps, dtype, after_ptr.dtype.element_ty).to(tl.float32)
     rounded = (total + residual).to(dtype)
     tl.store(out_ptr + place, rounded, mask=inside)
     if NORM:
         x = rounded.to(tl.float32)
-        scaled = x * tl.rsqrt(tl.sum(x * x, axis=0) / C + eps)
-        y = (weight * scaled.to(dtype).to(tl.float32)).to(dtype)
+        y = normed(x, weight, C, eps, dtype, weight_ptr.dtype.element_ty)
         if plain_ptr is not None:
             tl.store(plain_ptr + place, y, mask=inside)
         if ENCODE is not None:
@@ -209,6 +216,7 @@ def one_shot(
     x_ptr,
     out_ptr,
     residual_ptr,
+    after_ptr,
     weight_ptr,
     plain_ptr,
     peers_ptr,
@@ -219,6 +227,7 @@ def one_shot(
     size,
     length,
     eps,
+    after_eps,
     values_ptr,
     scale_ptr,
     static_ptr,
@@ -269,7 +278,10 @@ def one_shot(
         # All parts have been sent, so all programs of the row have read half_ptr.
         tl.store(half_ptr + row, 1 - half)
         C = length * PER
-        finish(total, row, inside, out_ptr, residual, weight, plain_ptr, C, eps, encoding, ENCODE, GROUP, NORM, VALUES)
+        finish(
+            total, row, inside, out_ptr, residual, after_ptr, after_eps, weight, plain_ptr, C, eps, encoding,
+            weight_ptr, ENCODE, GROUP, NORM, VALUES,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -333,6 +345,7 @@ def two_shot(
     x_ptr,
     out_ptr,
     residual_ptr,
+    after_ptr,
     weight_ptr,
     plain_ptr,
     peers_ptr,
@@ -344,6 +357,7 @@ def two_shot(
     length,
     part_length,
     eps,
+    after_eps,
     values_ptr,
     scale_ptr,
     static_ptr,
@@ -396,6 +410,9 @@ def two_shot(
         send(narrow(summed, dtype, PART), box + _BOX + rank * part_length + part, mine, boxes)
         total = receive(mail_ptr, box + _BOX + words, 0, words_inside, stop_ptr, dtype, 1, VALUES)
         C = length * PER
-        finish(total, row, inside, out_ptr, residual, weight, plain_ptr, C, eps, encoding, ENCODE, GROUP, NORM, VALUES)
+        finish(
+            total, row, inside, out_ptr, residual, after_ptr, after_eps, weight, plain_ptr, C, eps, encoding,
+            weight_ptr, ENCODE, GROUP, NORM, VALUES,
+        )  # fmt: skip
         half = 1 - half
     tl.store(half_ptr + program, half)

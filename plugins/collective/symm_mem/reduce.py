@@ -80,8 +80,10 @@ class Reducer:
         eps: float,
         emit: tuple[ActFormat, ...],
         algorithm: str,
+        after: tuple[torch.Tensor, float] | None = None,
     ) -> tuple[Bundle, torch.Tensor]:
-        """Sum over ranks and add the residual. Return the RMSNorm in the formats of `emit`, and the sum."""
+        """Sum over ranks and add the residual. Return the RMSNorm in the formats of `emit`, and the sum. `after`: as in
+        core.ops.rms_norm."""
         x_TC = x_TC.contiguous()
         tokens, columns = x_TC.shape
         plan = plan_emit(emit)
@@ -92,6 +94,7 @@ class Reducer:
         words, row = x_TC.nbytes // WORD, columns * x_TC.element_size() // WORD
         fused = {
             "residual_ptr": None if residual_TC is None else _ready(residual_TC),
+            **after_arguments(after),
             "weight_ptr": weight_C,
             "plain_ptr": plain,
             "eps": eps,
@@ -123,6 +126,7 @@ class Reducer:
         weight_C: torch.Tensor,
         eps: float,
         emit: tuple[ActFormat, ...],
+        after: tuple[torch.Tensor, float] | None = None,
     ) -> tuple[Bundle, torch.Tensor]:
         """`boundary` with a residual sharded by rows. Return the whole bundle and this rank's rows of the sum."""
         x_TC = x_TC.contiguous()
@@ -141,8 +145,9 @@ class Reducer:
             _words(x_TC),
             summed_SC,
             None if residual_SC is None else _ready(residual_SC),
-            weight_C,
-            plain,
+            weight_ptr=weight_C,
+            plain_ptr=plain,
+            **after_arguments(after),
             plain_words_ptr=None if plain is None else _words(plain),
             values_words_ptr=None if target.values is None else _words(target.values),
             **self._one_shot_boxes,
@@ -247,6 +252,7 @@ def _alone(row: int, x: torch.Tensor) -> dict[str, Any]:
     block = triton.next_power_of_2(row) * WORD // x.element_size()
     return {
         "residual_ptr": None,
+        **after_arguments(None),
         "weight_ptr": None,
         "plain_ptr": None,
         "eps": 0.0,
@@ -254,6 +260,12 @@ def _alone(row: int, x: torch.Tensor) -> dict[str, Any]:
         "VALUES": block,
         **EncodeTarget(None, 0).arguments(block),
     }
+
+
+def after_arguments(after: tuple[torch.Tensor, float] | None) -> dict[str, Any]:
+    """Return the arguments of a kernel for a norm before the residual is added: weight and epsilon."""
+    weight_C, eps = after or (None, None)
+    return {"after_ptr": weight_C, "after_eps": eps}
 
 
 def _waited(block: int, x: torch.Tensor) -> int:

@@ -72,6 +72,7 @@ def sharded(
     x_ptr,
     out_ptr,
     residual_ptr,
+    after_ptr,
     weight_ptr,
     plain_ptr,
     plain_words_ptr,
@@ -90,6 +91,7 @@ def sharded(
     values_at,
     scale_at,
     eps,
+    after_eps,
     values_ptr,
     scale_ptr,
     static_ptr,
@@ -154,8 +156,9 @@ def sharded(
             own_ptr = out_ptr - rank * shard_rows * length * PER
             C = length * PER
             finish(
-                total, row, inside, own_ptr, residual, weight, plain_ptr, C, eps, encoding, ENCODE, GROUP, True, VALUES
-            )
+                total, row, inside, own_ptr, residual, after_ptr, after_eps, weight, plain_ptr, C, eps, encoding,
+                weight_ptr, ENCODE, GROUP, True, VALUES,
+            )  # fmt: skip
             # The sent words are read back from this program's output, whatever its dtype.
             tl.debug_barrier()
             part = box + rank * _BOX
@@ -191,12 +194,14 @@ def sum_copies(
     own_ptr,
     out_ptr,
     residual_ptr,
+    after_ptr,
     weight_ptr,
     plain_ptr,
     rank,
     rows,
     C,
     eps,
+    after_eps,
     values_ptr,
     scale_ptr,
     static_ptr,
@@ -232,4 +237,7 @@ def sum_copies(
         weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     own_row = rank * rows + row
     own_ptr = out_ptr - rank * shard_size
-    finish(total, own_row, inside, own_ptr, residual, weight, plain_ptr, C, eps, encoding, ENCODE, GROUP, NORM, VALUES)
+    finish(
+        total, own_row, inside, own_ptr, residual, after_ptr, after_eps, weight, plain_ptr, C, eps, encoding,
+        weight_ptr, ENCODE, GROUP, NORM, VALUES,
+    )  # fmt: skip

@@ -69,11 +69,20 @@ class RepeatsItself(Sound):
 
 
 class NormsBeforeItSums(Sound):
-    def boundary(self, x, residual, norm, emit=(PLAIN,)):  # type: ignore[no-untyped-def]
+    def boundary(self, x, residual, norm, emit=(PLAIN,), after=None):  # type: ignore[no-untyped-def]
         if not isinstance(x, Partial):
-            return super().boundary(x, residual, norm, emit)
+            return super().boundary(x, residual, norm, emit, after)
         bundle, _ = norm(x.values, residual, emit)
-        return bundle, super().boundary(x, residual, norm, emit)[1]
+        return bundle, super().boundary(x, residual, norm, emit, after)[1]
+
+
+class NormsWhatItHasAdded(Sound):
+    """Applies `after` to the sum of x and the residual."""
+
+    def boundary(self, x, residual, norm, emit=(PLAIN,), after=None):  # type: ignore[no-untyped-def]
+        if after is None or residual is None:
+            return super().boundary(x, residual, norm, emit, after)
+        return super().boundary(self.reduce(x) + self.whole(residual), None, norm, emit, after)
 
 
 class Shards(Sound):
@@ -148,9 +157,13 @@ BROKEN: dict[str, list[type[Sound]]] = {
         ),
         fault("ForgetsTheResidual", boundary=lambda self, x, residual, *rest: Sound.boundary(self, x, None, *rest)),
         NormsBeforeItSums,
+        NormsWhatItHasAdded,
+        fault("ForgetsTheFirstNorm", boundary=lambda self, *args: Sound.boundary(self, *args[:4])),
         fault(
             "EmitsOneFormat",
-            boundary=lambda self, x, residual, norm, emit=(PLAIN,): Sound.boundary(self, x, residual, norm, emit[:1]),
+            boundary=lambda self, x, residual, norm, emit=(PLAIN,), *rest: Sound.boundary(
+                self, x, residual, norm, emit[:1], *rest
+            ),
         ),
     ],
     "test_boundaries_form_a_chain": [TakesItsRowsForAll, ForgetsTheResidualOfATap],
@@ -158,8 +171,8 @@ BROKEN: dict[str, list[type[Sound]]] = {
         fault("DoublesAlone", all_reduce=lambda self, x: Sound.all_reduce(self, x) * (2 if self.size == 1 else 1)),
         fault(
             "NormsHalfOfABlock",
-            boundary=lambda self, x, residual, norm, emit=(PLAIN,): Sound.boundary(
-                self, replace(x, plus=None) if isinstance(x, Partial) else x, residual, norm, emit
+            boundary=lambda self, x, residual, norm, emit=(PLAIN,), *rest: Sound.boundary(
+                self, replace(x, plus=None) if isinstance(x, Partial) else x, residual, norm, emit, *rest
             ),
         ),
     ],

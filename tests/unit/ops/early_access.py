@@ -12,7 +12,7 @@ MEMORY = re.compile(r"(?:ld|st|atom|red|prefetch|cp|multimem)\b[\w.:]*\.global\b
 UNKNOWN = "an address that was read from memory"
 
 CONSTANTS = {
-    "dovetail.core.ops.kernels.norm:_rms_norm": {"weight_ptr"},
+    "dovetail.core.ops.kernels.norm:_rms_norm": {"weight_ptr", "after_ptr"},
     "dovetail.core.ops.kernels.layernorm:_layer_norm": {"weight_ptr", "bias_ptr"},
     "dovetail.core.ops.kernels.matmul:_matmul": {"weight_ptr"},
     "dovetail.core.ops.kernels.packed_matmul:_packed_matmul": {"codes_ptr"},

@@ -6,6 +6,7 @@ import importlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -113,6 +114,8 @@ def norms() -> None:
         for emit in encoded(columns):
             for residual in (x, None):
                 rms_norm(x, residual, weight, 1e-5, emit)
+        wide = cuda(columns, dtype=FP32)
+        rms_norm(x, x, wide, 1e-5, after=(wide, 1e-5))
         layer_norm(x, x, weight, weight, 1e-5, (PLAIN, eight_bits()))
         layer_norm(x, None, weight, weight, 1e-5)
         layer_norm(x, x, weight, weight, 1e-5, plus_TC=x)
@@ -262,6 +265,8 @@ def attention(
     head_scales: bool = False,
     key_warps: int = 0,
     gluon: bool = True,
+    soft_cap: float = 0.0,
+    sinks: bool = False,
 ) -> None:
     if kv_dtype is E4M3 and not has_fp8():
         return  # The backend's capabilities refuse it.
@@ -284,7 +289,8 @@ def attention(
         backend.tiles = WarpTiles(key_warps)
     backend.bind(make_pools([KVGroup(0, (0, 1), planes, page_tokens=page)], {0: 9}, torch.device("cuda")))
     scale = cuda(kv_heads, dtype=FP32) if head_scales else 0.5
-    layer = AttentionLayer(1, 0, 1, query_heads, kv_heads, dim, dim**-0.5, window, scale, scale)
+    layer = AttentionLayer(1, 0, 1, query_heads, kv_heads, dim, dim**-0.5, window, scale, scale, soft_cap)
+    layer = replace(layer, sinks=cuda(query_heads, dtype=FP32) if sinks else None)
     ctx = backend.plan_device(meta, host, backend.plan_host(host))
     rope = Rope(cuda(32768, rotary, dtype=FP32)) if rotary else None
     weights = QKNorm(cuda(dim, dtype=dtype), cuda(dim, dtype=dtype), 1e-5) if norm else None
@@ -325,12 +331,23 @@ def attention_cases() -> Iterator[tuple[str, Callable[[], None]]]:
         "tree": dict(host=DRAFTS, tree=True),
         "float32": dict(host=MIXED, dtype=FP32, heads=(8, 8, 64), rotary=64),
         "partly rotated, wide heads": dict(host=MIXED, heads=(16, 16, 256), rotary=64),
+        "sinks, capped": dict(
+            host=MIXED, heads=(8, 4, 256), page=64, window=1024, soft_cap=50.0, sinks=True, norm=True
+        ),
+        "decode, sinks, capped": dict(
+            host=SCARCE, kv_dtype=E4M3, page=64, window=128, soft_cap=50.0, sinks=True, gluon=False
+        ),
+        "drafts, sinks, capped": dict(host=DRAFTS, soft_cap=50.0, sinks=True, gluon=False),
+        "keys per warp, sinks, capped": dict(
+            host=SCARCE, kv_dtype=E4M3, key_warps=8, soft_cap=50.0, sinks=True, gluon=False
+        ),
         "one kv head, odd dim, no rotary": dict(host=MIXED, dtype=FP16, heads=(71, 1, 80), rotary=0),
     }
     more = {
         *("decode", "decode, scarce", "mixed, window, head scales", "keys per warp", "partly rotated, wide heads"),
         *("single tokens, narrow heads", "chunks, tensor maps", "prompts, narrow heads"),
         *("prompts, gathered", "prompts, long", "prompts, padded head dim and group"),
+        *("drafts, sinks, capped", "keys per warp, sinks, capped"),
     }
     for name, case in some.items():
         if name in more and not EVERYTHING:
@@ -365,6 +382,8 @@ def sums() -> None:
         reducer.sharded_boundary(x, None, x[0], 1e-5, (FP8 if has_fp8() else PLAIN,))
         reducer.argmax(cuda(64, dtype=FP32), cuda(64, dtype=INT64))
         reducer.boundary(x, None, x[0], 1e-5, (PLAIN,), "one_shot")
+        wide = cuda(columns, dtype=FP32)
+        reducer.boundary(x, x, wide, 1e-5, (PLAIN,), "two_shot", (wide, 1e-5))
 
 
 def copies() -> None:
@@ -401,6 +420,8 @@ SPILLS = {
     "dovetail.plugins.collective.symm_mem.sharded_kernels:sharded": 128,
     # Scores and sums of a tile of 64 queries and more, most with 71 query heads for one kv head.
     "dovetail.plugins.attention.triton.kernels:attend_items": 1024,
+    # Constants of prompts with head dim 256, and with capped scores.
+    "dovetail.plugins.attention.triton.hopper.kernel:attend_prompts": 96,
     # The outputs of 64 rows for adapters of high rank.
     "dovetail.plugins.adapter.lora.kernel:_expand": 512,
 }

@@ -152,6 +152,12 @@ def test_rms_norm(dtype, columns, with_residual):
         assert_same_bundle(got, expected, emit, dtype)
         # A fused multiply-add rounds float32 once less.
         torch.testing.assert_close(got_sum, expected_sum, rtol=1e-6 if dtype == torch.float32 else 0, atol=1e-6)
+    # A norm before the addition, and float32 weights, whose product alone is rounded.
+    wide, first = weight.float() + 1, (random(columns, dtype=torch.float32), 1e-6)
+    expected, expected_sum = rms_norm_reference(x, residual, wide, 1e-5, (PLAIN,), scale, first)
+    got, got_sum = rms_norm_triton(x, residual, wide, 1e-5, (PLAIN,), scale, first)
+    assert_same_bundle(got, expected, (PLAIN,), dtype)
+    torch.testing.assert_close(got_sum, expected_sum)
     alone, _ = rms_norm_triton(x, residual, weight, 1e-5, (INT8_TOKEN,))
     with pytest.raises(KeyError, match="plain"):
         alone[PLAIN]

@@ -24,9 +24,11 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.core.ops.kernels.gluon import barrier
+from dovetail.core.ops.kernels.norm import weigh
 from dovetail.plugins.attention.triton.hopper.fetch import ITEM_FIELDS
 from dovetail.plugins.attention.triton.hopper.mailboxes import JOIN_GROUP, as_message, join
-from dovetail.plugins.attention.triton.per_warp import LOG2_E, LOW, unpair
+from dovetail.plugins.attention.triton.per_warp import unpair
+from dovetail.plugins.attention.triton.scores import LOG2_E, LOW, cap_scores
 from dovetail.plugins.attention.triton.tiles import WARP_KEYS
 
 DEEP = gl.constexpr(WARP_KEYS)
@@ -102,8 +104,8 @@ def _norm_rotate(loaded, weights, angles, eps, dims, NORM: gl.constexpr, D: gl.c
     if NORM:
         weight, other = weights
         inverse = gl.rsqrt(gl.sum(x * x, axis=1) / D + eps)[:, None]
-        x = (weight.to(gl.float32) * (x * inverse).to(dtype).to(gl.float32)).to(dtype).to(gl.float32)
-        y = (other.to(gl.float32) * (y * inverse).to(dtype).to(gl.float32)).to(dtype).to(gl.float32)
+        x = weigh(x * inverse, weight.to(gl.float32), dtype, weight.dtype).to(gl.float32)
+        y = weigh(y * inverse, other.to(gl.float32), dtype, weight.dtype).to(gl.float32)
     if HALF:
         cos, sin = angles
         x = x * cos + gl.where(dims < HALF, -y, y) * sin
@@ -120,8 +122,8 @@ def _stored(x, scale, KV: gl.constexpr, LARGEST: gl.constexpr):
 
 @gluon.jit
 def _block(q, acc, odd, total, m, n, place, k_smem, v_smem, seen_from, end, qk_scale, WINDOW: gl.constexpr,
-           SLABS: gl.constexpr, PLACES: gl.constexpr, WARPS: gl.constexpr, M: gl.constexpr,
-           KV: gl.constexpr):  # fmt: skip
+           SLABS: gl.constexpr, PLACES: gl.constexpr, WARPS: gl.constexpr, M: gl.constexpr, KV: gl.constexpr,
+           SOFT_CAP: gl.constexpr):  # fmt: skip
     """Process one block of keys. K and V of unseen keys are zeros."""
     SLAB: gl.constexpr = WARPS * DEEP
     S: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
@@ -136,6 +138,8 @@ def _block(q, acc, odd, total, m, n, place, k_smem, v_smem, seen_from, end, qk_s
     for j in gl.static_range(SLABS):
         k = k_smem.index(place * SLABS + j).load(K_OPERAND).to(q.dtype)
         s = mma_v2(k, q, gl.zeros([SLAB, M], gl.float32, S)) * qk_scale
+        if SOFT_CAP is not None:
+            s = cap_scores(s, SOFT_CAP)
         s = gl.convert_layout(gl.reshape(s, [WARPS, DEEP, M]), LSM, assert_trivial=True)
         warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, LSM)))
         deep = gl.arange(0, DEEP, gl.SliceLayout(0, gl.SliceLayout(2, LSM)))
@@ -175,6 +179,7 @@ def attend_decode(
     scale,
     k_scale,
     v_scale,
+    sinks_ptr,
     k_ptr,
     v_ptr,
     rope_ptr,
@@ -195,6 +200,7 @@ def attend_decode(
     WRITES: gl.constexpr,
     HALF: gl.constexpr,
     LARGEST: gl.constexpr,
+    SOFT_CAP: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Program (kv head and head tile, item), for rows of one token. K and V are pages [slots, K, D]. With WRITES, q_ptr
@@ -317,6 +323,8 @@ def attend_decode(
             gl.store(v_ptr + to + dim_d, new_v, mask=(dim_d < D) & (first_head == 0))
             gl.store(k_ptr + to + dims, new_k, mask=(dims < D) & (first_head == 0))
             found = gl.sum(q.to(gl.float32) * new_k.to(gl.float32), axis=1) * qk_scale
+            if SOFT_CAP is not None:
+                found = cap_scores(found, SOFT_CAP)
             fresh_score = gl.convert_layout(found, gl.SliceLayout(0, LM))
             fresh_value = new_v.to(gl.float32)
     q = gl.convert_layout(gl.permute(q, (1, 0)), gl.DotOperandLayout(1, S, 32 // KV.primitive_bitwidth))
@@ -331,7 +339,7 @@ def attend_decode(
         following = _pages(table, key + SPAN, seen_from, end, WINDOW, PAGE)
         acc, odd, total, m = _block(
             q, acc, odd, total, m, n, place, k_smem, v_smem, seen_from, end, qk_scale, WINDOW, SLABS, PLACES, WARPS, M,
-            KV,
+            KV, SOFT_CAP,
         )  # fmt: skip
         wanted = n + PLACES * SPAN < end
         if wanted:
@@ -358,9 +366,17 @@ def attend_decode(
     barrier()
     peak = peaks.load(LM)
     top = gl.maximum(gl.max(peak, axis=0), fresh_score)
+    if sinks_ptr is not None:
+        # The first range of a row counts its sink, a score without a value.
+        own_head = first_head + gl.arange(0, M, gl.SliceLayout(0, LM))
+        counts_sink = (own_head < GROUP) & (index == first_item)
+        sink = gl.load(sinks_ptr + kv_head * GROUP + own_head, mask=counts_sink, other=float("-inf")) * LOG2_E
+        top = gl.maximum(top, sink)
     weight = gl.exp2(peak - top[None, :])
     fresh_weight = gl.exp2(fresh_score - top)
     whole = gl.sum(sums.load(LM) * weight, axis=0) + fresh_weight
+    if sinks_ptr is not None:
+        whole += gl.exp2(sink - top)
     y = gl.sum(outputs.load(OWN) * gl.expand_dims(weight, 1), axis=0)
     y += fresh_value[:, None] * gl.convert_layout(fresh_weight, gl.SliceLayout(0, DM))[None, :]
     # A query that saw no key gives zeros.

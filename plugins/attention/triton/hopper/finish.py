@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from dovetail.core.ops.kernels.gluon import barrier
 from dovetail.plugins.attention.triton.hopper.fetch import GROUPS, ITEM_FIELDS, ROWS
-from dovetail.plugins.attention.triton.per_warp import LOW
+from dovetail.plugins.attention.triton.scores import LOW, add_sink
 
 
 @gluon.jit
@@ -40,9 +40,9 @@ def _put(
 
 @gluon.jit
 def finish(
-    acc, m, total, index, unit, first, count, part, v_scale, out_ptr, part_ptr, lse_ptr, count_ptr, items_ptr,
-    H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, PACK: gl.constexpr, OUT: gl.constexpr,
-    WHICH: gl.constexpr,
+    acc, m, total, index, unit, first, count, part, v_scale, sinks_ptr, out_ptr, part_ptr, lse_ptr, count_ptr,
+    items_ptr, H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, PACK: gl.constexpr,
+    OUT: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Write rows of the output, or a range's partial result. The tile's last range to arrive joins all ranges."""
     # Each warp stores the 16 rows of its matrix instructions, 16 bytes per thread.
@@ -52,6 +52,12 @@ def finish(
     QUERIES: gl.constexpr = GROUPS * ROWS // PACK
     m = gl.convert_layout(m, M)
     total = gl.convert_layout(gl.sum(total, axis=1), M)
+    if sinks_ptr is not None:
+        # The first range of a row counts its sink.
+        _, sink_head, has_head = _rows(count, unit, H // K, PACK, WHICH, M)
+        is_first = gl.load(items_ptr + index * ITEM_FIELDS + 10) == index
+        sink = gl.load(sinks_ptr + sink_head, mask=has_head & is_first, other=float("-inf"))
+        acc, total, m = add_sink(acc, total, m, sink)
     # A query that saw no key gives zeros.
     acc = acc * (v_scale / gl.where(total > 0, total, 1.0))[:, None]
     if part < 0:

@@ -44,7 +44,7 @@ from dovetail.plugins.attention.triton.hopper.fetch import (
     produce,
 )
 from dovetail.plugins.attention.triton.hopper.finish import finish
-from dovetail.plugins.attention.triton.per_warp import LOG2_E, LOW
+from dovetail.plugins.attention.triton.scores import LOG2_E, LOW, cap_scores
 
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 """Registers per thread. The default partition gets the remaining registers, which is 240 again."""
@@ -72,12 +72,16 @@ def _eighths(x):
 
 
 @gluon.jit
-def _weigh(s, m, total, n, at, qk_scale, WINDOW: gl.constexpr, MASKED: gl.constexpr, LAYOUT: gl.constexpr):
+def _weigh(s, m, total, n, at, qk_scale, WINDOW: gl.constexpr, MASKED: gl.constexpr, SOFT_CAP: gl.constexpr,
+           LAYOUT: gl.constexpr):  # fmt: skip
     """Return unnormalised weights of a block's scores [M, N], and the updated running values.
 
     `total` [M, 8] keeps a separate sum for each thread of a row until the end. Reducing along the middle dimension
     first also gives a thread four chains of dependent instructions instead of two.
     """
+    if SOFT_CAP is not None:
+        s = cap_scores(s * qk_scale, SOFT_CAP)
+        qk_scale = 1.0
     if MASKED:
         keys = (n + gl.arange(0, s.shape[1], gl.SliceLayout(0, LAYOUT)))[None, :]
         seen = keys <= at[:, None]
@@ -161,7 +165,7 @@ def _first_columns(dim):
 @gluon.jit
 def _step(q, p, alpha, acc, m, total, n, lo, stage, phase, k_ring, v_ring, at, seen_from, length, qk_scale,
           D: gl.constexpr, BLOCK_D: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-          MASKED: gl.constexpr):  # fmt: skip
+          MASKED: gl.constexpr, SOFT_CAP: gl.constexpr):  # fmt: skip
     """Compute scores and weights of the block at n, whose K has arrived, and add the preceding block to the output.
     p: weights of the preceding block, at `stage`. alpha: factor by which that block rescales the output so far."""
     k_smem, k_full, k_empty = k_ring
@@ -180,7 +184,7 @@ def _step(q, p, alpha, acc, m, total, n, lo, stage, phase, k_ring, v_ring, at, s
     mbarrier.arrive(k_empty.index(stage))
     # Otherwise the release would be scheduled after the exponentials, which would delay the next K.
     _boundary(n)
-    weights, alpha, m, total = _weigh(s, m, total, n, at, qk_scale, WINDOW, MASKED, S)
+    weights, alpha, m, total = _weigh(s, m, total, n, at, qk_scale, WINDOW, MASKED, SOFT_CAP, S)
     # Wait for the next block's K here to end a reordering region. Within one region, the assembler would move the
     # exponentials after the wait below, and nothing would overlap with the matmul.
     next_stage, next_phase = next_place(stage, phase, STAGES)
@@ -196,9 +200,9 @@ def _step(q, p, alpha, acc, m, total, n, lo, stage, phase, k_ring, v_ring, at, s
 @gluon.jit
 def _consume(q_ring, k_ring, v_ring, work, H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
              PACK: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-             HEAD_SCALES: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
+             HEAD_SCALES: gl.constexpr, SOFT_CAP: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
     """Consumer warp group for rows [64 * WHICH, 64 * WHICH + 64) of each tile."""
-    out_ptr, part_ptr, lse_ptr, count_ptr, items_ptr, works, scale, k_scale, v_scale = work
+    out_ptr, part_ptr, lse_ptr, count_ptr, items_ptr, works, scale, k_scale, v_scale, sinks_ptr = work
     q_smem, q_full, q_empty = q_ring
     k_smem, k_full, k_empty = k_ring
     v_smem, v_boxes, v_full, v_empty = v_ring
@@ -248,7 +252,7 @@ def _consume(q_ring, k_ring, v_ring, work, H: gl.constexpr, K: gl.constexpr, D: 
             scores = _scores(q, k_smem.index(stage), S, D, BLOCK_N)
             s = warpgroup_mma_wait(0, deps=[scores])
             mbarrier.arrive(k_empty.index(stage))
-            weights, alpha, m, total = _weigh(s, m, total, last, at, qk_scale, WINDOW, True, S)
+            weights, alpha, m, total = _weigh(s, m, total, last, at, qk_scale, WINDOW, True, SOFT_CAP, S)
             p = _pack(weights, dtype)
             next_stage, next_phase = next_place(stage, phase, STAGES)
             mbarrier.wait(k_full.index(next_stage), next_phase, pred=last > lo)
@@ -257,18 +261,18 @@ def _consume(q_ring, k_ring, v_ring, work, H: gl.constexpr, K: gl.constexpr, D: 
             for n in range(last - BLOCK_N, whole_hi - 1, -BLOCK_N):
                 p, alpha, acc, m, total, stage, phase = _step(
                     q, p, alpha, acc, m, total, n, lo, stage, phase, k_ring, v_ring, at, seen_from, length, qk_scale,
-                    D, BLOCK_D, WINDOW, BLOCK_N, STAGES, True,
+                    D, BLOCK_D, WINDOW, BLOCK_N, STAGES, True, SOFT_CAP,
                 )  # fmt: skip
             for n in range(whole_hi - BLOCK_N, whole_lo - 1, -BLOCK_N):
                 p, alpha, acc, m, total, stage, phase = _step(
                     q, p, alpha, acc, m, total, n, lo, stage, phase, k_ring, v_ring, at, seen_from, length, qk_scale,
-                    D, BLOCK_D, WINDOW, BLOCK_N, STAGES, False,
+                    D, BLOCK_D, WINDOW, BLOCK_N, STAGES, False, SOFT_CAP,
                 )  # fmt: skip
             if WINDOW:
                 for n in range(whole_lo - BLOCK_N, lo - 1, -BLOCK_N):
                     p, alpha, acc, m, total, stage, phase = _step(
                         q, p, alpha, acc, m, total, n, lo, stage, phase, k_ring, v_ring, at, seen_from, length,
-                        qk_scale, D, BLOCK_D, WINDOW, BLOCK_N, STAGES, True,
+                        qk_scale, D, BLOCK_D, WINDOW, BLOCK_N, STAGES, True, SOFT_CAP,
                     )  # fmt: skip
             # All score matmuls of this item are done, so the next item's queries may be fetched.
             mbarrier.arrive(q_empty.index(WHICH))
@@ -280,8 +284,8 @@ def _consume(q_ring, k_ring, v_ring, work, H: gl.constexpr, K: gl.constexpr, D: 
 
         if count > mine:
             finish(
-                acc, m, total, index, unit, first, count, part, v_factor, out_ptr, part_ptr, lse_ptr, count_ptr,
-                items_ptr, H, K, D, BLOCK_D, PACK, OUT, WHICH,
+                acc, m, total, index, unit, first, count, part, v_factor, sinks_ptr, out_ptr, part_ptr, lse_ptr,
+                count_ptr, items_ptr, H, K, D, BLOCK_D, PACK, OUT, WHICH,
             )  # fmt: skip
         item = following
 
@@ -302,6 +306,7 @@ def attend_prompts(
     scale,
     k_scale,
     v_scale,
+    sinks_ptr,
     H: gl.constexpr,
     K: gl.constexpr,
     D: gl.constexpr,
@@ -312,6 +317,7 @@ def attend_prompts(
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     HEAD_SCALES: gl.constexpr,
+    SOFT_CAP: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Programs process the `works` pairs of an item and a unit in rounds (next_item), or one each if there are as many
@@ -350,19 +356,21 @@ def attend_prompts(
     q_ring = (q_smem, q_full, q_empty)
     k_ring = (k_smem, k_full, k_empty)
     v_ring = (v_smem, v_flat, v_full, v_empty)
-    work = (out_ptr, part_ptr, lse_ptr, count_ptr, items_ptr, works, scale, k_scale, v_scale)
+    work = (out_ptr, part_ptr, lse_ptr, count_ptr, items_ptr, works, scale, k_scale, v_scale, sinks_ptr)
     gl.warp_specialize(
         [
             (
                 _consume,
                 (
-                    q_ring, k_ring, v_ring, work, H, K, D, BLOCK_D, PACK, WINDOW, BLOCK_N, STAGES, HEAD_SCALES, 0,
+                    q_ring, k_ring, v_ring, work, H, K, D, BLOCK_D, PACK, WINDOW, BLOCK_N, STAGES, HEAD_SCALES,
+                    SOFT_CAP, 0,
                 ),
             ),
             (
                 _consume,
                 (
-                    q_ring, k_ring, v_ring, work, H, K, D, BLOCK_D, PACK, WINDOW, BLOCK_N, STAGES, HEAD_SCALES, 1,
+                    q_ring, k_ring, v_ring, work, H, K, D, BLOCK_D, PACK, WINDOW, BLOCK_N, STAGES, HEAD_SCALES,
+                    SOFT_CAP, 1,
                 ),
             ),
             (

@@ -49,6 +49,7 @@ def attend(
         layer.scale,
         layer.k_scale,
         layer.v_scale,
+        layer.sinks,
         H=heads,
         K=kv_heads,
         D=dim,
@@ -59,6 +60,7 @@ def attend(
         BLOCK_N=tile.block_n,
         STAGES=tile.stages,
         HEAD_SCALES=isinstance(layer.k_scale, torch.Tensor),
+        SOFT_CAP=layer.soft_cap or None,
         num_warps=tile.warps,
         **dependent(q),
     )
@@ -91,6 +93,7 @@ def decode(
         layer.scale,
         layer.k_scale,
         layer.v_scale,
+        layer.sinks,
         k,
         v,
         None if rope is None else rope.table,
@@ -111,6 +114,7 @@ def decode(
         WRITES=writes,
         HALF=0 if rope is None else rope.table.shape[-1] // 2,
         LARGEST=torch.finfo(k.dtype).max if k.element_size() == 1 else None,
+        SOFT_CAP=layer.soft_cap or None,
         num_warps=tile.warps,
         **dependent(q),
     )

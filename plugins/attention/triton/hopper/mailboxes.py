@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dovetail.core.ops.kernels.gluon import barrier
-from dovetail.plugins.attention.triton.per_warp import LOW
+from dovetail.plugins.attention.triton.scores import LOW
 from dovetail.plugins.attention.triton.tiles import EMPTY
 
 AT_ONCE = gl.constexpr(4)
