@@ -31,7 +31,7 @@ KINDS: dict[str, Kind] = {
     kind.name: kind
     for kind in (
         _kind("app", "one", "App", "what a run does: generate text, serve, measure, compare"),
-        _kind("model", "one", "Model", "layers, weight names and the forward pass", api="0.3"),
+        _kind("model", "one", "Model", "layers, weight names and the forward pass", api="0.4"),
         _kind("scheduler", "one", "Scheduler", "which sequences run in a step, and how many tokens of each"),
         _kind("kv_cache", "one", "KVAllocator", "which sequence owns which KV page, and what is reused"),
         _kind(
