@@ -37,7 +37,7 @@ KINDS: dict[str, Kind] = {
         _kind(
             "attention", "one", "AttentionBackend", "writes keys and values to pages and attends over them", api="0.2"
         ),
-        _kind("quant", "one", "Quantizer", "the number format of weights, activations and KV", api="0.2"),
+        _kind("quant", "one", "Quantizer", "the number format of weights, activations and KV", api="0.3"),
         _kind("adapter", "one", "Adapters", "changes to linear layers that requests choose by name"),
         _kind("spec_decode", "one", "Drafter", "proposes tokens that the model then verifies", api="0.2"),
         _kind("executor", "one", "Executor", "runs plans on one or many ranks"),
