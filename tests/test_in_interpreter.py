@@ -27,6 +27,7 @@ OVER_RANKS = "dovetail.plugins.collective.symm_mem."
 
 SUITES = (
     "unit/ops/test_kernels.py",
+    "unit/ops/test_experts.py",
     "unit/ops/test_packed_matmul.py",
     "unit/ops/test_step_kernels.py",
     "unit/adapter/test_kernel.py",

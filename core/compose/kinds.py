@@ -34,7 +34,7 @@ KINDS: dict[str, Kind] = {
     kind.name: kind
     for kind in (
         _kind("app", "one", "App", "app:AppContract", "what a run does: generate text, serve, measure, compare"),
-        _kind("model", "one", "Model", "model:ModelContract", "layers, weight names and the forward pass", api="0.3"),
+        _kind("model", "one", "Model", "model:ModelContract", "layers, weight names and the forward pass", api="0.4"),
         _kind(
             "scheduler",
             "one",
@@ -63,7 +63,7 @@ KINDS: dict[str, Kind] = {
             "Quantizer",
             "quant:QuantizerContract",
             "the number format of weights, activations and KV",
-            api="0.2",
+            api="0.3",
         ),
         _kind(
             "adapter",

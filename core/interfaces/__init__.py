@@ -17,6 +17,16 @@ from dovetail.core.interfaces.checkpoint import Checkpoint, LazyTensor, TensorHe
 from dovetail.core.interfaces.collective import Collective, Residual
 from dovetail.core.interfaces.cost import CostModel, Formats, RowWork
 from dovetail.core.interfaces.executor import Blobs, Executor, ExecutorInfo, JoinBlob, Progress
+from dovetail.core.interfaces.expert import (
+    SWIGLU,
+    ExpertBias,
+    ExpertMethod,
+    ExpertPart,
+    ExpertShape,
+    GatedActivation,
+    Routing,
+    RoutingRule,
+)
 from dovetail.core.interfaces.grammar import Grammar, GrammarCompiler, Matcher, Vocabulary
 from dovetail.core.interfaces.kv_cache import (
     Hit,
@@ -102,6 +112,7 @@ __all__ = [
     "MLA",
     "PLAIN",
     "SLO",
+    "SWIGLU",
     "ActFormat",
     "Activation",
     "AdapterFacts",
@@ -126,10 +137,15 @@ __all__ = [
     "EmbeddingSpec",
     "Executor",
     "ExecutorInfo",
+    "ExpertBias",
+    "ExpertMethod",
+    "ExpertPart",
+    "ExpertShape",
     "FedTokens",
     "FinishReason",
     "Formats",
     "ForwardContext",
+    "GatedActivation",
     "Grammar",
     "GrammarCompiler",
     "Hidden",
@@ -182,6 +198,8 @@ __all__ = [
     "Resource",
     "Rope",
     "Router",
+    "Routing",
+    "RoutingRule",
     "Row",
     "RowFlag",
     "RowResult",

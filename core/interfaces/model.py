@@ -214,6 +214,9 @@ class ForwardContext:
     """int64: position of each token in its sequence."""
     attn: Mapping[int, AttnCtx]
     """Attention plan of each KV group, by group id."""
+    live_T: torch.Tensor | None = None
+    """bool: which tokens belong to a sequence. The others are padding, whose states mean nothing and may be NaN; layers
+    whose work depends on a token's values, such as experts, leave them out. None = all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from dovetail.core.interfaces.checkpoint import Checkpoint
+    from dovetail.core.interfaces.expert import ExpertMethod, ExpertShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +168,12 @@ class Quantizer(ABC):
     def table(self, path: str, shape: LinearShape, *, lookup: bool) -> LinearMethod | None:
         """Return the method for the matrix of logits ("lm_head") or for a token embedding that no logits are tied to
         ("embed"); None = the model's dtype. `lookup`: LinearMethod.rows is called, also for tied logits."""
+        return None
+
+    def experts(self, path: str, shape: ExpertShape) -> ExpertMethod | None:
+        """Return the method for the routed experts at this module path, for instance "layers.3.mlp.experts". None = two
+        methods of `linear` for each expert, at paths such as "layers.3.mlp.experts.7.down", multiply every token by
+        every expert, which is slow; a start-up note says so. Raises CapabilityError like `linear`."""
         return None
 
     def kv_scales(self, layer: int) -> tuple[float, float]:

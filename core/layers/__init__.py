@@ -1,21 +1,26 @@
 """Tensor-parallel layers. Each is a callable that owns its tensors and lists the checkpoint tensors it loads."""
 
 from dovetail.core.layers.embedding import LMHead, VocabParallelEmbedding, VocabTable
+from dovetail.core.layers.experts import ExpertRouter, Experts
 from dovetail.core.layers.kinds import kind_of, one_of_each, rehearsal, rehearsing
 from dovetail.core.layers.kv_scales import KVScales
 from dovetail.core.layers.linear import ColumnParallel, Linear, QKVParallel, RowParallel, local_heads
 from dovetail.core.layers.norm import LayerNorm, RMSNorm
 from dovetail.core.layers.plain import PlainLinear
+from dovetail.core.layers.plain_experts import PlainExperts
 from dovetail.core.layers.rotary import build_rope
 from dovetail.core.layers.run import run_layers
 from dovetail.core.layers.weights import Stored, Taker, Weight, WeightSet, check_headers, dummy_weights, load_weights
 
 __all__ = [
     "ColumnParallel",
+    "ExpertRouter",
+    "Experts",
     "KVScales",
     "LMHead",
     "LayerNorm",
     "Linear",
+    "PlainExperts",
     "PlainLinear",
     "QKVParallel",
     "RMSNorm",

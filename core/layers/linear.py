@@ -175,7 +175,7 @@ class ColumnParallel(Linear):
         outs: tuple[int, ...],
         bias: bool = False,
     ) -> None:
-        parts = tuple(Part(name, out, *_split(name, out, build)) for name, out in zip(names, outs, strict=True))
+        parts = tuple(Part(name, out, *split_channels(name, out, build)) for name, out in zip(names, outs, strict=True))
         super().__init__(path, build, parts, inp, shard="column", bias=bias)
 
 
@@ -234,7 +234,7 @@ class RowParallel(Linear):
     ) -> None:
         """`defers`: the norm at the next boundary applies the matmul's scales (Partial.scale)."""
         rank, size = build.collective.rank, build.collective.size
-        columns = slice(*_split(name, inp, build))
+        columns = slice(*split_channels(name, inp, build))
         super().__init__(path, build, (Part(name, out, 0, out),), inp, columns, shard="row", bias=bias)
         self.adds_bias = rank == 0
         self.defers = defers and size == 1 and not bias
@@ -263,7 +263,8 @@ def _set_to(ranks: Iterable[int]) -> str:
     return f"Set engine.tp to one of {', '.join(map(str, ranks))}"
 
 
-def _split(name: str, total: int, build: BuildContext) -> tuple[int, int]:
+def split_channels(name: str, total: int, build: BuildContext) -> tuple[int, int]:
+    """Return this rank's range of `total` channels. Raise ConfigError if they do not divide. `name`: the matrix."""
     rank, size = build.collective.rank, build.collective.size
     if total % size:
         options = [n for n in build.spec.shares() if total % n == 0]

@@ -4,22 +4,28 @@ the reference, CUDA tensors the kernel. Start-up notes list operations that run 
 from dovetail.core.ops.activations import gelu
 from dovetail.core.ops.bitmask import apply_bitmask
 from dovetail.core.ops.decoded_matmul import decoded_matmul
+from dovetail.core.ops.experts import ExpertWeights, gated_experts
 from dovetail.core.ops.formats import encode
 from dovetail.core.ops.gated import silu_and_mul
 from dovetail.core.ops.kv_write import rope_kv_write
 from dovetail.core.ops.layernorm import layer_norm
 from dovetail.core.ops.matmul import matmul, scaled_matmul, unscaled_matmul
 from dovetail.core.ops.norm import rms_norm
+from dovetail.core.ops.routing import route, router_logits
 
 __all__ = [
+    "ExpertWeights",
     "apply_bitmask",
     "decoded_matmul",
     "encode",
+    "gated_experts",
     "gelu",
     "layer_norm",
     "matmul",
     "rms_norm",
     "rope_kv_write",
+    "route",
+    "router_logits",
     "scaled_matmul",
     "silu_and_mul",
     "unscaled_matmul",

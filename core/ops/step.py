@@ -23,6 +23,9 @@ class TokenLayout:
     positions_T: torch.Tensor
     rows_T: torch.Tensor
     slots_T: torch.Tensor
+    live_T: torch.Tensor
+    """bool: whether the token is of a sequence. False for padding: rows of the last slot, tokens of no row, and places
+    of drafts that a row does not have."""
     kv_len_B: torch.Tensor
     """int32: KV length of each row after the step."""
 
@@ -44,17 +47,20 @@ def lay_out_tokens(
     tokens_SL: torch.Tensor,
     total: int,
     longest: int,
+    drafts_S: torch.Tensor | None = None,
+    decodes: int = 0,
 ) -> TokenLayout:
     """Lay out `total` tokens: each row has the count given by row_start_B1 (int32) and starts at its computed length.
 
     Lengths are read on the device, so rows can be laid out before the previous step has ended. Tokens past the last row
-    are padding: id and position 0 of the last slot. `longest` bounds the tokens of a row and the padding.
+    are padding: id and position 0 of the last slot. `longest` bounds the tokens of a row and the padding. Each of the
+    first `decodes` rows has one token and `drafts_S` drafts, and then padding; None = no row has padding.
     """
     if slots_B.is_cuda:
         from dovetail.core.ops.kernels.step import lay_out_tokens_triton
 
-        return lay_out_tokens_triton(slots_B, row_start_B1, computed_S, tokens_SL, total, longest)
-    return lay_out_tokens_reference(slots_B, row_start_B1, computed_S, tokens_SL, total)
+        return lay_out_tokens_triton(slots_B, row_start_B1, computed_S, tokens_SL, total, longest, drafts_S, decodes)
+    return lay_out_tokens_reference(slots_B, row_start_B1, computed_S, tokens_SL, total, drafts_S, decodes)
 
 
 def lay_out_tokens_reference(
@@ -63,6 +69,8 @@ def lay_out_tokens_reference(
     computed_S: torch.Tensor,
     tokens_SL: torch.Tensor,
     total: int,
+    drafts_S: torch.Tensor | None = None,
+    decodes: int = 0,
 ) -> TokenLayout:
     rows, padding = len(slots_B), len(computed_S) - 1
     first_B1 = row_start_B1.long()
@@ -73,9 +81,13 @@ def lay_out_tokens_reference(
     real_T = rows_T < rows
     rows_T = torch.where(real_T, rows_T, 0)
     slots_T = torch.where(real_T, slots_B[rows_T], padding)
-    positions_T = torch.where(real_T, start_B[rows_T] + place_T - first_B1[rows_T], 0)
+    place_T = place_T - first_B1[rows_T]
+    positions_T = torch.where(real_T, start_B[rows_T] + place_T, 0)
     ids_T = torch.where(real_T, tokens_SL[slots_T, positions_T], 0)
-    return TokenLayout(ids_T, positions_T, rows_T, slots_T, (start_B + count_B).int())
+    live_T = slots_T != padding
+    if drafts_S is not None:
+        live_T &= (rows_T >= decodes) | (place_T <= drafts_S[slots_T])
+    return TokenLayout(ids_T, positions_T, rows_T, slots_T, live_T, (start_B + count_B).int())
 
 
 def lay_out_pages(slots_B: torch.Tensor, tokens: TokenLayout, table_SP: torch.Tensor, page_tokens: int) -> PageLayout:

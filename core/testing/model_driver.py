@@ -123,5 +123,6 @@ class Driver:
         attn = {id: attention.plan_device(meta, step.host, planned) for id, meta in step.metas.items()}
         flat = [token for _, tokens in rows for token in tokens] + [0] * padding
         tokens_T = torch.tensor(flat, dtype=torch.int32, device=self.device)
-        self.hidden = self.forward(self.model.embed(tokens_T), ForwardContext(step.positions_T, attn), taps)
+        live_T = torch.arange(len(flat), device=self.device) < sum(counts)
+        self.hidden = self.forward(self.model.embed(tokens_T), ForwardContext(step.positions_T, attn, live_T), taps)
         return list(self.model.logits(self.hidden.states[: sum(counts)]).split(counts))

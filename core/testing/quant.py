@@ -35,6 +35,7 @@ from dovetail.core.testing.host_sync import NoHostSync
 from dovetail.core.testing.loaded_layer import Loaded, exact_product, load_part
 from dovetail.core.testing.model_driver import Alone, Lazy, build_context
 from dovetail.core.testing.numeric import TOLERANCE, assert_near, fresh, poisoned_memory, same_bits, seed_note
+from dovetail.core.testing.quant_experts import ExpertTests
 from dovetail.core.testing.quant_formats import FormatTests
 
 __all__ = ["QuantizerContract"]
@@ -44,7 +45,7 @@ ODD = ((1, 1), (7, 5), (33, 17), (60, 64), (64, 60), (96, 20))
 """(inp, out) that a format may refuse."""
 
 
-class QuantizerContract(FormatTests):
+class QuantizerContract(FormatTests, ExpertTests):
     """Tests of dovetail.core.interfaces.quant. Weights and inputs are normally distributed, exact results float64."""
 
     device = "cpu"

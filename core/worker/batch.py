@@ -85,9 +85,12 @@ def lay_out(
 ) -> tuple[TokenLayout, dict[int, AttnCtx]]:
     """Lay out `total` tokens, and attention metadata by KV group. Positions come from lengths on the device, so rows
     can be laid out before the previous step has ended. All work is on the device and can be captured. `first_S`:
-    position of each slot's first token, by default the number of computed ones."""
+    position of each slot's first token, in a pass of the drafter; by default the number of computed ones."""
+    drafts_S = state.drafts_S if first_S is None else None
     first_S = state.computed_S if first_S is None else first_S
-    tokens = lay_out_tokens(slots_B, row_start_B1, first_S, state.tokens_SL, total, max(host.counts))
+    tokens = lay_out_tokens(
+        slots_B, row_start_B1, first_S, state.tokens_SL, total, max(host.counts), drafts_S, host.num_decode
+    )
     planned = attention.plan_host(host)
     attn = {}
     for group in groups:

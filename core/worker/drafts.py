@@ -80,7 +80,7 @@ class Drafts:
             tokens, attn = lay_out(
                 slots_B, row_start_B1, rows * count, host, state, self.groups, self.attention, first_S
             )
-            return tokens.ids_T, ForwardContext(tokens.positions_T, attn)
+            return tokens.ids_T, ForwardContext(tokens.positions_T, attn, tokens.live_T)
 
         ctx = DraftContext(slots_B, state.tokens_SL, lengths_B, k, most_B, state.key_S, draw, lay_out_rows)
         self._write(self.drafter.propose(ctx), slots_B, lengths_B, most_B)
@@ -115,7 +115,7 @@ class Drafts:
         """Show the drafter what a step fed and its layers computed."""
         if not self.lookahead:
             return
-        ctx = ForwardContext(tokens.positions_T, attn)
+        ctx = ForwardContext(tokens.positions_T, attn, tokens.live_T)
         self.drafter.observe(
             FedTokens(tokens.ids_T, tokens.slots_T, ctx, slots_B, row_start_B1, tokens.kv_len_B, decodes), hidden
         )

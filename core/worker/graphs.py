@@ -305,7 +305,7 @@ class StepGraphs:
         host = HostBounds(counts, (self.max_len,) * rows, capacity.decodes)
         groups = self.drafts.groups_to_lay_out(self.groups, chunks=capacity.chunks > 0)
         tokens, attn = lay_out(slots_B, row_start_B1, capacity.tokens, host, state, groups, self.attention)
-        ctx = ForwardContext(tokens.positions_T, attn)
+        ctx = ForwardContext(tokens.positions_T, attn, tokens.live_T)
         with adapting(self._adapters if capacity.adapted else None, state.adapter_S, tokens.slots_T):
             hidden = self.model.forward(self.model.embed(tokens.ids_T), ctx, self.drafts.taps)
         self.drafts.observe(slots_B, row_start_B1, capacity.decodes, tokens, attn, hidden)

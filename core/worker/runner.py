@@ -235,7 +235,7 @@ class Runner:
         step = StepSections(*sent)
         groups = self.drafts.groups_to_lay_out(parts.groups, chunks=rows.decodes < len(rows))
         batch = build_batch(rows, step.slots_B, step.row_start_B1, state, groups, parts.attention)
-        ctx = ForwardContext(batch.tokens.positions_T, batch.attn)
+        ctx = ForwardContext(batch.tokens.positions_T, batch.attn, batch.tokens.live_T)
         with adapting(parts.adapters if adapted else None, state.adapter_S, batch.tokens.slots_T):
             layers = parts.overlapped or parts.model.forward
             hidden = layers(parts.model.embed(batch.tokens.ids_T), ctx, parts.drafter.taps)

@@ -127,7 +127,11 @@ def halve(ctx: ForwardContext, cut: int, attention: AttentionBackend) -> tuple[F
         for group, whole in ctx.attn.items():
             meta = cut_meta(whole.meta, cut, rows if half is first else row)
             attn[group] = attention.plan_device(meta, half, planned)
-        parts.append(ForwardContext(next(iter(attn.values())).meta.positions_T, attn))
+        live_T = None
+        if ctx.live_T is not None:
+            # Cloned as positions are: kernels of both halves then find equally aligned tensors.
+            live_T = ctx.live_T[:cut] if half is first else ctx.live_T[cut:].clone()
+        parts.append(ForwardContext(next(iter(attn.values())).meta.positions_T, attn, live_T))
     return parts[0], parts[1]
 
 

@@ -4,13 +4,13 @@ from dovetail.plugins import builtin
 from dovetail.plugins.model.config import AutoConfig, LlamaConfig, TransformersConfig
 
 COMPONENTS = (
-    builtin("model", "auto", AutoConfig, "transformers.decoder:TransformersDecoder", chooses="auto:choose", api="0.3"),
+    builtin("model", "auto", AutoConfig, "transformers.decoder:TransformersDecoder", chooses="auto:choose", api="0.4"),
     builtin(
         "model",
         "llama",
         LlamaConfig,
         "llama.decoder:Llama",
-        api="0.3",
+        api="0.4",
         capabilities="llama.capabilities:capabilities",
         facts="llama.families:spec_of",
         reads="llama.families:runs",
@@ -20,7 +20,7 @@ COMPONENTS = (
         "transformers",
         TransformersConfig,
         "transformers.decoder:TransformersDecoder",
-        api="0.3",
+        api="0.4",
         capabilities="transformers.capabilities:capabilities",
         facts="transformers.spec:spec_of",
     ),

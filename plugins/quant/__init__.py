@@ -14,8 +14,8 @@ from dovetail.plugins.quant.config import (
 )
 
 COMPONENTS = (
-    builtin("quant", "auto", AutoConfig, "none:Unquantized", chooses="auto:choose", api="0.2"),
-    builtin("quant", "none", NoneConfig, "none:Unquantized", api="0.2"),
+    builtin("quant", "auto", AutoConfig, "none:Unquantized", chooses="auto:choose", api="0.3"),
+    builtin("quant", "none", NoneConfig, "none:Unquantized", api="0.3"),
     builtin(
         "quant",
         "int8",
@@ -24,7 +24,7 @@ COMPONENTS = (
         capabilities="capabilities:int8",
         reads="int8.checkpoint:reads",
         stored="int8.checkpoint:stored",
-        api="0.2",
+        api="0.3",
     ),
     builtin(
         "quant",
@@ -34,7 +34,7 @@ COMPONENTS = (
         capabilities="capabilities:int4",
         reads="int4.checkpoint:reads",
         stored="int4.checkpoint:stored",
-        api="0.2",
+        api="0.3",
     ),
     builtin(
         "quant",
@@ -44,7 +44,7 @@ COMPONENTS = (
         capabilities="capabilities:fp4",
         reads="fp4.checkpoint:reads",
         stored="fp4.checkpoint:stored",
-        api="0.2",
+        api="0.3",
     ),
     builtin(
         "quant",
@@ -54,7 +54,7 @@ COMPONENTS = (
         capabilities="capabilities:nf4",
         reads="nf4.checkpoint:reads",
         stored="nf4.checkpoint:stored",
-        api="0.2",
+        api="0.3",
     ),
     builtin(
         "quant",
@@ -64,7 +64,7 @@ COMPONENTS = (
         capabilities="capabilities:mixed",
         reads="mixed.checkpoint:reads",
         stored="mixed.checkpoint:stored",
-        api="0.2",
+        api="0.3",
     ),
     builtin(
         "quant",
@@ -74,7 +74,7 @@ COMPONENTS = (
         capabilities="capabilities:gguf",
         reads="gguf.checkpoint:reads",
         stored="gguf.checkpoint:stored",
-        api="0.2",
+        api="0.3",
     ),
     builtin(
         "quant",
@@ -84,6 +84,6 @@ COMPONENTS = (
         capabilities="capabilities:fp8",
         reads="fp8.checkpoint:reads",
         stored="fp8.checkpoint:stored",
-        api="0.2",
+        api="0.3",
     ),
 )

@@ -8,9 +8,10 @@ from fnmatch import fnmatch
 from typing import Any, Generic, Protocol, TypeVar
 
 from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces import Checkpoint, LinearMethod, LinearShape, Quantizer
+from dovetail.core.interfaces import Checkpoint, ExpertMethod, ExpertShape, LinearMethod, LinearShape, Quantizer
 from dovetail.core.interfaces.checkpoint import StoredMatrix, TensorHeader
 from dovetail.core.layers.plain import PlainLinear
+from dovetail.core.layers.plain_experts import PlainExperts
 from dovetail.plugins.quant.parsing import kv_scale_names, stored_config
 
 
@@ -50,6 +51,26 @@ class StoredOrRounded(Quantizer, Generic[Stored]):
         if self.stored.skips(shape.names, path):
             return PlainLinear()
         return self.of_checkpoint(path, shape, self.stored)
+
+    def experts(self, path: str, shape: ExpertShape) -> ExpertMethod | None:
+        plain = {self._plain(path, shape, expert) for expert in range(shape.experts)}
+        if plain == {True}:
+            return PlainExperts()
+        return self.quantized_experts(path, shape) if plain == {False} else None
+
+    def _plain(self, path: str, shape: ExpertShape, expert: int) -> bool | None:
+        """Whether an expert's matrices are plain; None = some are."""
+        matrices = (f"{path}.{expert}.gate_up", f"{path}.{expert}.down")
+        skipped = {any(fnmatch(matrix, pattern) for pattern in self.config.skip) for matrix in matrices}
+        if skipped == {False} and self.stored is not None:
+            gate, up, down = shape.names[expert]
+            sides = zip(((gate, up), (down,)), matrices, strict=True)
+            skipped = {self.stored.skips(names, matrix) for names, matrix in sides}
+        return skipped.pop() if len(skipped) == 1 else None
+
+    def quantized_experts(self, path: str, shape: ExpertShape) -> ExpertMethod | None:
+        """Return the method of `experts` for a layer whose experts are all quantized."""
+        return None
 
     def table(self, path: str, shape: LinearShape, *, lookup: bool) -> LinearMethod | None:
         """The tensors of the file decide whether a table is quantized: checkpoints differ in whether they list

@@ -13,7 +13,7 @@ import triton.language as tl
 from dovetail.core.ops.step import Accepted, PageLayout, SampleInputs, TokenLayout
 
 
-@triton.jit(do_not_specialize=["rows", "total", "padding"])
+@triton.jit(do_not_specialize=["rows", "decodes", "total", "padding"])
 def _lay_out_tokens(
     slots_ptr,
     row_start_ptr,
@@ -24,8 +24,11 @@ def _lay_out_tokens(
     positions_ptr,
     rows_ptr,
     token_slots_ptr,
+    live_ptr,
+    drafts_ptr,
     kv_len_ptr,
     rows,
+    decodes,
     total,
     padding,
     BLOCK: tl.constexpr,
@@ -41,6 +44,7 @@ def _lay_out_tokens(
         tl.store(positions_ptr + first + index, nothing, mask=ok)
         tl.store(rows_ptr + first + index, nothing, mask=ok)
         tl.store(token_slots_ptr + first + index, nothing + padding, mask=ok)
+        tl.store(live_ptr + first + index, nothing.to(tl.int8), mask=ok)
         return
     slot = tl.load(slots_ptr + row)
     count = tl.load(row_start_ptr + row + 1) - first
@@ -52,6 +56,12 @@ def _lay_out_tokens(
     tl.store(positions_ptr + to, position, mask=ok)
     tl.store(rows_ptr + to, tl.zeros((BLOCK,), tl.int64) + row, mask=ok)
     tl.store(token_slots_ptr + to, tl.zeros((BLOCK,), tl.int64) + slot, mask=ok)
+    last = count
+    if drafts_ptr is not None:
+        if row < decodes:
+            last = tl.load(drafts_ptr + slot).to(tl.int32)
+    live = (index <= last) & (slot != padding)
+    tl.store(live_ptr + to, live.to(tl.int8), mask=ok)
     if tl.program_id(1) == 0:
         tl.store(kv_len_ptr + row, (start + count).to(tl.int32))
 
@@ -63,12 +73,15 @@ def lay_out_tokens_triton(
     tokens_SL: torch.Tensor,
     total: int,
     longest: int,
+    drafts_S: torch.Tensor | None = None,
+    decodes: int = 0,
 ) -> TokenLayout:
     device = slots_B.device
     ids_T = torch.empty(total, dtype=torch.int32, device=device)
     # Align each tensor to 16 bytes. Otherwise Triton would compile separate kernels for odd totals.
     indices_3T = torch.empty(3, total + total % 2, dtype=torch.int64, device=device).narrow(1, 0, total)
     positions_T, rows_T, slots_T = indices_3T.unbind(0)
+    live_T = torch.empty(total, dtype=torch.bool, device=device)
     kv_len_B = torch.empty(len(slots_B), dtype=torch.int32, device=device)
     block = 32 if longest <= 32 else 256
     _lay_out_tokens[len(slots_B) + 1, triton.cdiv(longest, block)](
@@ -81,14 +94,17 @@ def lay_out_tokens_triton(
         positions_T,
         rows_T,
         slots_T,
+        live_T.view(torch.int8),
+        drafts_S,
         kv_len_B,
         len(slots_B),
+        decodes,
         total,
         len(computed_S) - 1,
         BLOCK=block,
         num_warps=block // 64 or 1,
     )
-    return TokenLayout(ids_T, positions_T, rows_T, slots_T, kv_len_B)
+    return TokenLayout(ids_T, positions_T, rows_T, slots_T, live_T, kv_len_B)
 
 
 @triton.jit(do_not_specialize=["rows", "total"])

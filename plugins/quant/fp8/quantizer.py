@@ -11,10 +11,19 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from dovetail.core.compose.capabilities import FP8_HARDWARE
-from dovetail.core.errors import TensorError
-from dovetail.core.interfaces import PLAIN, Activation, Checkpoint, LinearMethod, LinearShape, Partial
+from dovetail.core.interfaces import (
+    PLAIN,
+    Activation,
+    Checkpoint,
+    ExpertMethod,
+    ExpertShape,
+    LinearMethod,
+    LinearShape,
+    Partial,
+)
 from dovetail.core.interfaces.tensor_record import Axis, TensorRecord
 from dovetail.core.interfaces.tuning import Tunable
+from dovetail.core.layers.looped_experts import linear_shapes
 from dovetail.core.layers.packed import PackedLinear
 from dovetail.core.ops import decoded_matmul, scaled_matmul, unscaled_matmul, weight_formats
 from dovetail.core.ops.tiles import MOST_SHARED_TILES
@@ -24,6 +33,7 @@ from dovetail.plugins.quant.base import StoredOrRounded
 from dovetail.plugins.quant.config import FP8Config
 from dovetail.plugins.quant.fp8.checkpoint import Stored, read_stored
 from dovetail.plugins.quant.fp8.checkpoint import stored as measure
+from dovetail.plugins.quant.fp8.experts import FP8Experts, check_scales, records_of
 from dovetail.plugins.quant.fp8.format import E4M3, FP8_TENSOR, FP8_TOKEN, decode_e8m0, quantize_rows, quantize_tensor
 
 MULTIPLE = 16
@@ -48,6 +58,17 @@ class FP8(StoredOrRounded[Stored]):
             return BlockFP8Linear(stored, self.config.model_copy(update={"activations": "plain"} if plain else {}))
         shape.check_multiple(MULTIPLE, "quant=fp8", path, None)
         return StoredFP8Linear(stored, self.config)
+
+    def quantized_experts(self, path: str, shape: ExpertShape) -> ExpertMethod | None:
+        # The others have products of single matrices only.
+        blocks = self.stored is not None and bool(self.stored.blocks)
+        on_gpu = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        plain = self.config.activations == "plain" or not _multiplies_fp8(on_gpu)
+        if blocks or plain or self.config.scales != "row":
+            return None
+        for linear in linear_shapes(shape, 0):
+            linear.check_multiple(MULTIPLE, "quant=fp8", path, self.config.skip if self.stored is None else None)
+        return FP8Experts(self.config.fast_accum, self.stored)
 
     def rounded_head(self, path: str, shape: LinearShape) -> LinearMethod | None:
         return fp8_head(self.config.head, path, shape, self.config)
@@ -130,14 +151,11 @@ class StoredFP8Linear(FP8Linear):
 
     def __init__(self, stored: Stored, config: FP8Config) -> None:
         super().__init__(config)
-        scales = TensorRecord("weight_scale", (Axis("outputs", stored.block[0]),))
-        self.tensors = (TensorRecord("weight", dtypes=(E4M3,)), scales)
-        if stored.input_scales:
-            self.tensors += (TensorRecord("input_scale", (Axis("nothing"),)),)
+        self.tensors = records_of(stored)
 
     def load(self, params: dict[str, torch.Tensor], part: slice, tensors: Mapping[str, torch.Tensor]) -> None:
         scale_O = tensors["weight_scale"].float()
-        _check_scales("weight_scale", scale_O)
+        check_scales("weight_scale", scale_O)
         params["weight"][part] = tensors["weight"]
         params["scale"][part] = scale_O
 
@@ -169,12 +187,5 @@ class BlockFP8Linear(PackedLinear):
     def load(self, params: dict[str, torch.Tensor], part: slice, tensors: Mapping[str, torch.Tensor]) -> None:
         scale_OG, name = tensors[self.stored.scale], self.stored.scale
         scale_OG = decode_e8m0(name, scale_OG) if self.stored.exponents else scale_OG.float()
-        _check_scales(name, scale_OG)
+        check_scales(name, scale_OG)
         self.store(params, part, tensors["weight"].view(torch.uint8), self.shape.spread_groups(scale_OG, self.group))
-
-
-def _check_scales(name: str, scale: torch.Tensor) -> None:
-    if not (scale.isfinite() & (scale > 0)).all():
-        raise TensorError(
-            name, f"must be one positive number, or one for each row or block; the least is {scale.min():g}"
-        )

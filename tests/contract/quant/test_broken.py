@@ -15,8 +15,18 @@ import pytest
 import torch
 
 from dovetail.core.errors import CapabilityError
-from dovetail.core.interfaces import ActFormat, Activation, LinearMethod, LinearShape, Partial, Quantizer
+from dovetail.core.interfaces import (
+    SWIGLU,
+    ActFormat,
+    Activation,
+    LinearMethod,
+    LinearShape,
+    Partial,
+    Quantizer,
+    Routing,
+)
 from dovetail.core.interfaces.tuning import Choice, Trials, Tunable, make_key
+from dovetail.core.layers.looped_experts import LoopedExperts
 from dovetail.core.testing.quant import QuantizerContract
 from dovetail.core.testing.suite import failures
 
@@ -248,7 +258,62 @@ class FailsOnOddShapes(Chooses):
         return super().linear(path, shape)
 
 
+def with_experts(name: str, apply: Callable[..., torch.Tensor]) -> type[Quantizer]:
+    """Quantizer whose experts have this apply. It is called with the sound one first."""
+    method = variant(LoopedExperts, name, apply=lambda self, *args: apply(partial(LoopedExperts.apply, self), *args))
+    return variant(Chooses, f"Chooses{name}", experts=lambda self, path, shape: method(self, path, shape))
+
+
+def last_for_none(apply, params, x, routing, activation=SWIGLU, bias=None):
+    """Takes expert -1 as Python does."""
+    count = 1 + max(int(name.split(".")[0]) for name in params)
+    return apply(params, x, replace(routing, experts_TK=routing.experts_TK % count), activation, bias)
+
+
+def first_alone(apply, params, x, routing, activation=SWIGLU, bias=None):
+    return apply(params, x, Routing(routing.experts_TK[:, :1], routing.weights_TK[:, :1]), activation, bias)
+
+
+def unlimited(apply, params, x, routing, activation=SWIGLU, bias=None):
+    return apply(params, x, routing, replace(activation, limit=None), bias)
+
+
+def unbiased(apply, params, x, routing, activation=SWIGLU, bias=None):
+    return apply(params, x, routing, activation)
+
+
+def waiting(apply, params, x, routing, activation=SWIGLU, bias=None):
+    assert len(routing.experts_TK.unique()) > 0
+    return apply(params, x, routing, activation, bias)
+
+
+def in_float32(apply, *args):
+    return apply(*args).float()
+
+
+class LosesChannels(LoopedExperts):
+    """Has no down of the second rank's channels."""
+
+    def load(self, params: Params, expert: int, part: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        if part == "down" and self.shape.first_channel:
+            tensors = {"weight": torch.zeros_like(tensors["weight"])}
+        super().load(params, expert, part, tensors)
+
+
 BROKEN: dict[str, list[type]] = {
+    "test_experts_give_the_weighted_sum": [
+        with_experts("TakesTheFirstExpert", first_alone),
+        with_experts("AnswersInFloat32", in_float32),
+    ],
+    "test_padding_has_no_experts": [with_experts("TakesTheLastForNone", last_for_none)],
+    "test_experts_have_biases_and_other_activations": [
+        with_experts("DropsTheLimit", unlimited),
+        with_experts("DropsBiases", unbiased),
+    ],
+    "test_experts_of_two_ranks_add_up": [
+        variant(Chooses, "ChoosesLosesChannels", experts=lambda self, path, shape: LosesChannels(self, path, shape))
+    ],
+    "test_experts_do_not_wait_for_the_device": [with_experts("CountsExperts", waiting)],
     "test_parts_go_where_they_belong": [
         fault(
             "LoadsEveryPartFirst",

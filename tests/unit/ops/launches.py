@@ -58,6 +58,7 @@ from dovetail.plugins.quant.int8.format import INT8_TOKEN
 from dovetail.plugins.spec_decode.kernels import look_up_triton
 
 from ..nowhere import lone_copies, lone_reducer
+from .expert_launches import experts
 from .packed_launches import packed_products
 from .shipped import SHIPPED, TILES
 
@@ -408,6 +409,7 @@ CASES: dict[str, Callable[[], None]] = {
     "products": products,
     "decoded products": decoded_products,
     "packed products": partial(packed_products, cuda, has_fp8, EVERYTHING),
+    "experts": partial(experts, cuda, has_fp8, EVERYTHING),
     "adapters": adapters,
     **dict(attention_cases()),
 }

@@ -60,11 +60,18 @@ def test_layout(counts, padding):
     slots_B = torch.randperm(slots, device=DEVICE)[: len(counts)]
     row_start = torch.tensor([sum(counts[:i]) for i in range(len(counts) + 1)], dtype=torch.int32, device=DEVICE)
     total, longest = sum(counts) + padding, max(*counts, padding, 1)
-    got = lay_out_tokens_triton(slots_B, row_start, computed_S, tokens_SL, total, longest)
-    want = lay_out_tokens_reference(slots_B, row_start, computed_S, tokens_SL, total)
+    drafted = (torch.randint(3, (slots,), device=DEVICE), len(counts) - 1) if padding else (None, 0)
+    got = lay_out_tokens_triton(slots_B, row_start, computed_S, tokens_SL, total, longest, *drafted)
+    want = lay_out_tokens_reference(slots_B, row_start, computed_S, tokens_SL, total, *drafted)
     for name in want.__slots__:
         assert torch.equal(getattr(got, name), getattr(want, name)), name
     assert (want.slots_T[sum(counts) :] == slots - 1).all() and not want.positions_T[sum(counts) :].any()
+    lengths = [
+        0 if slot == slots - 1 else count if drafted[0] is None or row >= drafted[1] else int(drafted[0][slot]) + 1
+        for row, (slot, count) in enumerate(zip(slots_B.tolist(), counts, strict=True))
+    ]
+    live = [place < length for count, length in zip(counts, lengths, strict=True) for place in range(count)]
+    assert want.live_T.tolist() == live + [False] * padding
     got_pages = lay_out_pages_triton(slots_B, want, table_SP, page)
     want_pages = lay_out_pages_reference(slots_B, want, table_SP, page)
     assert torch.equal(got_pages.page_table_BP, want_pages.page_table_BP)

@@ -88,9 +88,11 @@ def test_a_half_has_the_metadata_of_a_step_with_its_tokens(seed: int) -> None:
     if not first:
         assert named == [("c0", 1)]
         return
-    ctx = ForwardContext(step.positions_T, {id: AttnCtx(meta, step.host) for id, meta in step.metas.items()})
-    alone = paging()
-    for half, rows in zip(halve(ctx, cut, Keeps(None)), (first, second), strict=True):
+    live_T = torch.rand(len(step.positions_T)) < 0.5
+    ctx = ForwardContext(step.positions_T, {id: AttnCtx(meta, step.host) for id, meta in step.metas.items()}, live_T)
+    alone, halves = paging(), halve(ctx, cut, Keeps(None))
+    assert torch.equal(torch.cat([half.live_T for half in halves]), live_T)
+    for half, rows in zip(halves, (first, second), strict=True):
         expected = alone.step(rows, num_decode=sum(name.startswith("d") for name, _ in rows))
         assert torch.equal(half.positions_T, expected.positions_T)
         for id, meta in expected.metas.items():
@@ -211,7 +213,7 @@ class Whole(Model):
 
 
 def test_a_model_without_layers_is_refused() -> None:
-    part = Component(kind="model", name="whole", config=WholeConfig, target=f"{__name__}:Whole", api="model/0.3")
+    part = Component(kind="model", name="whole", config=WholeConfig, target=f"{__name__}:Whole", api="model/0.4")
     own = installed()
     registry = Registry(
         [*own.registered.values(), Registered(part, Package("acme", "1.0"))], own.problems, own.config_dirs

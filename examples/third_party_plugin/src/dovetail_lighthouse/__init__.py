@@ -34,7 +34,7 @@ def dovetail_components():
             config=ThreeBitsConfig,
             target="dovetail_lighthouse.three_bits:ThreeBits",
             reads="dovetail_lighthouse.three_bits_checkpoint:reads",
-            api="quant/0.2",
+            api="quant/0.3",
         ),
     ]
 

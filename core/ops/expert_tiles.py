@@ -1,0 +1,79 @@
+"""Partition of the products of routed experts into programs, by a rule. This module does not import torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from dovetail.core.arithmetic import ceil_div
+
+LEAST_ROWS, MOST_ROWS = 16, 128
+BLOCK_BYTES = 128
+"""Bytes of a row that a loop iteration reads, with many rows."""
+GROUPED = 16
+"""Tiles of rows that are multiplied by the same outputs one after another: their weights come from the L2 cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTile:
+    """Launch parameters of core.ops.kernels.experts."""
+
+    rows: int
+    """Pairs of token and expert in a tile, all of one expert."""
+    outputs: int
+    """Output channels in a tile; of gate and up each."""
+    inputs: int
+    """Columns of a block, which one loop iteration reads."""
+    warps: int
+    stages: int
+    """Blocks in flight."""
+
+    def shared_bytes(self, itemsize: int, gated: bool) -> int:
+        """Upper estimate of a program's shared memory."""
+        return (self.rows + self.outputs * (1 + gated)) * self.inputs * itemsize * self.stages
+
+
+def rows_of_tile(pairs: int, experts: int) -> int:
+    """Return the rows of a tile: enough for half as many again as an expert has on average, so that most experts have
+    one tile while they are few, and their weights are read once."""
+    mean = pairs / min(experts, max(pairs, 1))
+    rows = LEAST_ROWS
+    while rows < min(1.5 * mean, MOST_ROWS):
+        rows *= 2
+    return rows
+
+
+def most_tiles(pairs: int, experts: int, rows: int) -> int:
+    """Return the greatest number of tiles that `pairs` can need, however they are distributed over experts."""
+    touched = min(pairs, experts)
+    return touched + (pairs - touched) // rows
+
+
+def direct(tokens: int, active: int, experts: int) -> bool:
+    """Whether each pair is a tile by itself. With so few pairs hardly two have the same expert, and sorting them would
+    take longer than reading some weights twice, from the L2 cache."""
+    return tokens == 1 or 4 * tokens * active <= experts
+
+
+def expert_tile(
+    rows: int, tiles: int, outputs: int, inputs: int, itemsize: int, gated: bool, processors: int, shared: int
+) -> ExpertTile:
+    """Return the tile for `rows` rows and about `tiles` tiles of rows. `outputs`: channels of the product, of gate and
+    up each if `gated`. `itemsize`: bytes of a weight. `shared`: bytes of shared memory that a program may use.
+
+    With few rows, reading weights is the limit: programs are small enough that every SM has one, with several blocks in
+    flight. With many rows, tiles are as large as registers allow.
+    """
+    if rows >= MOST_ROWS:
+        tile = ExpertTile(rows, 128 if gated else 256, BLOCK_BYTES // itemsize, warps=8, stages=4)
+    elif rows >= 64:
+        tile = ExpertTile(rows, 64 if gated else 128, BLOCK_BYTES // itemsize, warps=4, stages=4)
+    else:
+        most = 64 if gated else 128
+        while most > 32 and tiles * ceil_div(outputs, most) < 1.5 * processors:
+            most //= 2
+        tile = ExpertTile(rows, most, 2 * BLOCK_BYTES // itemsize, warps=4, stages=4)
+    while inputs % tile.inputs and tile.inputs > 64:  # Columns past the end would be masked in every block.
+        tile = replace(tile, inputs=tile.inputs // 2)
+    while tile.shared_bytes(itemsize, gated) > shared and tile.stages > 2:
+        tile = replace(tile, stages=tile.stages - 1)
+    return tile

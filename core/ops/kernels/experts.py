@@ -1,0 +1,347 @@
+"""Products of routed experts. Pairs of token and expert are sorted by expert; each tile has rows of one expert. All
+shapes are static: tiles that a step does not need end at once, so one CUDA graph serves every routing.
+
+The first product gathers rows of x and ends in the activation, the second ends in the routing weight and writes a row
+for each pair, and a last kernel sums the rows of a token in the order of its experts.
+
+Shapes: T tokens, K experts of a token, P = T * K pairs, E experts, C hidden channels, F channels of an expert, O
+output, I input.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dovetail.core.interfaces.activation import ActFormat, Activation
+from dovetail.core.interfaces.expert import ExpertBias, GatedActivation, Routing
+from dovetail.core.ops.expert_tiles import GROUPED, ExpertTile, direct, expert_tile, most_tiles, rows_of_tile
+from dovetail.core.ops.experts import ExpertWeights
+from dovetail.core.ops.formats import encode
+from dovetail.core.ops.kernels.launch import announce, dependent, wait
+
+IMPRECISE = 128
+"""Number of 8-bit products that the tensor core sums in its accumulator of fewer bits before adding to float32."""
+MOST_BLOCK = 4096
+
+
+@triton.jit(do_not_specialize=["pairs", "tiles"])
+def _group_pairs(
+    experts_ptr,
+    order_ptr,
+    tiles_ptr,
+    pairs,
+    tiles,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Sort the pairs of one expert behind those of the experts before it, in order, and write its tiles: expert, first
+    place in the sorted order, and end of the expert's places. Tiles that are not needed have expert -1."""
+    announce(PDL)
+    wait(PDL)
+    expert = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    counts = tl.zeros((BINS,), tl.int32)
+    for start in range(0, pairs, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        found = tl.load(experts_ptr + at, mask=at < pairs, other=-1)
+        counts += tl.histogram(tl.where(found < 0, BINS - 1, found), BINS)
+    earlier = bins < expert
+    first = tl.sum(tl.where(earlier, counts, 0), axis=0)
+    count = tl.sum(tl.where(bins == expert, counts, 0), axis=0)
+    tile = tl.sum(tl.where(earlier, (counts + ROWS - 1) // ROWS, 0), axis=0)
+    placed = first
+    for start in range(0, pairs, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        mine = tl.load(experts_ptr + at, mask=at < pairs, other=-1) == expert
+        ranks = tl.cumsum(mine.to(tl.int32), axis=0)
+        tl.store(order_ptr + placed + ranks - 1, at, mask=mine)
+        placed += tl.sum(mine.to(tl.int32), axis=0)
+    needed = (count + ROWS - 1) // ROWS
+    for each in range(needed):
+        to = tiles_ptr + 3 * (tile + each)
+        tl.store(to, expert)
+        tl.store(to + 1, first + each * ROWS)
+        tl.store(to + 2, first + count)
+    if expert == EXPERTS - 1:
+        for unused in range(tile + needed, tiles):
+            tl.store(tiles_ptr + 3 * unused, -1)
+
+
+@triton.jit
+def _load_rows(ptr, rows, columns, inside, width, EVEN: tl.constexpr, EVICT: tl.constexpr):
+    """Load columns of rows with `width` columns; zero outside."""
+    ok = inside[:, None]
+    if not EVEN:
+        ok = ok & (columns < width)[None, :]
+    return tl.load(ptr + rows[:, None] * width + columns[None, :], mask=ok, other=0.0, eviction_policy=EVICT)
+
+
+@triton.jit
+def _multiply(acc, x, weight, SWAP: tl.constexpr, IMPRECISE: tl.constexpr, PRECISION: tl.constexpr):
+    """Return acc + x @ weight^T; with SWAP, both operands of the sum are transposed."""
+    if SWAP:
+        return tl.dot(weight, x.T, acc, max_num_imprecise_acc=IMPRECISE, input_precision=PRECISION)
+    else:
+        return tl.dot(x, weight.T, acc, max_num_imprecise_acc=IMPRECISE, input_precision=PRECISION)
+
+
+@triton.jit
+def _complete(acc_TO, x_scale_T, scale_ptr, bias_ptr, at_O, inside_O):
+    """Apply scales and bias. Pointers are to the expert's first output."""
+    if scale_ptr is not None:
+        scale_O = tl.load(scale_ptr + at_O, mask=inside_O, other=0.0)
+        acc_TO = acc_TO * x_scale_T[:, None] * scale_O[None, :]
+    if bias_ptr is not None:
+        acc_TO += tl.load(bias_ptr + at_O, mask=inside_O, other=0.0).to(tl.float32)[None, :]
+    return acc_TO
+
+
+@triton.jit(do_not_specialize=["tiles", "x_scale_st"])
+def _expert_matmul(
+    x_ptr,
+    x_scale_ptr,
+    x_scale_st,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    order_ptr,
+    tiles_ptr,
+    experts_ptr,
+    routing_ptr,
+    out_ptr,
+    tiles,
+    outputs,
+    inputs,
+    alpha,
+    limit,
+    offset,
+    ACTIVE: tl.constexpr,
+    GATED: tl.constexpr,
+    LIMITED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
+    SWAP: tl.constexpr,
+    IMPRECISE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One tile. GATED: the first product, from rows of x by token to rows by place in the sorted order; otherwise the
+    second one, from there to rows by pair. With tiles_ptr None, each pair is a tile and places are pairs. EVEN: blocks
+    divide the inputs."""
+    wait(PDL)
+    o_tiles = (outputs + BLOCK_O - 1) // BLOCK_O
+    program = tl.program_id(0)
+    group = program // (GROUP * o_tiles)
+    in_group = program - group * GROUP * o_tiles
+    size = tl.minimum(tiles - group * GROUP, GROUP)
+    tile = group * GROUP + in_group % size
+    start_O = in_group // size * BLOCK_O
+    if tiles_ptr is None:
+        expert = tl.load(experts_ptr + tile)
+        place_T = tile + tl.arange(0, ROWS)
+        inside_T = place_T < tile + 1
+        pair_T = place_T
+    else:
+        expert = tl.load(tiles_ptr + 3 * tile)
+    if expert < 0:
+        return
+    if tiles_ptr is not None:
+        place_T = tl.load(tiles_ptr + 3 * tile + 1) + tl.arange(0, ROWS)
+        inside_T = place_T < tl.load(tiles_ptr + 3 * tile + 2)
+        pair_T = tl.load(order_ptr + place_T, mask=inside_T, other=0)
+    row_T = (pair_T // ACTIVE if GATED else place_T).to(tl.int64)
+    at_O = start_O + tl.arange(0, BLOCK_O)
+    inside_O = at_O < outputs
+    expert_O = expert.to(tl.int64) * outputs * (2 if GATED else 1)
+    row_O = at_O.to(tl.int64)
+    ours = weight_ptr + expert_O * inputs
+    acc = tl.zeros((BLOCK_O, ROWS) if SWAP else (ROWS, BLOCK_O), tl.float32)
+    if GATED:
+        acc_up = tl.zeros((BLOCK_O, ROWS) if SWAP else (ROWS, BLOCK_O), tl.float32)
+    for start in range(0, inputs, BLOCK_I):
+        columns = start + tl.arange(0, BLOCK_I)
+        x_TI = _load_rows(x_ptr, row_T, columns, inside_T, inputs, EVEN, "evict_last")
+        weight_OI = _load_rows(ours, row_O, columns, inside_O, inputs, EVEN, "evict_first")
+        acc = _multiply(acc, x_TI, weight_OI, SWAP, IMPRECISE, PRECISION)
+        if GATED:
+            weight_OI = _load_rows(ours, outputs + row_O, columns, inside_O, inputs, EVEN, "evict_first")
+            acc_up = _multiply(acc_up, x_TI, weight_OI, SWAP, IMPRECISE, PRECISION)
+    announce(PDL)
+    if SWAP:
+        acc = acc.T
+    x_scale_T = None
+    if x_scale_ptr is not None:
+        x_scale_T = tl.load(x_scale_ptr + row_T * x_scale_st, mask=inside_T, other=0.0)
+    if scale_ptr is not None:
+        scale_ptr += expert_O
+    if bias_ptr is not None:
+        bias_ptr += expert_O
+    y_TO = _complete(acc, x_scale_T, scale_ptr, bias_ptr, at_O, inside_O)
+    if GATED:
+        if SWAP:
+            acc_up = acc_up.T
+        up_TO = _complete(acc_up, x_scale_T, scale_ptr, bias_ptr, outputs + at_O, inside_O)
+        if LIMITED:
+            y_TO = tl.minimum(y_TO, limit)
+            up_TO = tl.minimum(tl.maximum(up_TO, -limit), limit)
+        y_TO = y_TO / (1.0 + tl.exp(-alpha * y_TO)) * (up_TO + offset)
+        to_T = place_T.to(tl.int64)
+    else:
+        y_TO = y_TO * tl.load(routing_ptr + pair_T, mask=inside_T, other=0.0)[:, None]
+        to_T = pair_T.to(tl.int64)
+    to = out_ptr + to_T[:, None] * outputs + at_O[None, :]
+    tl.store(to, y_TO.to(out_ptr.dtype.element_ty), mask=inside_T[:, None] & inside_O[None, :])
+
+
+@triton.jit
+def _sum_pairs(y_ptr, experts_ptr, out_ptr, C, ACTIVE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Sum the rows of a token's pairs in order. Pairs without an expert have no row."""
+    announce(PDL)
+    wait(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < C
+    total = tl.zeros((BLOCK,), tl.float32)
+    for k in tl.static_range(ACTIVE):
+        pair = token * ACTIVE + k
+        has = tl.load(experts_ptr + pair) >= 0
+        total += tl.load(y_ptr + pair * C + columns, mask=inside & has, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * C + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def gated_experts_triton(
+    x: Activation,
+    routing: Routing,
+    weights: ExpertWeights,
+    activation: GatedActivation,
+    bias: ExpertBias | None,
+    between: ActFormat,
+    dtype: torch.dtype,
+    fast_accum: bool,
+) -> torch.Tensor:
+    """Launch the kernels of core.ops.experts.gated_experts."""
+    (tokens, active), device = routing.experts_TK.shape, x.values.device
+    experts, channels, hidden = len(weights.up), weights.down.shape[2], weights.down.shape[1]
+    out_TC = torch.empty(tokens, hidden, dtype=dtype, device=device)
+    if not tokens:
+        return out_TC
+    pairs = tokens * active
+    order_P = tiles_M3 = None
+    rows, tiles = 16, pairs
+    if not direct(tokens, active, experts):
+        rows = rows_of_tile(pairs, experts)
+        tiles = most_tiles(pairs, experts, rows)
+        order_P, tiles_M3 = _grouped(routing.experts_TK, experts, rows, tiles)
+    sorted_ = routing, order_P, tiles_M3, rows, tiles
+    inner_PF = torch.empty(pairs, channels, dtype=dtype, device=device)
+    scale = (weights.up_scale, None if bias is None else bias.up)
+    _launch(x, weights.up, *scale, sorted_, inner_PF, activation, fast_accum)
+    inner = encode(inner_PF, (between,))[between]
+    down_PC = torch.empty(pairs, hidden, dtype=dtype, device=device)
+    scale = (weights.down_scale, None if bias is None else bias.down)
+    _launch(inner, weights.down, *scale, sorted_, down_PC, None, fast_accum)
+    block = min(1024, triton.next_power_of_2(hidden))
+    _sum_pairs[(tokens, triton.cdiv(hidden, block))](
+        down_PC,
+        routing.experts_TK,
+        out_TC,
+        hidden,
+        ACTIVE=active,
+        BLOCK=block,
+        num_warps=max(1, block // 256),
+        **dependent(out_TC),
+    )
+    return out_TC
+
+
+def _grouped(experts_TK: torch.Tensor, experts: int, rows: int, tiles: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the pairs by expert, int32 [P], and `tiles` tiles of `rows` rows, int32 [M, 3]."""
+    pairs, device = experts_TK.numel(), experts_TK.device
+    order_P = torch.empty(pairs, dtype=torch.int32, device=device)
+    tiles_M3 = torch.empty(tiles, 3, dtype=torch.int32, device=device)
+    block = max(128, min(MOST_BLOCK, triton.next_power_of_2(pairs)))
+    _group_pairs[(experts,)](
+        experts_TK,
+        order_P,
+        tiles_M3,
+        pairs,
+        tiles,
+        EXPERTS=experts,
+        ROWS=rows,
+        BINS=triton.next_power_of_2(experts + 1),
+        BLOCK=block,
+        num_warps=max(1, min(8, block // 256)),
+        **dependent(experts_TK),
+    )
+    return order_P, tiles_M3
+
+
+def _launch(
+    x: Activation,
+    weight_EOI: torch.Tensor,
+    scale_EO: torch.Tensor | None,
+    bias_EO: torch.Tensor | None,
+    pairs: tuple[Routing, torch.Tensor | None, torch.Tensor | None, int, int],
+    out: torch.Tensor,
+    activation: GatedActivation | None,
+    fast_accum: bool,
+) -> None:
+    """Launch the first product, which ends in `activation`, or the second one (None)."""
+    routing, order_P, tiles_M3, rows, tiles = pairs
+    outputs, inputs = out.shape[1], weight_EOI.shape[2]
+    gated, itemsize = activation is not None, weight_EOI.element_size()
+    tile = _tile(rows, tiles, outputs, inputs, itemsize, gated, out.device)
+    precise = itemsize == 1 and (rows < 128 or not fast_accum)
+    limit = activation.limit if activation is not None else None
+    _expert_matmul[(tiles * triton.cdiv(outputs, tile.outputs),)](
+        x.values.contiguous(),
+        x.scale,
+        0 if x.scale is None or x.scale.numel() == 1 else x.scale.stride(0),
+        weight_EOI,
+        scale_EO,
+        bias_EO,
+        order_P,
+        tiles_M3,
+        routing.experts_TK,
+        routing.weights_TK,
+        out,
+        tiles,
+        outputs,
+        inputs,
+        1.0 if activation is None else activation.alpha,
+        0.0 if limit is None else limit,
+        0.0 if activation is None else activation.offset,
+        ACTIVE=routing.experts_TK.shape[1],
+        GATED=gated,
+        LIMITED=limit is not None,
+        ROWS=rows,
+        BLOCK_O=tile.outputs,
+        BLOCK_I=tile.inputs,
+        GROUP=GROUPED,
+        EVEN=inputs % tile.inputs == 0,
+        SWAP=rows < 64,
+        IMPRECISE=min(IMPRECISE, tile.inputs) if precise else None,
+        PRECISION="ieee" if x.values.dtype == torch.float32 else "tf32",
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **dependent(out),
+    )
+
+
+def _tile(
+    rows: int, tiles: int, outputs: int, inputs: int, itemsize: int, gated: bool, device: torch.device
+) -> ExpertTile:
+    if device.type != "cuda":  # Triton's interpreter
+        return expert_tile(rows, tiles, outputs, inputs, itemsize, gated, processors=132, shared=64 << 10)
+    from dovetail.core.ops.matmul import device_facts
+
+    _, processors, _, shared = device_facts(device)
+    return expert_tile(rows, tiles, outputs, inputs, itemsize, gated, processors, shared)

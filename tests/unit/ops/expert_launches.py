@@ -1,0 +1,61 @@
+"""Launches of the kernels of routed experts, with few and many rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from dovetail.core.interfaces import PLAIN, SWIGLU, Activation, ExpertBias, GatedActivation, Routing, RoutingRule
+from dovetail.core.ops.experts import ExpertWeights, gated_experts
+from dovetail.core.ops.routing import route
+from dovetail.plugins.quant.fp8.format import FP8_TOKEN
+
+BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+
+
+def experts(cuda: Callable[..., torch.Tensor], has_fp8: Callable[[], bool], everything: bool) -> None:
+    """`everything`: whether to add shapes."""
+    rules = (
+        RoutingRule(128, 8, normalize=True),
+        RoutingRule(256, 8, "sigmoid", normalize=True, scale=2.5, groups=8, kept_groups=4),
+        RoutingRule(8, 2, uniform=True),
+    )
+    for rule in rules:
+        logits, live = cuda(64, rule.experts, dtype=FP32), cuda(64, dtype=torch.bool)
+        route(logits, rule, cuda(rule.experts, dtype=FP32) if rule.groups > 1 else None, live)
+        route(logits, rule)
+    # Qwen3-30B-A3B: each pair a tile, tiles of 16 and of 128 rows.
+    for tokens in (1, 64, 512, 8192) if everything else (1, 64, 8192):
+        multiply(cuda, tokens, 128, 8, 2048, 768, BF16)
+        if has_fp8():
+            multiply(cuda, tokens, 128, 8, 2048, 768, E4M3)
+    # Tiles of 64 rows, a clamped activation, biases, and channels that no block divides.
+    multiply(cuda, 128, 8, 2, 2880, 1440, BF16, GatedActivation(1.702, 7.0, 1.0), biased=True)
+    multiply(cuda, 16, 8, 2, 72, 40, FP16)
+
+
+def multiply(
+    cuda: Callable[..., torch.Tensor],
+    tokens: int,
+    count: int,
+    active: int,
+    hidden: int,
+    channels: int,
+    dtype: torch.dtype,
+    activation: GatedActivation = SWIGLU,
+    biased: bool = False,
+) -> None:
+    model = BF16 if dtype is E4M3 else dtype
+    fmt = FP8_TOKEN if dtype is E4M3 else PLAIN
+    scaled = dtype is E4M3
+    weights = ExpertWeights(
+        cuda(count, 2 * channels, hidden, dtype=dtype),
+        cuda(count, hidden, channels, dtype=dtype),
+        cuda(count, 2 * channels, dtype=FP32) if scaled else None,
+        cuda(count, hidden, dtype=FP32) if scaled else None,
+    )
+    bias = ExpertBias(cuda(count, 2 * channels, dtype=model), cuda(count, hidden, dtype=model)) if biased else None
+    x = Activation(fmt, cuda(tokens, hidden, dtype=dtype), cuda(tokens, 1, dtype=FP32) if scaled else None)
+    routing = Routing(cuda(tokens, active, dtype=torch.int32), cuda(tokens, active, dtype=FP32))
+    gated_experts(x, routing, weights, activation, bias, between=fmt, dtype=model)

@@ -1,0 +1,286 @@
+"""Routing and products of experts: kernels and torch references against float64, with fresh input.
+
+Kernels run compiled on a GPU, or in Triton's interpreter if TRITON_INTERPRET=1 is set before Triton is imported.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dovetail.core.interfaces import (
+    PLAIN,
+    SWIGLU,
+    Activation,
+    ExpertBias,
+    GatedActivation,
+    Routing,
+    RoutingRule,
+)
+from dovetail.core.ops.expert_tiles import direct, expert_tile, most_tiles, rows_of_tile
+from dovetail.core.ops.experts import ExpertWeights, gated_experts, gated_experts_reference
+from dovetail.core.ops.formats import encode
+from dovetail.core.ops.routing import route_reference, router_logits
+from dovetail.core.testing.numeric import poisoned_memory, row_error
+from dovetail.plugins.quant.fp8.format import FP8_TOKEN, quantize_rows
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+KERNELS = INTERPRETED or torch.cuda.is_available()
+DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
+
+
+def kernels(test):
+    """Mark a test of kernels."""
+    test = pytest.mark.skipif(not KERNELS, reason="kernels need a GPU or TRITON_INTERPRET=1")(test)
+    return test if INTERPRETED else pytest.mark.gpu(test)
+
+
+if INTERPRETED:
+    from dovetail.core.testing.interpreter import mend_interpreter
+
+    mend_interpreter()
+
+RULES = {
+    "softmax": RoutingRule(8, 2),
+    "softmax over the best": RoutingRule(8, 3, normalize=True),
+    "sigmoid, scaled": RoutingRule(16, 4, "sigmoid", normalize=True, scale=2.5),
+    "groups": RoutingRule(16, 4, "sigmoid", normalize=True, groups=4, kept_groups=2),
+    "groups of one": RoutingRule(4, 2, "sigmoid", groups=4, kept_groups=3),
+    "odd": RoutingRule(11, 5),
+    "all": RoutingRule(4, 4),
+    "one": RoutingRule(1, 1),
+    "uniform": RoutingRule(32, 4, uniform=True),
+}
+
+
+def drawn(rule: RoutingRule, tokens: int) -> torch.Tensor:
+    """Logits whose scores differ by more than rounding."""
+    order_TE = torch.rand(tokens, rule.experts).argsort(1)
+    return ((order_TE - rule.experts / 2) / 3 + 0.1 * torch.rand(tokens, rule.experts)).to(DEVICE)
+
+
+def by_hand(logits_E: list[float], rule: RoutingRule, bias_E: list[float]) -> dict[int, float]:
+    """Experts of a token and their weights, in float64."""
+    logits = torch.tensor(logits_E, dtype=torch.float64)
+    scores = (logits.softmax(0) if rule.scores == "softmax" else logits.sigmoid()).tolist()
+    choice = {expert: score + bias for expert, (score, bias) in enumerate(zip(scores, bias_E, strict=True))}
+    size = rule.experts // rule.groups
+    sums = {
+        group: sum(sorted((choice[group * size + i] for i in range(size)), reverse=True)[:2])
+        for group in range(rule.groups)
+    }
+    kept = sorted(sums, key=lambda group: -sums[group])[: rule.kept_groups]
+    best = sorted((e for e in choice if e // size in kept), key=lambda e: -choice[e])[: rule.active]
+    total = sum(scores[e] for e in best) if rule.normalize else 1.0
+    return {expert: scores[expert] / total * rule.scale for expert in best}
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("name", [name for name in RULES if name != "uniform"])
+def test_the_reference_routes_as_by_hand(name, biased):
+    rule, tokens = RULES[name], 9
+    logits_TE = drawn(rule, tokens)
+    bias_E = torch.rand(rule.experts) if biased else torch.zeros(rule.experts)
+    found = route_reference(logits_TE.cpu(), rule, bias_E if biased else None)
+    for token in range(tokens):
+        expected = by_hand(logits_TE[token].tolist(), rule, bias_E.tolist())
+        got = dict(zip(found.experts_TK[token].tolist(), found.weights_TK[token].tolist(), strict=True))
+        assert got == pytest.approx(expected, rel=1e-5), token
+
+
+@kernels
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("options", ["plain", "biased, padded"])
+def test_the_kernel_routes_as_the_reference(name, options):
+    from dovetail.core.ops.kernels.routing import route_triton
+
+    rule, tokens = RULES[name], 7
+    logits_TE = drawn(rule, tokens)
+    bias_E, live_T = None, None
+    if options != "plain":
+        bias_E, live_T = torch.rand(rule.experts, device=DEVICE), torch.rand(tokens, device=DEVICE) < 0.5
+        logits_TE[~live_T] = float("nan")
+    with poisoned_memory():
+        got = route_triton(logits_TE, rule, bias_E, live_T)
+    want = route_reference(logits_TE.cpu(), rule, *(None if x is None else x.cpu() for x in (bias_E, live_T)))
+    assert torch.equal(got.experts_TK.cpu(), want.experts_TK)
+    torch.testing.assert_close(got.weights_TK.cpu(), want.weights_TK)
+    if live_T is not None:
+        assert (got.experts_TK[~live_T] == -1).all() and not got.weights_TK[~live_T].any()
+
+
+def test_uniform_routing_selects_every_expert_equally_often():
+    """Also where the logits hardly differ, as with random weights."""
+    rule = RoutingRule(64, 8, uniform=True)
+    torch.manual_seed(0)
+    found = route_reference(1 + 1e-3 * torch.randn(4000, 64), rule).experts_TK
+    counts_E = found.flatten().long().bincount(minlength=64)
+    assert 400 < counts_E.min() and counts_E.max() < 600  # 500 expected, standard deviation 21
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        dict(experts=4, active=5),
+        dict(experts=4, active=0),
+        dict(experts=10, active=2, groups=4),
+        dict(experts=8, active=2, groups=4, kept_groups=5),
+        dict(experts=8, active=5, groups=4, kept_groups=2),
+    ],
+)
+def test_rules_that_cannot_be_are_refused(wrong):
+    with pytest.raises(ValueError, match="experts"):
+        RoutingRule(**wrong)
+
+
+def test_logits_are_summed_in_float32():
+    x_TC, weight_EC = torch.randn(5, 96).bfloat16(), torch.randn(8, 96).bfloat16()
+    got = router_logits(x_TC, weight_EC, torch.zeros(1024, dtype=torch.int32))
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), x_TC.double() @ weight_EC.double().t(), rtol=1e-5, atol=1e-5)
+
+
+# Products
+
+
+def routings(tokens: int, experts: int, active: int) -> dict[str, torch.Tensor]:
+    """Experts of each token. Some have no row, one row or every row; some tokens have none."""
+    random = torch.rand(tokens, experts).argsort(1)[:, :active].int()
+    few = torch.zeros_like(random) - 1
+    few[tokens // 2, 0] = experts - 1
+    partly = torch.where(torch.rand(tokens, active) < 0.3, -1, random)
+    return {"random": random, "all in one": torch.zeros_like(random) + 1, "one row": few, "some padding": partly}
+
+
+def exact(
+    x_TC: torch.Tensor,
+    routing: Routing,
+    up_E2FC: torch.Tensor,
+    down_ECF: torch.Tensor,
+    activation: GatedActivation,
+    bias: ExpertBias | None,
+) -> torch.Tensor:
+    """In float64, one pair at a time."""
+    total_TC = torch.zeros(len(x_TC), x_TC.shape[1], dtype=torch.float64)
+    for token, expert in ((t, int(e)) for t, row in enumerate(routing.experts_TK) for e in row if e >= 0):
+        place = routing.experts_TK[token].tolist().index(expert)
+        up_2F = up_E2FC[expert].double() @ x_TC[token].double()
+        up_2F = up_2F if bias is None else up_2F + bias.up[expert].double()
+        inner_F = activation.reference(*up_2F.chunk(2))
+        y_C = down_ECF[expert].double() @ inner_F
+        y_C = y_C if bias is None else y_C + bias.down[expert].double()
+        total_TC[token] += routing.weights_TK[token, place].double() * y_C
+    return total_TC
+
+
+CLAMPED = GatedActivation(alpha=1.702, limit=1.5, offset=1.0)
+DTYPE = torch.float16  # The interpreter truncates float32 to bfloat16.
+
+
+def case(tokens, experts, active, hidden, channels, routed, dtype, biased=False):
+    x_TC, up, down = (
+        torch.randn(shape).to(dtype)
+        for shape in ((tokens, hidden), (experts, 2 * channels, hidden), (experts, hidden, channels))
+    )
+    up, down = up * hidden**-0.5, down * channels**-0.5
+    experts_TK = routings(tokens, experts, active)[routed]
+    if routed == "all in one" and active > 1:  # An expert appears once in a token.
+        experts_TK[:, 1:] = -1
+    routing = Routing(experts_TK, torch.rand(tokens, active))
+    bias = None
+    if biased:
+        bias = ExpertBias(torch.randn(experts, 2 * channels).to(dtype), torch.randn(experts, hidden).to(dtype))
+    return x_TC, routing, up, down, bias
+
+
+def check(got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    has_T = expected.abs().sum(1) > 0
+    assert not got[~has_T].any(), "tokens without experts must be zero"
+    assert row_error(got[has_T], expected[has_T]) < tolerance
+
+
+@pytest.mark.parametrize("routed", ["random", "all in one", "one row", "some padding"])
+@pytest.mark.parametrize(("hidden", "channels"), [(64, 32), (40, 21)])
+def test_the_reference_is_near_the_exact_sum(routed, hidden, channels):
+    for biased, activation in ((False, SWIGLU), (True, CLAMPED)):
+        x_TC, routing, up, down, bias = case(9, 5, 3, hidden, channels, routed, torch.float32, biased)
+        x = Activation(PLAIN, x_TC.clone())
+        x.values[(routing.experts_TK < 0).all(1)] = float("nan")
+        got = gated_experts_reference(x, routing, ExpertWeights(up, down), activation, bias, PLAIN, torch.float32)
+        check(got, exact(x_TC, routing, up, down, activation, bias), 1e-5)
+
+
+@kernels
+@pytest.mark.parametrize(
+    ("tokens", "experts", "active", "hidden", "channels", "routed", "dtype"),
+    [
+        (1, 6, 3, 64, 32, "random", DTYPE),  # each pair is a tile
+        (9, 5, 3, 72, 40, "random", torch.float32),
+        (9, 5, 3, 64, 48, "some padding", DTYPE),
+        (9, 5, 3, 64, 32, "one row", DTYPE),
+        (40, 3, 2, 64, 70, "all in one", DTYPE),
+        (150, 2, 2, 64, 32, "some padding", DTYPE),  # tiles of 128 rows
+        (64, 2, 2, 64, 32, "random", DTYPE),
+    ],
+)
+def test_the_kernels_are_near_the_exact_sum(tokens, experts, active, hidden, channels, routed, dtype):
+    from dovetail.core.ops.kernels.experts import gated_experts_triton
+
+    biased = tokens % 2 == 1
+    activation = CLAMPED if biased else SWIGLU
+    x_TC, routing, up, down, bias = case(tokens, experts, active, hidden, channels, routed, dtype, biased)
+    x = x_TC.clone()
+    x[(routing.experts_TK < 0).all(1)] = float("nan")
+    on = [tensor.to(DEVICE) for tensor in (x, routing.experts_TK, routing.weights_TK, up, down)]
+    placed = None if bias is None else ExpertBias(bias.up.to(DEVICE), bias.down.to(DEVICE))
+    with poisoned_memory():
+        got = gated_experts_triton(
+            Activation(PLAIN, on[0]), Routing(*on[1:3]), ExpertWeights(*on[3:]), activation, placed, PLAIN, dtype, True
+        )
+    check(got.cpu(), exact(x_TC, routing, up, down, activation, bias), 1e-5 if dtype is torch.float32 else 5e-3)
+
+
+@kernels
+@pytest.mark.parametrize(("tokens", "routed"), [(1, "random"), (20, "some padding"), (70, "random")])
+def test_fp8_kernels_equal_the_reference(tokens, routed):
+    from dovetail.core.ops.kernels.experts import gated_experts_triton
+
+    x_TC, routing, up, down, _ = case(tokens, 3, 2, 64, 48, routed, torch.float32)
+    quantized = [quantize_rows(weight.flatten(0, 1)) for weight in (up, down)]
+    weights = ExpertWeights(
+        quantized[0][0].view(up.shape),
+        quantized[1][0].view(down.shape),
+        quantized[0][1].view(up.shape[:2]),
+        quantized[1][1].view(down.shape[:2]),
+    )
+    x = encode(x_TC.to(DEVICE), (FP8_TOKEN,))[FP8_TOKEN]
+    placed = ExpertWeights(*(getattr(weights, name).to(DEVICE) for name in weights.__slots__))
+    on = Routing(routing.experts_TK.to(DEVICE), routing.weights_TK.to(DEVICE))
+    with poisoned_memory():
+        got = gated_experts_triton(x, on, placed, SWIGLU, None, FP8_TOKEN, DTYPE, True)
+    x_cpu = replace(x, values=x.values.cpu(), scale=x.scale.cpu())
+    want = gated_experts(x_cpu, routing, weights, SWIGLU, between=FP8_TOKEN, dtype=DTYPE)
+    assert row_error(got.cpu().float(), want.float()) < 2e-2
+    check(want.float(), exact(x_TC, routing, up, down, SWIGLU, None), 0.25)
+
+
+def test_tiles_suffice_for_every_routing():
+    """The bound is reached, and each expert's tiles fit below it, for any distribution of pairs."""
+    for _ in range(200):
+        experts, pairs = (int(torch.randint(1, most, ())) for most in (40, 500))
+        rows = rows_of_tile(pairs, experts)
+        counts_E = torch.randint(experts, (pairs,)).bincount()
+        assert int(((counts_E + rows - 1) // rows).sum()) <= most_tiles(pairs, experts, rows)
+    assert most_tiles(8, 128, 16) == 8 and most_tiles(512, 128, 16) == 128 + 24
+    assert direct(1, 8, 8) and direct(4, 8, 128) and not direct(5, 8, 128)
+
+
+def test_tiles_fit_into_shared_memory():
+    for gpu_shared in (99 << 10, 227 << 10):
+        for rows in (16, 32, 64, 128):
+            for gated in (False, True):
+                tile = expert_tile(rows, 8, 768, 2048, 2, gated, processors=132, shared=gpu_shared)
+                assert tile.shared_bytes(2, gated) <= gpu_shared and tile.stages >= 2
