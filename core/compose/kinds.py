@@ -39,7 +39,7 @@ KINDS: dict[str, Kind] = {
         ),
         _kind("quant", "one", "Quantizer", "the number format of weights, activations and KV", api="0.2"),
         _kind("adapter", "one", "Adapters", "changes to linear layers that requests choose by name"),
-        _kind("spec_decode", "one", "Drafter", "proposes tokens that the model then verifies", api="0.2"),
+        _kind("spec_decode", "one", "Drafter", "proposes tokens that the model then verifies", api="0.3"),
         _kind("executor", "one", "Executor", "runs plans on one or many ranks"),
         _kind("router", "one", "Router", "which data-parallel replica runs a request"),
         _kind("collective", "one", "Collective", "sums and gathers between ranks"),

@@ -4,7 +4,7 @@ from dovetail.plugins import builtin
 from dovetail.plugins.spec_decode.config import DraftModelConfig, NgramConfig, NoneConfig
 
 COMPONENTS = tuple(
-    builtin("spec_decode", name, config, target, capabilities=f"capabilities:{name}", facts=f"facts:{name}", api="0.2")
+    builtin("spec_decode", name, config, target, capabilities=f"capabilities:{name}", facts=f"facts:{name}", api="0.3")
     for name, config, target in (
         ("none", NoneConfig, "none:NoDrafter"),
         ("ngram", NgramConfig, "ngram:NgramDrafter"),

@@ -65,8 +65,10 @@ def test_layout(counts, padding):
     for name in want.__slots__:
         assert torch.equal(getattr(got, name), getattr(want, name)), name
     assert (want.slots_T[sum(counts) :] == slots - 1).all() and not want.positions_T[sum(counts) :].any()
-    got_pages = lay_out_pages_triton(slots_B, want, table_SP, page)
-    want_pages = lay_out_pages_reference(slots_B, want, table_SP, page)
+    given_S = computed_S + torch.arange(slots, device=DEVICE) % 3
+    got_pages = lay_out_pages_triton(slots_B, want, table_SP, given_S, page)
+    want_pages = lay_out_pages_reference(slots_B, want, table_SP, given_S, page)
+    assert (want_pages.write_T[want.positions_T < given_S[want.slots_T]] < page).all()
     assert torch.equal(got_pages.page_table_BP, want_pages.page_table_BP)
     assert torch.equal(got_pages.write_T, want_pages.write_T)
 
