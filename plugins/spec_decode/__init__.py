@@ -1,7 +1,7 @@
 """Built-in drafters."""
 
 from dovetail.plugins import builtin
-from dovetail.plugins.spec_decode.config import DraftModelConfig, NgramConfig, NoneConfig
+from dovetail.plugins.spec_decode.config import DraftModelConfig, Eagle3Config, EagleConfig, NgramConfig, NoneConfig
 
 COMPONENTS = tuple(
     builtin("spec_decode", name, config, target, capabilities=f"capabilities:{name}", facts=f"facts:{name}", api="0.3")
@@ -9,5 +9,7 @@ COMPONENTS = tuple(
         ("none", NoneConfig, "none:NoDrafter"),
         ("ngram", NgramConfig, "ngram:NgramDrafter"),
         ("draft_model", DraftModelConfig, "draft_model:DraftModel"),
+        ("eagle", EagleConfig, "eagle:Eagle"),
+        ("eagle3", Eagle3Config, "eagle:Eagle3"),
     )
 )

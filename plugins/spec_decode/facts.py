@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from dovetail.core.compose import Host
-from dovetail.core.interfaces import DrafterFacts
-from dovetail.plugins.spec_decode.config import DraftModelConfig, NgramConfig, NoneConfig
+from dovetail.core.interfaces import DrafterFacts, ModelSpec
+from dovetail.plugins.spec_decode.config import (
+    DraftModelConfig,
+    Eagle3Config,
+    EagleConfig,
+    HeadFiles,
+    NgramConfig,
+    NoneConfig,
+)
+from dovetail.plugins.spec_decode.eagle_files import read_eagle, read_eagle3
 
 
 def none(config: NoneConfig) -> DrafterFacts:
@@ -16,7 +24,18 @@ def ngram(config: NgramConfig) -> DrafterFacts:
 
 
 def draft_model(config: DraftModelConfig) -> DrafterFacts:
-    model = config.model
+    spec = config.model.facts() or config.model.target().spec(config.model.config)
+    return _with_layers(config, spec)
+
+
+def eagle(config: EagleConfig) -> DrafterFacts:
+    return _with_layers(config, read_eagle(config).spec)
+
+
+def eagle3(config: Eagle3Config) -> DrafterFacts:
+    return _with_layers(config, read_eagle3(config).spec)
+
+
+def _with_layers(config: DraftModelConfig | HeadFiles, spec: ModelSpec) -> DrafterFacts:
     bits = config.quant.capabilities(Host(device="cuda")).provides.get("weight_bits")
-    spec = model.facts() or model.target().spec(model.config)
     return DrafterFacts(config.lookahead, spec, float(bits) if isinstance(bits, int | float) else None, config.verify)
