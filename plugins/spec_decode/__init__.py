@@ -1,7 +1,14 @@
 """Built-in drafters."""
 
 from dovetail.plugins import builtin
-from dovetail.plugins.spec_decode.config import DraftModelConfig, Eagle3Config, EagleConfig, NgramConfig, NoneConfig
+from dovetail.plugins.spec_decode.config import (
+    DraftModelConfig,
+    Eagle3Config,
+    EagleConfig,
+    MedusaConfig,
+    NgramConfig,
+    NoneConfig,
+)
 
 COMPONENTS = tuple(
     builtin("spec_decode", name, config, target, capabilities=f"capabilities:{name}", facts=f"facts:{name}", api="0.3")
@@ -11,5 +18,6 @@ COMPONENTS = tuple(
         ("draft_model", DraftModelConfig, "draft_model:DraftModel"),
         ("eagle", EagleConfig, "eagle:Eagle"),
         ("eagle3", Eagle3Config, "eagle:Eagle3"),
+        ("medusa", MedusaConfig, "medusa:Medusa"),
     )
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dovetail.core.compose import Capabilities, Host, Requires
-from dovetail.plugins.spec_decode.config import DraftModelConfig, HeadFiles, NgramConfig, NoneConfig
+from dovetail.plugins.spec_decode.config import DraftModelConfig, HeadFiles, MedusaConfig, NgramConfig, NoneConfig
 
 _EXACT_LENGTHS = Requires(
     kind="attention",
@@ -35,3 +35,7 @@ def eagle(config: HeadFiles, host: Host) -> Capabilities:
 
 
 eagle3 = eagle
+
+
+def medusa(config: MedusaConfig, host: Host) -> Capabilities:
+    return Capabilities(provides={"drafts": True})

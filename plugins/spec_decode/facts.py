@@ -9,10 +9,12 @@ from dovetail.plugins.spec_decode.config import (
     Eagle3Config,
     EagleConfig,
     HeadFiles,
+    MedusaConfig,
     NgramConfig,
     NoneConfig,
 )
 from dovetail.plugins.spec_decode.eagle_files import read_eagle, read_eagle3
+from dovetail.plugins.spec_decode.medusa_files import read_medusa
 
 
 def none(config: NoneConfig) -> DrafterFacts:
@@ -34,6 +36,11 @@ def eagle(config: EagleConfig) -> DrafterFacts:
 
 def eagle3(config: Eagle3Config) -> DrafterFacts:
     return _with_layers(config, read_eagle3(config).spec)
+
+
+def medusa(config: MedusaConfig) -> DrafterFacts | None:
+    spec = read_medusa(config).spec
+    return None if spec is None else _with_layers(config, spec)
 
 
 def _with_layers(config: DraftModelConfig | HeadFiles, spec: ModelSpec) -> DrafterFacts:

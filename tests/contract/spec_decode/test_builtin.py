@@ -127,6 +127,25 @@ class TestEagle3(DrafterContract):
         return loud(eagle("eagle3", f", draft_vocab_size: 6, {TAPS}: [1, 2, 2]").build())
 
 
+class TestMedusa(DrafterContract):
+    def make(self) -> Drafter:
+        return loud(medusa("medusa_num_layers: 2").build())
+
+
+class TestMedusaWithTheTargetsHead(DrafterContract):
+    slots = 3
+
+    def make(self) -> Drafter:
+        return loud(medusa("medusa_shared_head: true").build())
+
+
+@cache
+def medusa(more: str) -> Selected:
+    hf = f"spec_decode.hf={{medusa_num_heads: 3, {more}}}"
+    words = ["spec_decode=medusa", "spec_decode.load=dummy", hf, "spec_decode.lookahead=3"]
+    return small_composition(*words).part("spec_decode")
+
+
 @pytest.mark.parametrize(
     ("fault", "test"),
     [

@@ -10,6 +10,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from dovetail.core.interfaces import ModelSource, ModelSpec, TargetView
+from dovetail.core.testing.executor_scripts import small_composition
+from dovetail.core.testing.model_driver import build_context
+
 HIDDEN, VOCAB, INNER, KV, MIDDLE = 256, 4096, 128, 64, 96
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -62,15 +66,32 @@ def eagle3_tensors() -> dict[str, torch.Tensor]:
     return tensors | {"d2t": ids_D - torch.arange(DRAFT_VOCAB), "t2d": t2d_V}
 
 
+def medusa_tensors(heads: int = 3, layers: int = 2, own: bool = True) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(9)
+    tensors = {}
+    for head in range(heads):
+        for layer in range(layers):
+            tensors[f"{head}.{layer}.linear.weight"] = torch.randn(HIDDEN, HIDDEN, generator=generator) / HIDDEN**0.5
+            tensors[f"{head}.{layer}.linear.bias"] = torch.randn(HIDDEN, generator=generator)
+        if own:
+            tensors[f"{head}.{layers}.weight"] = torch.randn(VOCAB, HIDDEN, generator=generator)
+    return tensors
+
+
 HEADS: dict[str, tuple[dict[str, Any], Any]] = {
     "eagle": (CONFIG, lambda: eagle_tensors() | {"fc.bias": torch.linspace(-1, 1, HIDDEN)}),
+    "medusa": ({"medusa_num_heads": 3, "medusa_num_layers": 2}, medusa_tensors),
     "eagle3": (CONFIG | {"draft_vocab_size": DRAFT_VOCAB}, eagle3_tensors),
 }
 """Drafter -> its config.json and its tensors."""
 
 
 def save_head(
-    folder: Path, name: str, config: Mapping[str, Any] | None = None, tensors: Mapping[str, torch.Tensor] | None = None
+    folder: Path,
+    name: str,
+    config: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+    file: str = "model.safetensors",
 ) -> dict[str, torch.Tensor]:
     """Save a head of this drafter with entries of config.json and tensors replaced (None = left out). Return its
     tensors."""
@@ -78,5 +99,28 @@ def save_head(
     kept = {key: tensor for key, tensor in (made() | dict(tensors or {})).items() if tensor is not None}
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(stated | dict(config or {})))
-    save_file({key: tensor.contiguous() for key, tensor in kept.items()}, folder / "model.safetensors")
+    save_file({key: tensor.contiguous() for key, tensor in kept.items()}, folder / file)
     return kept
+
+
+def view_of_tiny(**facts: Any) -> TargetView:
+    """Return a target of the bundled model's shape, with random embeddings."""
+    table_VC = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(1))
+    spec = ModelSpec("target", VOCAB, 8, HIDDEN, 4, 2, 64, 64, 64, "float32", **facts)
+    return TargetView(
+        build=build_context(spec, max_len=128),
+        source=ModelSource(None, dummy=True),
+        max_seqs=4,
+        max_len=64,
+        first_group=1,
+        embed=lambda tokens_T: table_VC[tokens_T.long()],
+        logits=lambda states_BC: states_BC @ table_VC.T,
+    )
+
+
+def bound(name: str, folder: Path, *words: str, **facts: Any) -> Any:
+    """Return a drafter that follows a model of the bundled model's shape."""
+    part = small_composition(f"spec_decode={name}", f"spec_decode.path={folder}", *words).part("spec_decode")
+    drafter = part.build()
+    drafter.bind(view_of_tiny(**facts))
+    return drafter

@@ -17,33 +17,17 @@ from safetensors.torch import load_file, save_file
 
 from dovetail import LLM, SamplingParams
 from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces import Draft, DraftContext, FedTokens, Hidden, ModelSource, ModelSpec, TargetView
+from dovetail.core.interfaces import Draft, DraftContext, FedTokens, Hidden
 from dovetail.core.testing.draft_bench import Bench
 from dovetail.core.testing.executor_scripts import small_composition
-from dovetail.core.testing.model_driver import build_context
 from dovetail.plugins.model import bundled
 from dovetail.plugins.spec_decode.eagle import Eagle, Eagle3
 from dovetail.plugins.spec_decode.eagle_files import TAPS
 
-from .heads import DRAFT_VOCAB, HIDDEN, VOCAB, eagle_tensors, save_head
+from .heads import DRAFT_VOCAB, HIDDEN, VOCAB, bound, eagle_tensors, save_head, view_of_tiny
 
 DRAFTERS = {"eagle": Eagle, "eagle3": Eagle3}
 K = 3
-
-
-def view_of_tiny(**facts: Any) -> TargetView:
-    """Return a target of the bundled model's shape, with random embeddings."""
-    table_VC = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(1))
-    spec = ModelSpec("target", VOCAB, 8, HIDDEN, 4, 2, 64, 64, 64, "float32", **facts)
-    return TargetView(
-        build=build_context(spec, max_len=128),
-        source=ModelSource(None, dummy=True),
-        max_seqs=4,
-        max_len=64,
-        first_group=1,
-        embed=lambda tokens_T: table_VC[tokens_T.long()],
-        logits=lambda states_BC: states_BC @ table_VC.T,
-    )
 
 
 # Drafts against a plain implementation.
@@ -292,9 +276,12 @@ def test_a_target_with_windows_is_refused(tmp_path: Path) -> None:
         bound("eagle", tmp_path / "head", windows=(0,) * 7 + (16,))
 
 
-def bound(name: str, folder: Path, **facts: Any) -> Any:
-    """Return a drafter that follows a model of the bundled model's shape."""
-    part = small_composition(f"spec_decode={name}", f"spec_decode.path={folder}").part("spec_decode")
-    drafter = part.build()
-    drafter.bind(view_of_tiny(**facts))
-    return drafter
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_its_size_is_planned(name: str, tmp_path: Path) -> None:
+    tensors = save_head(tmp_path / "head", name)
+    facts = (
+        small_composition(f"spec_decode={name}", f"spec_decode.path={tmp_path / 'head'}").part("spec_decode").facts()
+    )
+    copies = "embed_tokens.weight", "fc.bias", "d2t", "t2d"
+    assert facts.spec.parameters.total == sum(t.numel() for key, t in tensors.items() if key not in copies)
+    assert facts.spec.kv_bytes_per_token(2) == 2 * 2 * 32 * 2
