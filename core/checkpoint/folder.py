@@ -22,6 +22,9 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 class FolderCheckpoint(Checkpoint):
     """A folder with config.json. Its tensors are in model.safetensors, or in the files of an index."""
 
+    single = _SINGLE
+    """Name of a file that has all tensors."""
+
     @classmethod
     def recognizes(cls, path: Path) -> bool:
         return path_kind(path / "config.json") == "file"
@@ -50,11 +53,11 @@ class FolderCheckpoint(Checkpoint):
     def _files(self) -> list[tuple[Path, list[str] | None]]:
         """Return (file, names of its tensors to read; None = all). As in transformers, a single file comes first."""
         folder = self.path
-        single, index = (path_kind(folder / name) == "file" for name in (_SINGLE, _INDEX))
+        single, index = (path_kind(folder / name) == "file" for name in (self.single, _INDEX))
         if single:
             if index:
-                note(f"weights are read from {_SINGLE}; {_INDEX} next to it is not used")
-            return [(folder / _SINGLE, None)]
+                note(f"weights are read from {self.single}; {_INDEX} next to it is not used")
+            return [(folder / self.single, None)]
         if index:
             by_file: dict[str, list[str]] = {}
             for name, file in _weight_map(folder / _INDEX).items():
@@ -69,7 +72,7 @@ class FolderCheckpoint(Checkpoint):
             )
         listed = ", ".join(shown(Path(name), 80) for name in found[:8])
         raise ConfigError(
-            f"model.path={folder}: neither {_SINGLE} nor {_INDEX} in the folder, which holds "
+            f"model.path={folder}: neither {self.single} nor {_INDEX} in the folder, which holds "
             f"{listed or 'nothing'}. Set model.path=<folder with weights>, or model.load=dummy"
         )
 

@@ -29,6 +29,7 @@ from dovetail.core.engine.tracked import GrammarState, Tracked
 from dovetail.core.host import detect_host
 from dovetail.core.interfaces import (
     Blobs,
+    Drafter,
     Executor,
     ExecutorInfo,
     FinishReason,
@@ -99,6 +100,7 @@ class Engine:
         self.composition, self.executor, self.info = composition, executor, info
         self.counters = Counters()
         self.kv: KVAllocator = composition.build("kv_cache", groups=info.groups, num_pages=info.num_pages)
+        drafter: Drafter = composition.build("spec_decode")
         self.limits = SchedulerLimits(
             engine.token_budget,
             engine.max_seqs,
@@ -106,6 +108,7 @@ class Engine:
             info.lookahead,
             engine.depth,
             weighs_drafts=engine.drafts == "paying",
+            again=int(info.lookahead > 0 and drafter.follows_features),
         )
         self.scheduler: Scheduler = composition.build("scheduler", limits=self.limits, kv=self.kv)
         here = None if info.device == "simulated" else detect_host(engine.device)
@@ -122,7 +125,6 @@ class Engine:
         if info.adapter_slots:
             self.scheduler.resources = (self._adapters.slots,)
             self._adapters.load_first(composition)
-        drafter = composition.build("spec_decode")
         self._host_drafter = drafter if drafter.needs_host_tokens else None
         parts = composition.many("observer") if "observer" in composition.parts else {}
         self.observers = Observers({name: part.build() for name, part in parts.items()})

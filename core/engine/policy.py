@@ -468,8 +468,9 @@ class PolicyScheduler(Scheduler):
         self.waiting.pop(seq.uid, None)
         self.resuming.pop(seq.uid, None)
         self.running[seq.uid] = seq
-        seq.status, seq.slot, seq.computed = Status.RUNNING, heapq.heappop(self._free_slots), hit.tokens
-        builder.joins.append(Join(seq.slot, seq.uid, seq.epoch, hit.tokens))
+        again = min(self.limits.again, hit.tokens)
+        seq.status, seq.slot, seq.computed = Status.RUNNING, heapq.heappop(self._free_slots), hit.tokens - again
+        builder.joins.append(Join(seq.slot, seq.uid, seq.epoch, hit.tokens, again))
         builder.pages += page_deltas(seq, hit)
         self._add_pages(seq, reserved, builder)
         self.entered(seq, ctx)

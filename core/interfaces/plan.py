@@ -59,7 +59,9 @@ class Join(NamedTuple):
     uid: int
     epoch: int
     computed: int
-    """Tokens whose KV is already in the given pages (prefix hit or fork)."""
+    """Tokens whose KV is already in the given pages (prefix hit or fork). No step writes there."""
+    again: int = 0
+    """1 = the first row feeds the last of these tokens again, because the drafter needs its hidden state."""
 
 
 class PageDelta(NamedTuple):

@@ -141,7 +141,12 @@ class Drafter(ABC):
     needs_host_tokens: bool = False
     """True = drafts come from propose_host, which needs every token on the host, so depth must be 1."""
     taps: tuple[int, ...] = ()
-    """Target layers whose hidden states are passed to `observe`."""
+    """Indices of the target's layers whose output is passed to `observe` (Hidden.taps). Read after `bind`."""
+    follows_features: bool = False
+    """True = the KV of token p is computed from this token and the hidden state of token p - 1. KV then depends on its
+    own prefix alone, so pages can be shared. A sequence that finds its first tokens in the cache feeds the last of them
+    again, without writing KV, since hidden states are not cached. Not for targets with attention windows, which may
+    have given back pages that this token reads."""
     verify: Verify = "draws"
     """How its drafts are verified."""
 
@@ -169,7 +174,8 @@ class Drafter(ABC):
 
     def join(self, slots_J: torch.Tensor, computed_J: torch.Tensor) -> None:
         """Called before the first step of new sequences (int64, on the device): each takes a slot, and the KV of its
-        first `computed` tokens is in its pages, because another sequence computed it or it was forked."""
+        first `computed` tokens is in its pages, because another sequence computed it or it was forked. With
+        `follows_features` the first step feeds the last of these tokens again."""
 
     def observe(self, fed: FedTokens, hidden: Hidden) -> None:
         """Receive the tokens and hidden states of a step, after the target's layers and before any token is sampled.

@@ -31,6 +31,8 @@ class PageLedger:
         self._newest = {group: [-1] * (num_pages[group] + 1) for group in self._groups}
         """Group -> page -> slot that named it last."""
         self._holders: list[Sequence | None] = [None] * slots
+        self._given = [0] * slots
+        """Tokens of each slot whose KV it found in its pages. It does not write there, even if it feeds one again."""
         self._open: dict[tuple[int, int], int] = {}
         """(group, page) -> index of shared pages that some holder has not filled yet."""
         self._lost: dict[tuple[int, int, int], int] = {}
@@ -40,8 +42,8 @@ class PageLedger:
         """Apply a plan. Return what is wrong with its pages, or None. `sequences`: those that join, by uid."""
         for slot in plan.leaves:
             self._leave(slot)
-        for slot, uid, _, _ in plan.joins:
-            self._holders[slot] = sequences[uid]
+        for slot, uid, _, computed, _ in plan.joins:
+            self._holders[slot], self._given[slot] = sequences[uid], computed
         shared: list[tuple[int, int, PageDelta]] = []
         tables, names, newest = self._tables, self._names, self._newest
         for delta in plan.pages:
@@ -83,7 +85,7 @@ class PageLedger:
         for row in reversed(plan.rows):
             if row.flags & DECODE:
                 break
-            chunks[row.slot] = row.bound - row.count
+            chunks[row.slot] = max(row.bound - row.count, self._given[row.slot])
         for count, before, delta in shared:
             group, slot, index, page = delta
             filled = (index + 1) * self._groups[group].page_tokens <= chunks.get(slot, -1)
@@ -136,7 +138,7 @@ class PageLedger:
         if slot in chunks:
             return chunks[slot]
         holder = self._holders[slot]
-        return 0 if holder is None else max(holder.computed - self._most_fed, 0)
+        return 0 if holder is None else max(holder.computed - self._most_fed, self._given[slot])
 
     def _drop_outdated(self, group: int, slot: int, index: int) -> bool:
         """Drop a name if its sequence no longer needs the page. Return whether it did."""
@@ -169,7 +171,7 @@ class PageLedger:
                     filled &= self._first_write(slot, {}) >= (index + 1) * size
                     continue
                 # A row that lacked its mask feeds its last token again, which changes nothing.
-                first = row.bound - row.count + bool(row.flags & LATE)
+                first = max(row.bound - row.count + bool(row.flags & LATE), self._given[slot])
                 filled &= first >= (index + 1) * size
                 if first < (index + 1) * size and row.bound > index * size:
                     owners = " and ".join(self._who(holder) for holder in holders)

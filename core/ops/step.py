@@ -90,19 +90,23 @@ def lay_out_tokens_reference(
     return TokenLayout(ids_T, positions_T, rows_T, slots_T, live_T, (start_B + count_B).int())
 
 
-def lay_out_pages(slots_B: torch.Tensor, tokens: TokenLayout, table_SP: torch.Tensor, page_tokens: int) -> PageLayout:
-    """Return each row's page table and the token slot to which each token is written."""
+def lay_out_pages(
+    slots_B: torch.Tensor, tokens: TokenLayout, table_SP: torch.Tensor, given_S: torch.Tensor, page_tokens: int
+) -> PageLayout:
+    """Return each row's page table and the token slot to which each token is written: one of page 0 at positions below
+    the slot's entry of given_S, whose pages other sequences may read."""
     if slots_B.is_cuda:
         from dovetail.core.ops.kernels.step import lay_out_pages_triton
 
-        return lay_out_pages_triton(slots_B, tokens, table_SP, page_tokens)
-    return lay_out_pages_reference(slots_B, tokens, table_SP, page_tokens)
+        return lay_out_pages_triton(slots_B, tokens, table_SP, given_S, page_tokens)
+    return lay_out_pages_reference(slots_B, tokens, table_SP, given_S, page_tokens)
 
 
 def lay_out_pages_reference(
-    slots_B: torch.Tensor, tokens: TokenLayout, table_SP: torch.Tensor, page_tokens: int
+    slots_B: torch.Tensor, tokens: TokenLayout, table_SP: torch.Tensor, given_S: torch.Tensor, page_tokens: int
 ) -> PageLayout:
     page_T = table_SP[tokens.slots_T, tokens.positions_T // page_tokens].long()
+    page_T = torch.where(tokens.positions_T < given_S[tokens.slots_T], 0, page_T)
     return PageLayout(table_SP[slots_B], page_T * page_tokens + tokens.positions_T % page_tokens)
 
 

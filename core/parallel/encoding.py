@@ -38,7 +38,7 @@ from dovetail.core.interfaces import (
     StepPlan,
 )
 
-VERSION = 4
+VERSION = 5
 PLAN_MAGIC, BLOB_MAGIC, LATE_MAGIC = b"DVTP", b"DVTB", b"DVTL"
 
 _PREFIX = struct.Struct("<4sHHII")

@@ -143,9 +143,10 @@ class Bench:
     def _feed(self, histories: Histories, computed: int, chunk: int) -> None:
         """Announce the sequences, and feed them as the chunks of a prompt."""
         state, slots = self.state, list(histories)
-        state.computed_S[slots] = computed
+        begin = max(computed - self.drafter.follows_features, 0)
+        state.given_S[slots], state.computed_S[slots] = computed, begin
         self.drafts.join(torch.tensor(slots))
-        rest = {slot: len(history) - 1 - computed for slot, history in histories.items()}
+        rest = {slot: len(history) - 1 - begin for slot, history in histories.items()}
         while any(rest.values()):
             counts = {slot: min(left, chunk or left) for slot, left in rest.items() if left}
             self.step(counts, 0)
@@ -197,7 +198,7 @@ class Bench:
         free = next((slot for slot in range(self.slots) if slot not in counts), None)
         if beside and free is not None:
             state.tokens_SL[free, : len(beside)] = torch.tensor(beside, dtype=torch.int32)
-            state.computed_S[free] = 0
+            state.given_S[free] = state.computed_S[free] = 0
             self.drafts.join(torch.tensor([free]))
             counts[free] = len(beside)
         self.step(counts, len(self.rows))

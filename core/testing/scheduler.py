@@ -115,6 +115,7 @@ class SchedulerContract:
         pages: int = 60,
         depth: int = 1,
         lookahead: int = 0,
+        again: int = 0,
         max_seqs: int = 6,
         budget: int = 16,
         max_len: int = 64,
@@ -130,7 +131,7 @@ class SchedulerContract:
         if window_pages:
             groups.append(KVGroup(2, (2,), kind="window", window=7, page_tokens=PAGE))
             num_pages[2] = window_pages
-        sizes = {"max_seqs": max_seqs, "max_len": max_len, "lookahead": lookahead}
+        sizes = {"max_seqs": max_seqs, "max_len": max_len, "lookahead": lookahead, "again": again}
         device = ToyDevice(groups, num_pages, delay=delay, adapter_slots=adapter_slots, **sizes)
         config = EngineConfig(token_budget=budget, max_seqs=max_seqs, max_len=max_len, depth=depth, mask_wait=mask_wait)
         make_kv = self.make_kv if reuse else allocator_without_reuse
@@ -196,7 +197,8 @@ class SchedulerContract:
         """Arrivals, aborts, samples that share a prompt and preemption must not change a token."""
         for seed in range(self.loads):
             load = random_load(seed)
-            engine = self.engine(pages=pages, depth=depth, lookahead=lookahead, delay=depth - 1)
+            again = int(lookahead > 0)
+            engine = self.engine(pages=pages, depth=depth, lookahead=lookahead, again=again, delay=depth - 1)
             self.check_outputs(engine, load, self.run(engine, load))
 
     @pytest.mark.parametrize("depth", [1, 2])

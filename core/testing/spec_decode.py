@@ -237,16 +237,18 @@ class DrafterContract:
     # Steps
 
     def test_rejected_drafts_leave_nothing_behind(self) -> None:
-        """After a step that accepted no draft and a step without drafts, drafts are those of a fresh sequence."""
+        """After steps that accepted no draft, with one without drafts between, drafts are those of a fresh sequence."""
         for histories in self.loads():
-            longer = {slot: history for slot, history in histories.items() if len(history) > 2}
+            longer = {slot: history for slot, history in histories.items() if len(history) > 3}
             if not longer:
                 continue
             bench = self.asked()
-            bench.seat({slot: history[:-2] for slot, history in longer.items()})
+            bench.seat({slot: history[:-3] for slot, history in longer.items()})
             bench.guess()
-            bench.verify({slot: [history[-2]] for slot, history in longer.items()}, beside=(1, 2, 3))
-            bench.verify({slot: [history[-1]] for slot, history in longer.items()}, drafts=False)
+            bench.verify({slot: [history[-3]] for slot, history in longer.items()}, beside=(1, 2, 3))
+            bench.verify({slot: [history[-2]] for slot, history in longer.items()}, drafts=False)
+            bench.guess()
+            bench.verify({slot: [history[-1]] for slot, history in longer.items()})
             _assert_same(self.guess(longer), bench.guess(), "drafts depend on rejected drafts")
 
     def test_accepted_drafts_count_as_known_tokens(self) -> None:

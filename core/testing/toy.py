@@ -131,6 +131,8 @@ class _Slot:
     epoch: int
     tokens: list[int]
     computed: int
+    given: int
+    """Tokens whose KV was in its pages when it joined."""
     adapter: int
     key: str
     drafts: list[int] = field(default_factory=list)
@@ -138,7 +140,8 @@ class _Slot:
 
 
 class ToyDevice(Executor):
-    """Executor of a simulated device. `delay`: number of plans queued before one runs, as on a slow device."""
+    """Executor of a simulated device. `delay`: number of plans queued before one runs, as on a slow device. `again`:
+    tokens of a cached prefix that sequences have to feed again (SchedulerLimits.again)."""
 
     def __init__(
         self,
@@ -148,11 +151,13 @@ class ToyDevice(Executor):
         max_seqs: int,
         max_len: int,
         lookahead: int = 0,
+        again: int = 0,
         delay: int = 0,
         adapter_slots: int = 0,
     ) -> None:
         self.groups, self.num_pages = tuple(groups), num_pages
         self.max_seqs, self.max_len, self.lookahead, self.delay = max_seqs, max_len, lookahead, delay
+        self.again = again
         self.memory: dict[tuple[int, int], dict[int, int]] = {}
         """(group, page) -> offset -> token whose KV is stored there."""
         self.host: dict[tuple[int, int], dict[int, int]] = {}
@@ -240,10 +245,13 @@ class ToyDevice(Executor):
                 assert 0 <= blob.adapter < self.adapter_slots, f"sequence {join.uid}: adapter slot {blob.adapter}"
                 assert key in self._loaded, f"sequence {join.uid} joins with adapter {key}, which is not loaded"
                 self.adapters[blob.adapter] = key
+            again = min(self.again, join.computed)
+            assert join.again == again, f"{where}: {join} must feed {again} of its computed tokens again (limits.again)"
             left = len(tokens) - join.computed
             assert left > 0, f"{where}: sequence {join.uid} joins with all {len(tokens)} tokens computed, none to feed"
             tables: dict[int, dict[int, int]] = {g.id: {} for g in self.groups}
-            slot_of = _Slot(join.uid, join.epoch, tokens, join.computed, blob.adapter, key, tables=tables)
+            given = join.computed
+            slot_of = _Slot(join.uid, join.epoch, tokens, given - again, given, blob.adapter, key, tables=tables)
             self.slots[join.slot] = slot_of
         for delta in plan.pages:
             last = self.num_pages[delta.group]
@@ -285,6 +293,8 @@ class ToyDevice(Executor):
             for i, token in enumerate(feed, start=slot.computed):
                 index, offset = divmod(i, group.page_tokens)
                 assert index in slot.tables[group.id], f"{where}: position {i} has no page in group {group.id}"
+                if i < slot.given:
+                    continue
                 self.memory.setdefault((group.id, slot.tables[group.id][index]), {})[offset] = token
         return slot.computed, feed
 
@@ -390,4 +400,4 @@ class ToyComposition:
         if kind == "grammar":
             return ToyCompiler(None, given["vocabulary"])
         assert kind == "spec_decode", f"unexpected component kind {kind}"
-        return self._drafter or SimpleNamespace(needs_host_tokens=False)
+        return self._drafter or SimpleNamespace(needs_host_tokens=False, follows_features=self._device.again > 0)

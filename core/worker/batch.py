@@ -94,7 +94,7 @@ def lay_out(
     planned = attention.plan_host(host)
     attn = {}
     for group in groups:
-        pages = lay_out_pages(slots_B, tokens, state.tables[group.id], group.page_tokens)
+        pages = lay_out_pages(slots_B, tokens, state.tables[group.id], state.given_S, group.page_tokens)
         meta = BatchMeta(
             row_start_B1=row_start_B1,
             kv_len_B=tokens.kv_len_B,

@@ -43,11 +43,13 @@ class DeviceState:
         self.tokens_SL = torch.zeros(rows, max_len + 2 * lookahead + 1, dtype=torch.int32, device=device)
         # Columns that joins write are rows of one tensor, so that one launch writes them all.
         aligned = ceil_div(rows, ALIGNED) * ALIGNED
-        self._whole_NS = torch.zeros(6, aligned, dtype=torch.int64, device=device)[:, :rows]
-        self.computed_S, self.drafts_S, self.prompt_len_S, self.key_S, self.top_k_S, self.logprobs_S = self._whole_NS
-        """computed_S: exact number of tokens whose KV is in the cache; a step of the slot starts here. drafts_S: number
-        of drafts in tokens_SL after the last sampled token. logprobs_S: number of most likely tokens to report; -1 =
-        no log-probabilities."""
+        self._whole_NS = torch.zeros(7, aligned, dtype=torch.int64, device=device)[:, :rows]
+        self.computed_S, self.given_S, self.drafts_S, self.prompt_len_S, *columns = self._whole_NS
+        self.key_S, self.top_k_S, self.logprobs_S = columns
+        """computed_S: exact number of tokens whose KV is in the cache; a step of the slot starts here. given_S: number
+        of tokens whose KV was in the pages when the sequence joined; it may feed the last one again, and does not write
+        there. drafts_S: number of drafts in tokens_SL after the last sampled token. logprobs_S: number of most likely
+        tokens to report; -1 = no log-probabilities."""
         self.logprobs_S.fill_(-1)
         self._real_NS = torch.tensor([[0.0], [1.0], [0.0]], device=device).repeat(1, aligned)[:, :rows]
         self.temperature_S, self.top_p_S, self.min_p_S = self._real_NS
@@ -68,7 +70,7 @@ class DeviceState:
         scalars: list[int] = []
         for join, info in zip(plan.joins, joined, strict=True):
             request, params = info.blob.request, info.params
-            scalars += (join.slot, join.computed, 0, len(request.prompt_ids))
+            scalars += (join.slot, join.computed - join.again, join.computed, 0, len(request.prompt_ids))
             scalars += (sequence_key(self.seed, request, info.blob.sample), params.top_k)
             scalars.append(-1 if params.logprobs is None else params.logprobs)
             scalars += (float_bits(params.temperature), float_bits(params.top_p), float_bits(params.min_p))

@@ -95,7 +95,7 @@ class Drafts:
 
     def join(self, slots_J: torch.Tensor) -> None:
         """Announce sequences whose state is in these slots."""
-        self.drafter.join(slots_J, self.state.computed_S[slots_J])
+        self.drafter.join(slots_J, self.state.given_S[slots_J])
 
     def take_host(self, drafts_N: torch.Tensor) -> None:
         """Write drafts that the host found (`row_sections.pack_host_drafts`)."""

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from dovetail.core.checkpoint import located
-from dovetail.core.interfaces import Model, ModelSource, Progress, Quantizer
+from dovetail.core.interfaces import BuildContext, ModelSource, Progress, Quantizer
 from dovetail.core.worker.weight_check import WeightCheck
+
+
+class Filled(Protocol):
+    """A model, or the layers of a drafter: what weights are loaded into. Its methods are those of Model."""
+
+    build: BuildContext
+
+    def load(self, weights: Iterable[tuple[str, Callable[[], Any]]]) -> None: ...
+    def init_dummy(self, seed: int) -> None: ...
 
 
 def read_headers(quantizer: Quantizer, source: ModelSource) -> None:
@@ -21,7 +30,7 @@ def read_headers(quantizer: Quantizer, source: ModelSource) -> None:
             quantizer.read_checkpoint(source.weights)
 
 
-def fill(model: Model, source: ModelSource, seed: int = 0, progress: Progress = lambda phase, share: None) -> None:
+def fill(model: Filled, source: ModelSource, seed: int = 0, progress: Progress = lambda phase, share: None) -> None:
     """Load the weights, or make dummies from `seed`."""
     progress("load weights", 0.0)
     if source.weights is None:

@@ -1,13 +1,23 @@
 """Built-in drafters."""
 
 from dovetail.plugins import builtin
-from dovetail.plugins.spec_decode.config import DraftModelConfig, NgramConfig, NoneConfig
+from dovetail.plugins.spec_decode.config import (
+    DraftModelConfig,
+    Eagle3Config,
+    EagleConfig,
+    MedusaConfig,
+    NgramConfig,
+    NoneConfig,
+)
 
 COMPONENTS = tuple(
-    builtin("spec_decode", name, config, target, capabilities=f"capabilities:{name}", facts=f"facts:{name}", api="0.2")
+    builtin("spec_decode", name, config, target, capabilities=f"capabilities:{name}", facts=f"facts:{name}", api="0.3")
     for name, config, target in (
         ("none", NoneConfig, "none:NoDrafter"),
         ("ngram", NgramConfig, "ngram:NgramDrafter"),
         ("draft_model", DraftModelConfig, "draft_model:DraftModel"),
+        ("eagle", EagleConfig, "eagle:Eagle"),
+        ("eagle3", Eagle3Config, "eagle:Eagle3"),
+        ("medusa", MedusaConfig, "medusa:Medusa"),
     )
 )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from dovetail.core.compose import Config, Part, Selected
+
+Verify = Literal["draws", "rejection", "typical"]
 
 
 class NoneConfig(Config):
@@ -35,7 +37,7 @@ class DraftModelConfig(Config):
 
     lookahead: int = Field(4, ge=1, le=16)
     """Draft tokens per sequence and step; each is a pass of the draft model."""
-    verify: Literal["draws", "rejection", "typical"] = "draws"
+    verify: Verify = "draws"
     """How drafts of requests that are not greedy are verified. draws: by comparison with plain sampling's draws, so the
     text is the same as without drafts. rejection: accepts more at high temperatures; the same distribution, but other
     text for a seed. typical: not lossless."""
@@ -43,3 +45,46 @@ class DraftModelConfig(Config):
     """The draft model: `model@spec_decode.model=llama spec_decode.model.path=<model folder>`."""
     quant: Selected = Part("quant", default="auto")
     """Quantizer of the draft model; auto: the one that reads its checkpoint."""
+
+
+class HeadFiles(Config):
+    """Options of drafters that are trained for one target."""
+
+    lookahead: int = Field(4, ge=1, le=16)
+    """Draft tokens per sequence and step."""
+    verify: Verify = "draws"
+    """How drafts of requests that are not greedy are verified; as for spec_decode=draft_model."""
+    path: str | None = None
+    """Folder with config.json and the drafter's weights as safetensors, in the published layout."""
+    load: Literal["auto", "dummy"] = "auto"
+    """auto: weights from `path`. dummy: random weights of the same shapes (drafts are rarely accepted)."""
+    hf: dict[str, Any] | None = Field(None)
+    """Content of a config.json, in place of a folder; only with load=dummy."""
+    quant: Selected = Part("quant", default="none")
+    """Quantizer of the drafter."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> HeadFiles:
+        if (self.path is None) == (self.hf is None):
+            given = "both" if self.path is not None else "neither"
+            raise ValueError(
+                f"{given} of spec_decode.path and spec_decode.hf given: set spec_decode.path=<folder of the drafter>, "
+                "or a variant that sets the shapes, such as spec_decode=eagle3_llama3_8b (random weights)"
+            )
+        if self.hf is not None and self.load != "dummy":
+            raise ValueError(
+                "spec_decode.hf has shapes but no weights: set spec_decode.load=dummy, or spec_decode.path=<folder>"
+            )
+        return self
+
+
+class EagleConfig(HeadFiles):
+    """Drafts by one layer over the target's last hidden states (EAGLE), with KV pages of its own."""
+
+
+class Eagle3Config(HeadFiles):
+    """Drafts by one layer over hidden states of three layers of the target (EAGLE-3), with KV pages of its own."""
+
+
+class MedusaConfig(HeadFiles):
+    """Drafts by heads that each predict one of the next tokens from the target's last hidden state (Medusa)."""

@@ -2,7 +2,7 @@
 
 Prompts are fed to both models in the same steps. After that, the first pass of a proposal feeds the tokens that the
 draft model has not seen: those that the target accepted or drew since. K - 1 passes over one token per row follow.
-Shapes: B rows, S slots, K drafts, J joining sequences.
+Shapes: B rows, T tokens, C channels, V vocabulary, K drafts, J joining sequences.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from dovetail.core.interfaces import (
 from dovetail.core.tokenizer import FILE, Tokenizer
 from dovetail.core.worker.fill import fill, read_headers
 from dovetail.plugins.spec_decode.config import DraftModelConfig
+from dovetail.plugins.spec_decode.own_pages import OwnPages, last_states
 
 
 class DraftModel(Drafter):
@@ -62,10 +63,9 @@ class DraftModel(Drafter):
         self.model, source = self._build(target)
         fill(self.model, source)
         spec = self.model.build.spec
-        self.known_S = torch.zeros(target.max_seqs + 1, dtype=torch.int64, device=target.build.device)
-        """Number of tokens whose KV is in the draft model's pages."""
-        self._at_S = torch.zeros_like(self.known_S)
-        """Position of the next pass."""
+        # The first pass feeds as many tokens as a step with drafts can add. After steps without drafts several
+        # proposals catch up.
+        self.pages = OwnPages(target, self.lookahead + 1)
         self._last_id = spec.vocab - 1
         self._more_ids = target.build.spec.vocab - spec.vocab
 
@@ -73,41 +73,22 @@ class DraftModel(Drafter):
         return self.model.kv_groups
 
     def join(self, slots_J: torch.Tensor, computed_J: torch.Tensor) -> None:
-        self.known_S[slots_J] = computed_J
+        self.pages.join(slots_J, computed_J)
 
     def observe(self, fed: FedTokens, hidden: Hidden) -> None:
-        rows = len(fed.slots_B)
-        if fed.decodes == rows:
+        if fed.decodes == len(fed.slots_B):
             return  # The next proposal feeds these tokens, as far as they are accepted.
         self.model.forward(self._embed(fed.ids_T), fed.ctx)
-        count_B = fed.row_start_B1.diff()
-        first_B = fed.kv_len_B - count_B
-        # Of a decode row only the first token is certain to be accepted.
-        decodes_B = torch.arange(rows, device=count_B.device) < fed.decodes
-        certain_B = first_B + torch.where(decodes_B, count_B.clamp_max(1), count_B)
-        known_B = self.known_S[fed.slots_B]
-        # The KV after a gap is wrong.
-        self.known_S[fed.slots_B] = torch.where(known_B >= first_B, torch.maximum(known_B, certain_B), known_B)
+        self.pages.fed(fed)
 
     def propose(self, ctx: DraftContext) -> Draft:
-        slots_B, rows, model = ctx.slots_B, len(ctx.slots_B), self.model
-        # As many as a step with drafts can add. After steps without drafts several proposals catch up.
-        window = self.lookahead + 1
-        last_B = ctx.lengths_B - 1
-        first_B = torch.minimum(self.known_S[slots_B], last_B)
-        self._at_S[slots_B] = first_B
-        ids_T, forward = ctx.lay_out(self._at_S, window)
-        states_BWC = model.forward(self._embed(ids_T), forward).states.view(rows, window, -1)
-        self.known_S[slots_B] = torch.minimum(first_B + window, ctx.lengths_B)
-        index_B = last_B - first_B
-        states_BC = states_BWC[torch.arange(rows, device=slots_B.device), index_B.clamp_max(window - 1)]
+        ids_T, forward, index_B = self.pages.catch_up(ctx)
+        states_BC = last_states(self.model.forward(self._embed(ids_T), forward).states, index_B)
         drafts = [ctx.draw(self._logits(states_BC), 0)]
         for w in range(1, ctx.k):
-            self._at_S[slots_B] = last_B + w
-            _, forward = ctx.lay_out(self._at_S, 1)
-            states_BC = model.forward(self._embed(drafts[-1]), forward).states
+            states_BC = self.model.forward(self._embed(drafts[-1]), self.pages.after(ctx, w)).states
             drafts.append(ctx.draw(self._logits(states_BC), w))
-        return Draft(torch.stack(drafts, 1), (index_B < window) * ctx.k)
+        return Draft(torch.stack(drafts, 1), (index_B < self.pages.window) * ctx.k)
 
     def _embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         # An id may be -1, where logits were NaN, or one that only the target has.

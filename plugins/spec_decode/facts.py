@@ -5,8 +5,18 @@ from __future__ import annotations
 from dovetail.core.compose import Host
 from dovetail.core.engine.cost import BYTES
 from dovetail.core.engine.stored_weights import stored_formats, table_formats
-from dovetail.core.interfaces import DrafterFacts
-from dovetail.plugins.spec_decode.config import DraftModelConfig, NgramConfig, NoneConfig
+from dovetail.core.interfaces import DrafterFacts, ModelSpec
+from dovetail.plugins.spec_decode.config import (
+    DraftModelConfig,
+    Eagle3Config,
+    EagleConfig,
+    HeadFiles,
+    MedusaConfig,
+    NgramConfig,
+    NoneConfig,
+)
+from dovetail.plugins.spec_decode.eagle_files import read_eagle, read_eagle3
+from dovetail.plugins.spec_decode.medusa_files import read_medusa
 
 
 def none(config: NoneConfig) -> DrafterFacts:
@@ -18,9 +28,25 @@ def ngram(config: NgramConfig) -> DrafterFacts:
 
 
 def draft_model(config: DraftModelConfig) -> DrafterFacts:
-    model = config.model
+    spec = config.model.facts() or config.model.target().spec(config.model.config)
+    return _with_layers(config, spec)
+
+
+def eagle(config: EagleConfig) -> DrafterFacts:
+    return _with_layers(config, read_eagle(config).spec)
+
+
+def eagle3(config: Eagle3Config) -> DrafterFacts:
+    return _with_layers(config, read_eagle3(config).spec)
+
+
+def medusa(config: MedusaConfig) -> DrafterFacts | None:
+    spec = read_medusa(config).spec
+    return None if spec is None else _with_layers(config, spec)
+
+
+def _with_layers(config: DraftModelConfig | HeadFiles, spec: ModelSpec) -> DrafterFacts:
     stated = config.quant.capabilities(Host(device="cuda")).provides
-    spec = model.facts() or model.target().spec(model.config)
     bits = stated.get("weight_bits")
     stored = stored_formats(config.quant, spec, 8.0 * BYTES[spec.dtype])
     tables = table_formats(stated, stored)

@@ -28,6 +28,8 @@ CHOICES = {"nccl, sharded": ["collective=nccl", *MIXED]}
 if "DOVETAIL_RANKS" in os.environ:
     CHOICES |= {
         "nccl": ["collective=nccl", "spec_decode=draft_model"],
+        "nccl, sharded, features": ["collective=nccl", "collective.shard_rows=12", "spec_decode=eagle3_tiny"],
+        "nccl, heads": ["collective=nccl", "spec_decode=medusa_tiny", "spec_decode.hf.medusa_shared_head=false"],
         "ordered, sharded": ["collective=ordered", *MIXED],
     }
 

@@ -113,6 +113,7 @@ def _lay_out_pages(
     token_slots_ptr,
     positions_ptr,
     table_ptr,
+    given_ptr,
     page_table_ptr,
     write_ptr,
     rows,
@@ -136,11 +137,13 @@ def _lay_out_pages(
         slot = tl.load(token_slots_ptr + token, mask=ok, other=0)
         position = tl.load(positions_ptr + token, mask=ok, other=0)
         page = tl.load(table_ptr + slot * P + position // PAGE, mask=ok, other=0).to(tl.int64)
+        given = position < tl.load(given_ptr + slot, mask=ok, other=0)
+        page = tl.where(given, 0, page)
         tl.store(write_ptr + token, page * PAGE + position % PAGE, mask=ok)
 
 
 def lay_out_pages_triton(
-    slots_B: torch.Tensor, tokens: TokenLayout, table_SP: torch.Tensor, page_tokens: int
+    slots_B: torch.Tensor, tokens: TokenLayout, table_SP: torch.Tensor, given_S: torch.Tensor, page_tokens: int
 ) -> PageLayout:
     rows, total, pages = len(slots_B), len(tokens.positions_T), table_SP.shape[1]
     page_table_BP = table_SP.new_empty(rows, pages)
@@ -153,6 +156,7 @@ def lay_out_pages_triton(
         tokens.slots_T,
         tokens.positions_T,
         table_SP,
+        given_S,
         page_table_BP,
         write_T,
         rows,

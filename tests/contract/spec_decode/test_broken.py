@@ -14,6 +14,7 @@ import torch
 from dovetail.core.interfaces import Draft, DraftContext, Drafter, FedTokens, Hidden, KVGroup, TargetView
 from dovetail.core.testing.spec_decode import DrafterContract
 from dovetail.core.testing.suite import failures
+from dovetail.core.worker.features import FeatureStore
 
 from ..faults import each, rejects, suite, variant
 
@@ -175,6 +176,22 @@ class SumsTokens(Drafter):
         return Draft((sum_B % 8)[:, None].repeat(1, ctx.k), torch.full_like(ctx.slots_B, ctx.k))
 
 
+class ContinuesTheFeature(Follower):
+    """Correct: drafts what the target's head makes of the feature of the last token but one."""
+
+    width = 1 + Follower.ahead
+
+    def bind(self, target: TargetView) -> None:
+        super().bind(target)
+        self.features = FeatureStore(target, self.width, target.build.spec.hidden)
+
+    def observe(self, fed: FedTokens, hidden: Hidden) -> None:
+        self.features.keep(fed, hidden.states)
+
+    def last(self, ctx: DraftContext) -> torch.Tensor:
+        return self.target.logits(self.features.at(ctx.slots_B, ctx.lengths_B - 2)).argmax(-1).int()
+
+
 sums = partial(variant, SumsTokens)
 
 
@@ -207,7 +224,10 @@ BROKEN: dict[str, list[type[Drafter]]] = {
         fault("DraftsWhatIsWanted", last=lambda self, ctx: Follower.last(self, ctx) + ctx.k_B)
     ],
     "test_chunks_of_a_prompt_change_no_draft": [CountsChunks],
-    "test_rejected_drafts_leave_nothing_behind": [sums("BelievesItsDrafts", first=lambda self, fed: 0)],
+    "test_rejected_drafts_leave_nothing_behind": [
+        sums("BelievesItsDrafts", first=lambda self, fed: 0),
+        variant(ContinuesTheFeature, "ContinuesTheLastDraft", width=1),
+    ],
     "test_accepted_drafts_count_as_known_tokens": [
         sums("KnowsThePrompt", propose=lambda self, ctx: Draft(self.sum_S[ctx.slots_B, None] % 8, ctx.k_B.clamp_max(1)))
     ],
@@ -261,6 +281,6 @@ def test_the_suite_rejects(broken: type[Drafter], test: str) -> None:
     assert rejects(suite_of(broken), test)
 
 
-@pytest.mark.parametrize("sound", [Follower, Drawer, SumsTokens, HostFollower])
+@pytest.mark.parametrize("sound", [Follower, Drawer, SumsTokens, ContinuesTheFeature, HostFollower])
 def test_the_unbroken_ones_pass(sound: type[Drafter]) -> None:
     assert failures(suite_of(sound)) == {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from dovetail.core.interfaces import (
     Row,
     RowFlag,
     StepResult,
+    TargetView,
 )
 from dovetail.core.testing.executor_scripts import SMALL_LLAMA, VOCAB, Script, prompt, quiet, small_composition
 from dovetail.core.testing.spec_decode import DrafterContract
@@ -29,10 +31,12 @@ from dovetail.core.worker.loader import load_rank
 from dovetail.core.worker.runner import Runner
 from dovetail.plugins.spec_decode.config import NgramConfig, NoneConfig
 from dovetail.plugins.spec_decode.draft_model import DraftModel
+from dovetail.plugins.spec_decode.eagle import Eagle
+from dovetail.plugins.spec_decode.eagle_files import TAPS
 from dovetail.plugins.spec_decode.ngram import NgramDrafter
 from dovetail.plugins.spec_decode.none import NoDrafter
 
-from ..faults import rejects, suite
+from ..faults import rejects, suite, variant
 
 
 class TestNone(DrafterContract):
@@ -82,6 +86,81 @@ class IgnoresJoins(DraftModel):
 def test_a_draft_model_that_ignores_joins_is_rejected() -> None:
     made = suite(TestDraftModel, make=lambda self: IgnoresJoins(draft_model("spec_decode.lookahead=3").config))
     assert rejects(made, "test_pages_of_a_shared_prefix_serve_as_its_own")
+
+
+EAGLE_SHAPE = (
+    "{hidden_size: 8, intermediate_size: 16, num_attention_heads: 2, num_key_value_heads: 1, vocab_size: 8, "
+    "max_position_embeddings: 64, rms_norm_eps: 1.0e-5"
+)
+
+
+@cache
+def eagle(name: str, more: str = "", *options: str) -> Selected:
+    words = [f"spec_decode={name}", "spec_decode.load=dummy", f"spec_decode.hf={EAGLE_SHAPE}{more}}}"]
+    return small_composition(*words, "spec_decode.lookahead=3", *options).part("spec_decode")
+
+
+def loud(drafter: Any) -> Any:
+    """Multiply random weights, whose drafts would else hardly depend on features."""
+    bind = drafter.bind
+
+    def bind_loudly(target: TargetView) -> None:
+        bind(target)
+        for linear in drafter.layer.linears():
+            linear.params["weight"].mul_(20)
+
+    drafter.bind = bind_loudly
+    return drafter
+
+
+class TestEagle(DrafterContract):
+    slots = 3
+
+    def make(self) -> Drafter:
+        return loud(eagle("eagle").build())
+
+
+class TestEagle3(DrafterContract):
+    slots = 3
+
+    def make(self) -> Drafter:
+        return loud(eagle("eagle3", f", draft_vocab_size: 6, {TAPS}: [1, 2, 2]").build())
+
+
+class TestMedusa(DrafterContract):
+    def make(self) -> Drafter:
+        return loud(medusa("medusa_num_layers: 2").build())
+
+
+class TestMedusaWithTheTargetsHead(DrafterContract):
+    slots = 3
+
+    def make(self) -> Drafter:
+        return loud(medusa("medusa_shared_head: true").build())
+
+
+@cache
+def medusa(more: str) -> Selected:
+    hf = f"spec_decode.hf={{medusa_num_heads: 3, {more}}}"
+    words = ["spec_decode=medusa", "spec_decode.load=dummy", hf, "spec_decode.lookahead=3"]
+    return small_composition(*words).part("spec_decode")
+
+
+@pytest.mark.parametrize(
+    ("fault", "test"),
+    [
+        # After a prefix hit it lacks the feature of the last cached token.
+        ({"follows_features": False}, "test_pages_of_a_shared_prefix_serve_as_its_own"),
+        # It takes the feature of a token for the one before it.
+        ({"feature": lambda self, hidden: hidden.states.roll(1, 0)}, "test_chunks_of_a_prompt_change_no_draft"),
+    ],
+)
+def test_a_drafter_that_loses_features_is_rejected(fault: dict[str, Any], test: str) -> None:
+    def make(self: DrafterContract) -> Drafter:
+        part = eagle("eagle", "", "spec_decode.verify=rejection")
+        return loud(variant(Eagle, "Broken", **fault)(part.config))
+
+    assert rejects(suite(TestEagle, make=make), test)
 
 
 # The engine's side.

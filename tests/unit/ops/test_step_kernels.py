@@ -72,8 +72,10 @@ def test_layout(counts, padding):
     ]
     live = [place < length for count, length in zip(counts, lengths, strict=True) for place in range(count)]
     assert want.live_T.tolist() == live + [False] * padding
-    got_pages = lay_out_pages_triton(slots_B, want, table_SP, page)
-    want_pages = lay_out_pages_reference(slots_B, want, table_SP, page)
+    given_S = computed_S + torch.arange(slots, device=DEVICE) % 3
+    got_pages = lay_out_pages_triton(slots_B, want, table_SP, given_S, page)
+    want_pages = lay_out_pages_reference(slots_B, want, table_SP, given_S, page)
+    assert (want_pages.write_T[want.positions_T < given_S[want.slots_T]] < page).all()
     assert torch.equal(got_pages.page_table_BP, want_pages.page_table_BP)
     assert torch.equal(got_pages.write_T, want_pages.write_T)
 

@@ -1,0 +1,47 @@
+"""Features: hidden states of the target that a drafter builds on, kept for the latest positions of every slot.
+
+Shapes: T tokens of a step, B rows, S slots, W kept positions, F channels.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dovetail.core.interfaces import FedTokens, TargetView
+
+
+class FeatureStore:
+    """The features of the last `width` positions of each slot. Position p is entry p % width. Features of rejected
+    drafts need no clean-up: they are past the row's length, and the steps that reach their positions replace them."""
+
+    def __init__(self, target: TargetView, width: int, channels: int) -> None:
+        """`width`: positions that one step feeds of a decode row, so that those that it accepts can be read."""
+        build = target.build
+        self.width = width
+        self._kept_SWF = torch.zeros(target.max_seqs + 1, width, channels, dtype=build.dtype, device=build.device)
+
+    def keep(self, fed: FedTokens, features_TF: torch.Tensor) -> None:
+        """Keep the features of the last `width` tokens of each row."""
+        back_W = torch.arange(self.width, device=features_TF.device)
+        count_B = fed.row_start_B1.diff()
+        index_BW = (fed.row_start_B1[1:, None] - 1 - back_W).clamp(0, len(features_TF) - 1)
+        position_BW = fed.kv_len_B[:, None].long() - 1 - back_W
+        # Entries that do not exist go to the last slot, which is padding.
+        slots_BW = torch.where(back_W < count_B[:, None], fed.slots_B[:, None], len(self._kept_SWF) - 1)
+        self._kept_SWF[slots_BW, position_BW % self.width] = features_TF[index_BW]
+
+    def before(self, fed: FedTokens, features_TF: torch.Tensor) -> torch.Tensor:
+        """Return the feature of the position before each token, [T, F]; zeros before position 0. The features of this
+        step must not be kept yet."""
+        count_B, last = fed.row_start_B1.diff(), len(features_TF)
+        before_TF = torch.cat((features_TF[:1], features_TF))
+        # A row without tokens begins where another row does. The entry past the last token is not used.
+        first_B = torch.where(count_B > 0, fed.row_start_B1[:-1], last).long()
+        before_TF[first_B] = self.at(fed.slots_B, fed.kv_len_B - count_B.long() - 1)
+        return before_TF[:last]
+
+    def at(self, slots_B: torch.Tensor, positions_B: torch.Tensor) -> torch.Tensor:
+        """Return the features of these positions, [..., F], which must be among the latest `width` of their slots;
+        zeros for position -1. `positions_B` may have more dimensions than `slots_B`, which is then broadcast."""
+        kept_BF = self._kept_SWF[slots_B, positions_B % self.width]
+        return torch.where(positions_B[..., None] < 0, 0, kept_BF)

@@ -1,0 +1,126 @@
+"""Drafts by a layer that predicts the target's next hidden states: EAGLE (Li et al. 2024) and EAGLE-3 (Li et al. 2025).
+
+Slot p of its pages holds what follows from token p and the feature of p - 1: the target's hidden state, or in later
+passes of a proposal the one that the layer predicted. Shapes: B rows, T tokens, F channels of a feature, K drafts.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from dovetail.core.errors import ConfigError
+from dovetail.core.interfaces import Draft, DraftContext, Drafter, FedTokens, Hidden, KVGroup, TargetView, Verify
+from dovetail.core.startup_notes import note
+from dovetail.core.worker.features import FeatureStore
+from dovetail.core.worker.fill import read_headers
+from dovetail.plugins.spec_decode.config import Eagle3Config, EagleConfig
+from dovetail.plugins.spec_decode.eagle_files import EagleShape, read_eagle, read_eagle3
+from dovetail.plugins.spec_decode.eagle_layer import Eagle1Layer, Eagle3Layer, EagleLayer
+from dovetail.plugins.spec_decode.head import check_head, fill_head
+from dovetail.plugins.spec_decode.head_files import source_of
+from dovetail.plugins.spec_decode.own_pages import OwnPages, last_states
+
+
+class Eagle(Drafter):
+    """EAGLE and EAGLE-2: the feature is the state after the target's final norm."""
+
+    config: EagleConfig | Eagle3Config
+    follows_features = True
+    name: ClassVar[str] = "eagle"
+    layer_class: ClassVar[type[EagleLayer]] = Eagle1Layer
+
+    @property
+    def lookahead(self) -> int:
+        return self.config.lookahead
+
+    @property
+    def verify(self) -> Verify:  # type: ignore[override]
+        return self.config.verify
+
+    def shape(self) -> EagleShape:
+        return read_eagle(self.config)
+
+    def bind(self, target: TargetView) -> None:
+        super().bind(target)
+        shape, source = self.shape(), source_of(self.config)
+        check_head(self.name, shape.spec.hidden, shape.target_vocab, target)
+        self.taps = shape.tapped(target.build.spec.layers) if shape.fused > 1 else ()
+        check_target(self.name, shape, target)
+        quantizer = self.config.quant.build()
+        read_headers(quantizer, source)
+        headers = {} if source.weights is None else source.weights.tensors()
+        self.layer = self.layer_class(target.build_context(shape.spec, quantizer), shape, headers.__contains__)
+        fill_head(self.layer, source)
+        window = self.lookahead + 1
+        self.pages = OwnPages(target, window, resumes=False)
+        self.features = FeatureStore(target, window, shape.fused * target.build.spec.hidden)
+        self._last_id = target.build.spec.vocab - 1
+
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        return self.layer.groups
+
+    def join(self, slots_J: torch.Tensor, computed_J: torch.Tensor) -> None:
+        self.pages.join(slots_J, computed_J)
+
+    def observe(self, fed: FedTokens, hidden: Hidden) -> None:
+        features_TF = self.feature(hidden)
+        if fed.decodes < len(fed.slots_B):
+            before_TF = self.features.before(fed, features_TF)
+            self.layer.forward(self._embed(fed.ids_T), self.layer.fuse(before_TF), fed.ctx)
+            self.pages.fed(fed)
+        self.features.keep(fed, features_TF)
+
+    def feature(self, hidden: Hidden) -> torch.Tensor:
+        """Return the target's features of a step, [T, F]."""
+        return hidden.states
+
+    def propose(self, ctx: DraftContext) -> Draft:
+        ids_T, forward, index_B = self.pages.catch_up(ctx)
+        slots_T = ctx.slots_B.repeat_interleave(self.pages.window)
+        feature_TF = self.features.at(slots_T, forward.positions_T - 1)
+        predicted_TC, states_TC = self.layer.forward(self._embed(ids_T), self.layer.fuse(feature_TF), forward)
+        predicted_BC, states_BC = last_states(predicted_TC, index_B), last_states(states_TC, index_B)
+        drafts = [ctx.draw(self._logits(states_BC), 0)]
+        for w in range(1, ctx.k):
+            embeds_BC = self._embed(drafts[-1])
+            predicted_BC, states_BC = self.layer.forward(embeds_BC, predicted_BC, self.pages.after(ctx, w))
+            drafts.append(ctx.draw(self._logits(states_BC), w))
+        return Draft(torch.stack(drafts, 1), (index_B < self.pages.window) * ctx.k)
+
+    def _embed(self, ids_T: torch.Tensor) -> torch.Tensor:
+        return self.target.embed(ids_T.clamp(0, self._last_id))  # -1 = logits were NaN.
+
+    def _logits(self, states_BC: torch.Tensor) -> torch.Tensor:
+        own = self.layer.logits(states_BC)
+        return self.target.logits(states_BC) if own is None else own
+
+
+class Eagle3(Eagle):
+    """EAGLE-3: the feature is made of the outputs of three layers of the target."""
+
+    config: Eagle3Config
+    name = "eagle3"
+    layer_class = Eagle3Layer
+
+    def shape(self) -> EagleShape:
+        return read_eagle3(self.config)
+
+    def feature(self, hidden: Hidden) -> torch.Tensor:
+        return torch.cat([hidden.taps[layer] for layer in self.taps], -1)
+
+
+def check_target(name: str, shape: EagleShape, target: TargetView) -> None:
+    """Raise ConfigError for a target that no EAGLE head can follow; note one for which this head was not trained."""
+    if any(target.build.spec.windows):
+        raise ConfigError(
+            f"spec_decode={name} follows a model without attention windows, and this one has some: a cached prefix may "
+            "lack the pages of the last token, which is fed again for its hidden state. Set spec_decode=draft_model or "
+            "spec_decode=ngram"
+        )
+    if shape.spec.max_len < target.max_len:
+        note(
+            f"spec_decode={name}: the head was made for {shape.spec.max_len} positions, and sequences may have "
+            f"{target.max_len}: fewer drafts may be accepted past that. engine.max_len={shape.spec.max_len} avoids it"
+        )
