@@ -43,7 +43,7 @@ KINDS: dict[str, Kind] = {
         _kind("executor", "one", "Executor", "runs plans on one or many ranks"),
         _kind("router", "one", "Router", "which data-parallel replica runs a request"),
         _kind("collective", "one", "Collective", "sums and gathers between ranks"),
-        _kind("cost", "one", "CostModel", "predicts the time of a plan"),
+        _kind("cost", "one", "CostModel", "predicts the time of a plan", api="0.2"),
         _kind("logits", "many", "LogitsProcessor", "changes logits before a token is sampled", api="0.2"),
         _kind(
             "grammar", "one", "GrammarCompiler", "which tokens may come next, for outputs of a given form", api="0.2"
