@@ -41,9 +41,9 @@ class EngineConfig(Config):
     needs `depth` 2. First tokens come earlier, by most of a step; a device that is faster than predicted waits. Applies
     to servers and `app=bench`; `LLM` launches at once."""
     drafts: Literal["paying", "always"] = "paying"
-    """Which steps verify drafts of `spec_decode`. paying: those expected to yield more tokens per second than without
-    drafts, from the cost model (`cost`), measured step times and recent acceptance (without a cost model: all steps). A
-    scheduler may decide for itself."""
+    """Which drafts of `spec_decode` are verified. paying: in each step those expected to increase the tokens per
+    second, from the cost model (`cost`), measured step times and each row's recent acceptance (without a cost model:
+    all). A scheduler may decide for itself."""
     seed: int = Field(0, ge=0)
     """Seed of all random draws, on host and device."""
     memory_fraction: float = Field(0.9, gt=0, le=1)

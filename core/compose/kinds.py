@@ -90,7 +90,7 @@ KINDS: dict[str, Kind] = {
             "sums and gathers between ranks",
             api="0.2",
         ),
-        _kind("cost", "one", "CostModel", "cost:CostContract", "predicts the time of a plan"),
+        _kind("cost", "one", "CostModel", "cost:CostContract", "predicts the time of a plan", api="0.2"),
         _kind(
             "logits",
             "many",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dovetail.core.compose import Host
 from dovetail.core.engine.stored_weights import stored_formats, table_formats
 from dovetail.core.errors import ConfigError, PluginError
-from dovetail.core.interfaces import CostModel, Formats
+from dovetail.core.interfaces import CostModel, DrafterFacts, Formats
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition, EngineConfig
@@ -22,15 +23,22 @@ _KV_BYTES = {**BYTES, "fp8_e4m3": 1, "fp8_e5m2": 1}
 def bind_cost(
     composition: Composition, spec: ModelSpec, device: str | None = None, here: Host | None = None
 ) -> CostModel | None:
-    """Return the chosen cost model, ready to predict; None if the app has none or the choice is `none`. `device`
-    decides what "auto" means for dtypes: "cpu", or else a GPU. Default: engine.device, where auto is a GPU. `here`: the
-    machine that runs the engine; None = any."""
+    """Return the chosen cost model, ready to predict, also the time of the drafter; None if the app has none or the
+    choice is `none`. `device` decides what "auto" means for dtypes: "cpu", or else a GPU. Default: engine.device, where
+    auto is a GPU. `here`: the machine that runs the engine; None = any."""
     if "cost" not in composition.parts:
         return None
     cost: CostModel = composition.build("cost")
     if not cost.predicts:
         return None
-    cost.bind(spec, composition.engine, formats(composition, spec, device or composition.engine.device, here))
+    bound = formats(composition, spec, device or composition.engine.device, here)
+    cost.bind(spec, composition.engine, bound)
+    facts: DrafterFacts | None = composition.part("spec_decode").facts() if "spec_decode" in composition.parts else None
+    if facts is not None and facts.spec is not None:
+        cost.drafter = composition.build("cost")
+        bits = 8.0 * bound.dtype_bytes if facts.weight_bits is None else facts.weight_bits
+        # Matmuls of narrow weights are those of the model's dtype: the facts do not name a product.
+        cost.drafter.bind(facts.spec, composition.engine, replace(bound, weight_bits=bits, product=bound.dtype))
     return cost
 
 

@@ -1,29 +1,47 @@
-"""Decides in which steps drafts are verified: those in which they should yield more tokens per second than they cost.
-The yield is the acceptance measured over the latest rows with drafts. The cost comes from the cost model, corrected by
-the measured times of steps with and without drafts. Both kinds need measurements, so the one that is not in use is
-tried from time to time, at growing intervals. After SmartSpec (Liu et al. 2024), except that all rows of a step have
-drafts or none: each kind has its own CUDA graphs."""
+"""Decides how many drafts each row of a step verifies: as many as should raise the tokens per second of the step.
+
+Drafts of all rows are ranked by the probability that they are accepted (`Acceptance`), and a step takes the first of
+them, up to one of a few levels: mean drafts per row. The time of each level comes from the cost model, the drafter's
+passes included, corrected by measured step times. After SmartSpec (Liu et al. 2024), with drafts chosen by row and
+position. Levels that are not in use are tried from time to time, at growing intervals, and so rarely that the trials
+cost at most a fixed share of the time."""
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import TYPE_CHECKING
 
-from dovetail.core.interfaces import CostModel, RowWork, StepPlan, StepResult
+import numpy as np
+
+from dovetail.core.engine.acceptance import Acceptance
+from dovetail.core.interfaces import CostModel, RowWork, Sequence, StepPlan, StepResult
 from dovetail.core.interfaces.plan import DECODE
 
-HALF_LIFE_ROWS = 64
-"""Rows with drafts after which the weight of older acceptance counts has halved."""
-MIN_INTERVAL, MAX_INTERVAL = 16, 1024
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+MEANS = 0.5, 1, 2, 3, 4, 6, 8, 12, 16
+"""Mean drafts per row of the levels between none and all."""
+MIN_INTERVAL, MAX_INTERVAL = 16, 128
 """Steps between two trials, at first and at most."""
 TRIAL_ROWS = 32
-"""Rows of one trial with drafts, over as many steps as that takes."""
+"""Rows with drafts of one trial of a step without drafts, over as many steps as that takes."""
 FRUITLESS_ROWS = 8
-"""A trial with drafts ends early once so many rows in a row have accepted none."""
+"""Such a trial ends early once so many rows in a row have accepted none."""
+TRIAL_SHARE = 0.01
+"""Trials are put off until the time that they lost is at most this share of the time since."""
+HOLD = 8
+"""Steps for which the choice of no drafts stands: nothing is learnt in them."""
+BETTER = 1.01
+"""A level replaces no drafts, or the one in use, if it should yield this many times their tokens per second."""
 SMOOTHING = 0.3
 """Weight of the newest measured time."""
-LENGTH_BUCKET = 512
-"""Sequence lengths are rounded to multiples of this for predictions."""
+_COMPUTED = attrgetter("computed")
+LENGTH_BUCKET, PROMPT_BUCKET = 512, 256
+"""Sequence lengths and prompt tokens are rounded to multiples of these for predictions."""
 
 
 @dataclass(slots=True)
@@ -46,66 +64,82 @@ class _TimeRatio:
 class _Bucket:
     """Measurements and trials of steps with a similar number of rows."""
 
-    drafts: bool = True
-    """Whether these steps have drafts, trials aside."""
+    level: int = -1
+    """Level in use, trials aside; -1 = none was chosen yet."""
     interval: int = MIN_INTERVAL
     """Steps between two trials."""
-    left: int = MIN_INTERVAL
+    left: float = MIN_INTERVAL
     """Steps until the next trial."""
+    hold: int = 0
+    """Steps for which no drafts remain the choice."""
     trials: int = 0
-    plain_time: _TimeRatio = field(default_factory=_TimeRatio)
-    draft_time: _TimeRatio = field(default_factory=_TimeRatio)
+    times: defaultdict[int, _TimeRatio] = field(default_factory=lambda: defaultdict(_TimeRatio))
+    """Time ratios by level."""
 
-    @property
-    def measured(self) -> bool:
-        return self.plain_time.samples > 1 and self.draft_time.samples > 1
+    def ratio(self, level: int) -> float:
+        """Return the ratio of the level. If it is not measured, return that of the nearest level, those with drafts
+        first."""
+        known = [other for other, time in self.times.items() if time.samples > 1]
+        nearest = min(known, key=lambda other: (other != level, not other, abs(other - level)), default=None)
+        return 1.0 if nearest is None else self.times[nearest].value
 
 
 class Drafting:
-    def __init__(self, lookahead: int) -> None:
+    """Chooses the drafts of each step of one scheduler."""
+
+    def __init__(self, lookahead: int, slots: int) -> None:
         self._lookahead = lookahead
-        # Prior: a row accepts one draft.
-        self._accepted = self._rows = 1.0
+        self._means = (0, *(mean for mean in MEANS if mean < lookahead), lookahead)
+        self.acceptance = Acceptance(slots, lookahead)
         self._buckets: defaultdict[int, _Bucket] = defaultdict(_Bucket)
         """Buckets by bit length of the number of rows."""
         self._trial_rows = 0
         """Rows left in the current trial."""
-        self._trial_drafts = False
-        """Whether the current trial has drafts."""
+        self._trial_level = 0
         self._fruitless = 0
         """Latest rows with drafts, at most those since the last trial began, that all accepted none."""
         self._chosen: tuple[int, int] | None = None
         """(decode rows, mean length) of the plan that the scheduler is building."""
         self._launched: deque[tuple[int, int] | None] = deque()
         """The same of each plan in flight."""
-        self._predicted: dict[tuple[int, int, bool], float] = {}
+        self._predicted: dict[tuple[int, ...], float] = {}
         self._cost: CostModel | None = None
 
-    @property
-    def accepted(self) -> float:
-        """Expected number of accepted drafts per row."""
-        return self._accepted / self._rows
-
-    def choose(self, rows: int, length: int, cost: CostModel) -> int:
-        """Return the number of drafts of each decode row in the next step. `length`: mean number of keys per row."""
+    def choose(
+        self, decoding: list[Sequence], prompts: Iterable[Sequence], budget: int, cost: CostModel
+    ) -> Mapping[int, int]:
+        """Return the number of drafts of each decode row in the next step by uid; rows without drafts are left out.
+        `prompts`: sequences that the step may feed too. `budget`: tokens of the step."""
+        rows, length = len(decoding), sum(map(_COMPUTED, decoding)) // len(decoding)
         self._cost, self._chosen = cost, (rows, length)
-        if self._trial_rows > 0:
-            self._trial_rows -= rows
-            return self._lookahead * self._trial_drafts
+        self.acceptance.tick()
         bucket = self._buckets[rows.bit_length()]
-        if (drafts := self._gain(rows, length, cost, bucket) > 1) is not bucket.drafts:
-            bucket.drafts, bucket.interval, bucket.left = drafts, MIN_INTERVAL, MIN_INTERVAL
+        if bucket.hold and not self._trial_rows and bucket.left > 1:
+            bucket.hold -= 1
+            bucket.left -= 1
+            return {}
+        ranking = _Ranking(self.acceptance, decoding, self._lookahead)
+        level, token_seconds = self._best(bucket, rows, length, ranking, cost)
+        if self._trial_rows > 0 and (bucket.level or not level):
+            self._trial_rows -= rows
+            drafts = self._drafts(self._trial_level, rows)
+            seconds = self._seconds(rows, length, drafts, cost) * bucket.ratio(self._trial_level)
+            # Of drafts that are not in use, none may be accepted.
+            lost = seconds / token_seconds - rows - (ranking.gain(drafts) if bucket.level else 0.0)
+            bucket.left += max(lost, 0.0) / (TRIAL_SHARE * rows)
+            return ranking.first(drafts) if bucket.level else ranking.least_known(drafts)
+        self._trial_rows = 0
+        if (level > 0) is not (bucket.level > 0):
+            bucket.interval = bucket.left = MIN_INTERVAL
+        bucket.level = level
         bucket.left -= 1
-        if not bucket.left:
-            bucket.trials += 1
-            # One trial alone is too little evidence: repeat it soon.
-            bucket.interval = MIN_INTERVAL if bucket.trials == 1 else min(2 * bucket.interval, MAX_INTERVAL)
-            bucket.left = bucket.interval
-            self._trial_drafts = not drafts
-            # A trial without drafts measures only the step time, for which one step is enough.
-            self._trial_rows = TRIAL_ROWS if self._trial_drafts else 1
-            self._fruitless = 0
-        return self._lookahead * drafts
+        if bucket.left <= 0:
+            self._begin_trial(bucket, rows)
+        elif not level:
+            bucket.hold = HOLD
+        if level and (prompt_tokens := _tokens(prompts, budget - rows)):
+            level = self._beside_prompts(bucket, rows, length, prompt_tokens, ranking, cost, token_seconds)
+        return ranking.first(self._drafts(level, rows))
 
     def launched(self, plan: StepPlan | None) -> None:
         """Take the plan that the last choice was made for; None = nothing could run."""
@@ -113,45 +147,164 @@ class Drafting:
             self._launched.append(self._chosen)
         self._chosen = None
 
-    def _gain(self, rows: int, length: int, cost: CostModel, bucket: _Bucket) -> float:
-        """Return tokens per second with drafts, relative to those without."""
-        plain, drafted = (self._seconds(rows, length, drafts, cost) for drafts in (False, True))
-        if bucket.measured:
-            plain *= bucket.plain_time.value
-            drafted *= bucket.draft_time.value
-        return (1 + self.accepted) * plain / drafted if drafted else float("inf")
+    def _drafts(self, level: int, rows: int) -> int:
+        """Return the number of drafts of a step."""
+        return int(self._means[level] * rows)
 
-    def _seconds(self, rows: int, length: int, drafts: bool, cost: CostModel) -> float:
-        """Return the predicted step time."""
-        key = rows, length // LENGTH_BUCKET, drafts
+    def _levels(self, rows: int) -> list[int]:
+        """Return the levels that differ from each other for so many rows."""
+        return [level for level in range(len(self._means)) if not level or self._drafts(level, rows)]
+
+    def _level(self, drafts: int, rows: int) -> int:
+        """Return the lowest level that has so many drafts."""
+        return next(level for level, mean in enumerate(self._means) if int(mean * rows) >= drafts)
+
+    def _begin_trial(self, bucket: _Bucket, rows: int) -> None:
+        """Let the next steps try another level: after steps without drafts the lowest that drafts for enough rows, or
+        else no drafts and the other levels in turn. One step measures the time of a level, two at first; acceptance
+        takes more."""
+        bucket.trials += 1
+        # One trial alone is too little evidence: repeat it soon.
+        bucket.interval = MIN_INTERVAL if bucket.trials == 1 else min(2 * bucket.interval, MAX_INTERVAL)
+        bucket.left = bucket.interval
+        if bucket.level:
+            others = [level for level in self._levels(rows) if level not in (0, bucket.level)]
+            turn, plain = divmod(bucket.trials, 2)
+            self._trial_level = 0 if plain or not others else others[turn % len(others)]
+            measured = bucket.times[self._trial_level].samples > 1
+            self._trial_rows = 1 if measured else 1 + rows
+        else:
+            self._trial_level, self._trial_rows = self._level(min(rows, TRIAL_ROWS), rows), TRIAL_ROWS
+        self._fruitless = 0
+
+    def _best(self, bucket: _Bucket, rows: int, length: int, ranking: _Ranking, cost: CostModel) -> tuple[int, float]:
+        """Return the level with the most tokens per second, and its seconds per token."""
+        each = {}
+        for level in self._levels(rows):
+            drafts = self._drafts(level, rows)
+            seconds = self._seconds(rows, length, drafts, cost) * bucket.ratio(level)
+            each[level] = seconds / (rows + ranking.gain(drafts))
+        best = min(each, key=each.__getitem__)
+        if each[0] <= BETTER * each[best]:
+            best = 0
+        elif each.get(bucket.level, float("inf")) <= BETTER * each[best]:
+            best = bucket.level
+        return best, each[best]
+
+    def _beside_prompts(
+        self,
+        bucket: _Bucket,
+        rows: int,
+        length: int,
+        prompt_tokens: int,
+        ranking: _Ranking,
+        cost: CostModel,
+        token_seconds: float,
+    ) -> int:
+        """Return the level of a step that also feeds prompts. An accepted draft saves the time of a token in
+        later steps, and each draft delays the prompts."""
+
+        def saved(level: int) -> float:
+            drafts = self._drafts(level, rows)
+            seconds = self._seconds(rows, length, drafts, cost, prompt_tokens) * bucket.ratio(level)
+            return ranking.gain(drafts) * token_seconds - seconds
+
+        return max(self._levels(rows), key=saved)
+
+    def _seconds(self, rows: int, length: int, drafts: int, cost: CostModel, prompt_tokens: int = 0) -> float:
+        """Return the predicted step time, drafting included."""
+        prompt_tokens = -(-prompt_tokens // PROMPT_BUCKET) * PROMPT_BUCKET
+        key = rows, length // LENGTH_BUCKET, drafts, prompt_tokens
         if (found := self._predicted.get(key)) is None:
             if len(self._predicted) > 1 << 14:
                 self._predicted.clear()
-            tokens = 1 + drafts * self._lookahead
-            work = RowWork(tokens, (length // LENGTH_BUCKET + 1) * LENGTH_BUCKET, tokens, rows)
-            found = self._predicted[key] = cost.step_seconds([work])
+            length = (length // LENGTH_BUCKET + 1) * LENGTH_BUCKET
+            fewer, more = divmod(drafts, rows)
+            works = [RowWork(1 + fewer, length, 1 + fewer, rows - more), RowWork(2 + fewer, length, 2 + fewer, more)]
+            if prompt_tokens:
+                works.append(RowWork(prompt_tokens, prompt_tokens))
+            found = cost.step_seconds(work for work in works if work.times)
+            if drafts:
+                found += cost.draft_seconds(rows, self._lookahead, length)
+            self._predicted[key] = found
         return found
 
     def update(self, plan: StepPlan, result: StepResult) -> None:
         """Take the result of the oldest launched plan."""
         launched = self._launched.popleft()
-        drafts = any(row.draft for row in plan.rows)
-        if drafts:
-            # The yield is that of the whole step: rows without drafts (grammar, near the limit) count as well.
-            decodes = [out.tokens for row, out in zip(plan.rows, result.rows, strict=True) if row.flags & DECODE]
-            weight = 0.5 ** (len(decodes) / HALF_LIFE_ROWS)
-            self._rows = weight * self._rows + len(decodes)
-            accepted = sum(max(len(tokens) - 1, 0) for tokens in decodes)
-            self._accepted = weight * self._accepted + accepted
-            self._fruitless = 0 if accepted else self._fruitless + len(decodes)
-            if self._trial_drafts and self._fruitless >= FRUITLESS_ROWS:
-                self._trial_rows = 0
+        drafts = self._learn(plan, result)
         # The time of a step with prefill chunks is not that of its decode rows.
         if launched is None or self._cost is None or not result.device_seconds or not plan.rows[-1].flags & DECODE:
             return
         rows, length = launched
-        if (predicted := self._seconds(rows, length, drafts, self._cost)) > 0:
-            bucket = self._buckets[rows.bit_length()]
-            # All rows ran before this step, so idle time before it was host time: drafting on the host, for one.
-            measured = result.device_seconds + result.idle_seconds
-            (bucket.draft_time if drafts else bucket.plain_time).add(measured / predicted)
+        if (predicted := self._seconds(rows, length, drafts, self._cost)) <= 0:
+            return
+        bucket = self._buckets[rows.bit_length()]
+        # All rows ran before this step, so idle time before it was host time: drafting on the host, for one.
+        measured = result.device_seconds + result.idle_seconds
+        bucket.times[self._level(drafts, rows)].add(measured / predicted)
+
+    def _learn(self, plan: StepPlan, result: StepResult) -> int:
+        """Count accepted drafts. Return the number of drafts that the plan has."""
+        drafted = [
+            (row.slot, row.uid, row.draft, max(len(out.tokens) - 1, 0))
+            for row, out in zip(plan.rows, result.rows, strict=True)
+            if row.draft
+        ]
+        if not drafted:
+            return 0
+        slots_R, uids_R, planned_R, accepted_R = np.array(drafted, np.int64).T
+        self.acceptance.update(slots_R, uids_R, planned_R, accepted_R)
+        self._fruitless = 0 if accepted_R.any() else self._fruitless + len(drafted)
+        if self._trial_level and self._fruitless >= FRUITLESS_ROWS:
+            self._trial_rows = 0
+        return int(planned_R.sum())
+
+
+class _Ranking:
+    """Drafts of all rows of a step, the most likely to be accepted first."""
+
+    def __init__(self, acceptance: Acceptance, rows: list[Sequence], lookahead: int) -> None:
+        self._uids, self._lookahead = [seq.uid for seq in rows], lookahead
+        slots_R, uids_R = np.array([seq.slot for seq in rows]), np.array(self._uids)
+        # No drafts past a sequence's limit, and none of rows with a grammar.
+        self._most_R = np.array([_most_drafts(seq, lookahead) for seq in rows])
+        self._last_R = acceptance.last_drafted(slots_R, uids_R)
+        wanted_RK = np.arange(lookahead) < self._most_R[:, None]
+        survival_N = np.where(wanted_RK, acceptance.survival(slots_R, uids_R), 0.0).reshape(-1)
+        self._order_N = np.argsort(-survival_N, kind="stable")
+        self._gain_N: NDArray[np.float64] = np.cumsum(survival_N[self._order_N])
+        self._possible = int(self._most_R.sum())
+
+    def gain(self, drafts: int) -> float:
+        """Return the expected number of accepted drafts among the first `drafts`."""
+        return float(self._gain_N[min(drafts, self._possible) - 1]) if drafts and self._possible else 0.0
+
+    def first(self, drafts: int) -> Mapping[int, int]:
+        """Return the number of drafts of each row that is among the first `drafts`, by uid."""
+        if not (drafts := min(drafts, self._possible)):
+            return {}
+        counts_R = np.bincount(self._order_N[:drafts] // self._lookahead, minlength=len(self._most_R))
+        return {uid: count for uid, count in zip(self._uids, counts_R.tolist(), strict=True) if count}
+
+    def least_known(self, drafts: int) -> Mapping[int, int]:
+        """Return one draft for each of the `drafts` rows that had none for longest."""
+        order_R = np.argsort(self._last_R, kind="stable")
+        order_R = order_R[self._most_R[order_R] > 0][:drafts]
+        return {self._uids[i]: 1 for i in order_R.tolist()}
+
+
+def _most_drafts(seq: Sequence, lookahead: int) -> int:
+    if seq.request.params.grammar is not None:
+        return 0
+    return max(min(seq.limit - seq.max_len - 1, lookahead), 0)
+
+
+def _tokens(prompts: Iterable[Sequence], most: int) -> int:
+    """Return the number of tokens left to feed, at most `most`."""
+    tokens = 0
+    for seq in prompts:
+        tokens += seq.remaining
+        if tokens >= most:
+            return max(most, 0)
+    return tokens

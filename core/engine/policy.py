@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
+from itertools import chain, islice
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -83,9 +84,10 @@ class PolicyScheduler(Scheduler):
         """(uid, cached tokens, departures) of the last sequence that found no room. It is not tried again while these
         are unchanged: each attempt would visit all pages of the prompt and count as a use of its cached pages."""
         self._may_displace = type(self).gives_way is not PolicyScheduler.gives_way
-        self._drafting = Drafting(limits.lookahead) if limits.lookahead and limits.weighs_drafts else None
-        self._drafts = limits.lookahead
-        """Drafts per decode row in this step."""
+        weighs = limits.lookahead > 0 and limits.weighs_drafts
+        self._drafting = Drafting(limits.lookahead, limits.max_seqs) if weighs else None
+        self._drafts: Mapping[int, int] | None = None
+        """Drafts of decode rows in this step by uid, where they are expected to pay; None = all rows have drafts."""
 
     # Policy: override these.
 
@@ -129,8 +131,8 @@ class PolicyScheduler(Scheduler):
 
     def draft_tokens(self, seq: Sequence, ctx: SchedulerContext) -> int:
         """Return the number of drafts to verify in a decode row, at most limits.lookahead. Default: all, but with a
-        cost model and limits.weighs_drafts none in steps in which drafts are not expected to pay."""
-        return self._drafts
+        cost model and limits.weighs_drafts those that are expected to pay."""
+        return self.limits.lookahead if self._drafts is None else self._drafts.get(seq.uid, 0)
 
     # Contract.
 
@@ -227,6 +229,11 @@ class PolicyScheduler(Scheduler):
         if feeding:
             fed = {seq.uid for seq in feeding}
             running = [seq for seq in running if seq.uid not in fed]
+        if self._drafting is not None and ctx.cost is not None and running:
+            # Nothing enters if the queue's first sequence has no room.
+            waiting = chain(self.resuming.values(), self.waiting.values())
+            entering = islice(waiting, len(self._free_slots) if self._failed_entry is None else 0)
+            self._drafts = self._drafting.choose(running, chain(feeding, entering), builder.budget, ctx.cost)
         self._decode(running, builder, ctx)
         for seq in feeding:
             if builder.budget and seq.status is Status.RUNNING:
@@ -236,9 +243,6 @@ class PolicyScheduler(Scheduler):
         """Plan one decode row per sequence. This is the hottest loop on the host, hence the local names."""
         reserve, lookahead, running = self.kv.reserve, self.limits.lookahead, Status.RUNNING
         budget, append = builder.budget, builder.decodes.append
-        if self._drafting is not None and ctx.cost is not None and decoding:
-            length = sum(map(_COMPUTED, decoding)) // len(decoding)
-            self._drafts = self._drafting.choose(len(decoding), length, ctx.cost)
         for seq in decoding:
             room = seq.limit - seq.max_len
             # Without room, the plans in flight may already complete the sequence.

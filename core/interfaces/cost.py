@@ -79,6 +79,10 @@ class CostModel(ABC):
     predicts = True
     """False = the cost model is off: it is never called, and the scheduler's context has none."""
 
+    drafter: CostModel | None = None
+    """Cost model of the model inside the drafter, bound to that one; None = the drafter has none. Written by the engine
+    after `bind`."""
+
     def __init__(self, config: object) -> None:
         self.config = config
 
@@ -93,6 +97,15 @@ class CostModel(ABC):
     def seconds(self, plan: StepPlan) -> float:
         """Device time of the plan."""
         return self.step_seconds(RowWork.of(row) for row in plan.rows)
+
+    def draft_seconds(self, rows: int, drafts: int, context: int) -> float:
+        """Device time of drafting `drafts` tokens for each of `rows` sequences of length `context`, before the step
+        that verifies them. Default: the passes of the model inside the drafter, of which the first feeds the tokens
+        that the step before accepted; 0.0 for a drafter without a model."""
+        if self.drafter is None or not rows or not drafts:
+            return 0.0
+        first = self.drafter.step_seconds([RowWork(1 + drafts, context, 1, rows)])
+        return first + (drafts - 1) * self.drafter.decode_seconds(rows, context)
 
     def decode_seconds(self, batch: int, context: int) -> float:
         """Time per output token: a step that feeds one token to each of `batch` sequences of length `context`."""

@@ -31,7 +31,7 @@ class SchedulerLimits:
     depth: int = 1
     """Maximum number of plans in flight."""
     weighs_drafts: bool = False
-    """Whether drafts are verified only in steps in which they pay, according to the cost model (engine.drafts)."""
+    """Whether only those drafts are verified that are expected to pay, according to the cost model (engine.drafts)."""
     again: int = 0
     """Tokens of a cached prefix, 0 or 1, that a sequence feeds again when it joins (Join.again), because the drafter
     needs the hidden state before each token that it computes (Drafter.follows_features)."""

@@ -140,6 +140,15 @@ class CostContract:
         found = cost.prefill_seconds(600, chunk=self.engine.token_budget)
         assert cost.prefill_seconds(600) == found, "the default chunk must be engine.token_budget"
 
+    def test_drafting_takes_time_if_the_drafter_has_a_model(self) -> None:
+        cost = self.bound()
+        assert cost.draft_seconds(8, 4, 900) == 0.0, "drafting takes 0 s unless the drafter has a model"
+        cost.drafter = self.bound()
+        assert cost.draft_seconds(8, 0, 900) == cost.draft_seconds(0, 4, 900) == 0.0, "no drafts take 0 s"
+        passes = [cost.draft_seconds(8, drafts, 900) for drafts in range(1, 5)]
+        assert 0 < passes[0] and passes == sorted(set(passes)), f"each further draft takes time, got {passes} s"
+        _no_less(cost.draft_seconds(16, 4, 900), passes[-1], "drafting for 16 rows instead of 8")
+
     # Memory
 
     def test_bytes_are_counted(self) -> None:

@@ -4,6 +4,6 @@ from dovetail.plugins import builtin
 from dovetail.plugins.cost.config import NoneConfig, RooflineConfig
 
 COMPONENTS = (
-    builtin("cost", "none", NoneConfig, "none:NoEstimate"),
-    builtin("cost", "roofline", RooflineConfig, "roofline:Roofline"),
+    builtin("cost", "none", NoneConfig, "none:NoEstimate", api="0.2"),
+    builtin("cost", "roofline", RooflineConfig, "roofline:Roofline", api="0.2"),
 )

@@ -12,6 +12,13 @@ _ONE_PIPELINE = (
     Requires(kind="engine", key="dp", allowed=(1,), reason=_LANES),
 )
 
+_NO_DRAFTS = Requires(
+    kind="spec_decode",
+    key="drafts",
+    allowed=(False,),
+    reason="it has no model that verifies drafts (executor.acceptance=<0..1> makes up how many are accepted)",
+)
+
 
 def inproc(config: InprocConfig, host: Host) -> Capabilities:
     return Capabilities(
@@ -36,8 +43,5 @@ def multiproc(config: MultiprocConfig, host: Host) -> Capabilities:
 def simulated(config: SimulatedConfig, host: Host) -> Capabilities:
     return Capabilities(
         provides={"processes": "one", "holds_weights": False},
-        requires=(
-            Requires(kind="spec_decode", key="drafts", allowed=(False,), reason="it has no model that verifies drafts"),
-            *_ONE_PIPELINE,
-        ),
+        requires=_ONE_PIPELINE if config.acceptance is not None else (_NO_DRAFTS, *_ONE_PIPELINE),
     )

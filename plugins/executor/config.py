@@ -33,3 +33,6 @@ class SimulatedConfig(Config):
 
     speed: float = Field(1.0, gt=0)
     """Speed relative to the cost model's prediction; 2 = twice as fast."""
+    acceptance: float | None = Field(None, ge=0, le=1)
+    """Probability that a draft is accepted if all drafts before it were; None = no drafter may be chosen, since there
+    is no model that accepts drafts."""

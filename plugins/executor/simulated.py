@@ -1,4 +1,5 @@
-"""No device: tokens are made up, and a step takes the time that the cost model predicts."""
+"""No device: tokens and the acceptance of drafts are made up, and a step takes the time that the cost model
+predicts."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import numpy as np
 from dovetail.core.engine.cost import bind_cost
 from dovetail.core.interfaces import (
     Blobs,
+    CostModel,
     Executor,
     ExecutorInfo,
     LateInputs,
@@ -40,6 +42,8 @@ class _Slot:
     request: Request
     last: int
     """Last known token."""
+    length: int = 0
+    """Number of known tokens, once the prompt is fed."""
 
 
 @dataclass(slots=True)
@@ -84,24 +88,39 @@ class SimulatedExecutor(Executor):
             groups=groups,
             num_pages=pages,
             max_len=max_len,
-            lookahead=0,
+            lookahead=composition.build("spec_decode").lookahead,
             device="simulated",
             phases={"read shapes": time.perf_counter() - began},
-            notes=(f"executor=simulated: tokens are made up, and a step takes {cost}",),
+            notes=(f"executor=simulated: tokens are made up, and a step takes {cost}", *self._acceptance_note),
         )
+
+    @property
+    def _acceptance_note(self) -> tuple[str, ...]:
+        rate = self.config.acceptance
+        return () if rate is None else (f"executor=simulated: drafts are accepted at random, {rate:.0%} of them",)
 
     def submit(self, plan: StepPlan, blobs: Blobs) -> None:
         self._ledger.apply(plan)
         for join in plan.joins:
             blob = blobs[join.uid, join.epoch]
             self._slots[join.slot] = _Slot(blob.request, blob.tokens[-1])
-        seconds = 0.0 if self._cost is None else self._cost.seconds(plan) / self.config.speed
+        seconds = 0.0 if self._cost is None else self._seconds(plan, self._cost) / self.config.speed
         now = time.perf_counter()
         idle = max(now - self._free_at, 0.0) if self._free_at else 0.0
         self._free_at = max(now, self._free_at) + seconds
         self._steps.append(_SimulatedStep(plan, self._free_at, seconds, idle))
         if not plan.late:
             self._run({})
+
+    @staticmethod
+    def _seconds(plan: StepPlan, cost: CostModel) -> float:
+        """Return the time of drafting and of the step."""
+        drafted = [row for row in plan.rows if row.draft]
+        if not drafted:
+            return cost.seconds(plan)
+        decodes = sum(bool(row.flags & DECODE) for row in plan.rows)
+        most, length = max(row.draft for row in drafted), max(row.bound for row in drafted)
+        return cost.draft_seconds(decodes, most, length) + cost.seconds(plan)
 
     def complete(self, late: LateInputs) -> None:
         self._ledger.complete(late)
@@ -131,10 +150,11 @@ class SimulatedExecutor(Executor):
         slot, params = self._slots[row.slot], self._slots[row.slot].request.params
         tokens: tuple[int, ...] = ()
         if row.flags & SAMPLE and (mask is not None or not row.flags & LATE):
-            slot.last = self._follow(slot.last, row.bound, mask)
-            tokens = (slot.last,)
+            if not row.flags & DECODE:
+                slot.length = row.bound
+            tokens = self._sample(slot, row.draft, mask)
         if row.flags & DECODE and params.logprobs is None:
-            return RowResult(index, row.uid, row.epoch, tokens)
+            return RowResult(index, row.uid, row.epoch, tokens, drafted=row.draft)
         before = 0 if row.flags & DECODE else len(slot.request.prompt_ids) - 1 - (row.bound - row.count)
         return RowResult(
             index,
@@ -144,7 +164,20 @@ class SimulatedExecutor(Executor):
             self._uniform(params.logprobs) * len(tokens),
             self._uniform(params.prompt_logprobs) * max(min(row.count, before), 0),
             self._pooled(slot.request, row),
+            row.draft,
         )
+
+    def _sample(self, slot: _Slot, drafts: int, mask: np.ndarray | None) -> tuple[int, ...]:
+        """Return the accepted ones of `drafts` drafts and one more token, and append them to the slot."""
+        tokens: list[int] = []
+        rate = self.config.acceptance or 0.0
+        while True:
+            accepted = len(tokens) < drafts and _coin(slot.last, slot.length) < rate
+            slot.last = self._follow(slot.last, slot.length, mask)
+            slot.length += 1
+            tokens.append(slot.last)
+            if not accepted:
+                return tuple(tokens)
 
     def _pooled(self, request: Request, row: Row) -> np.ndarray | None:
         """Pool final hidden states of ones."""
@@ -167,3 +200,11 @@ class SimulatedExecutor(Executor):
             return ()
         each = -math.log(self._vocab)
         return (TokenLogprobs(each, tuple((token, each) for token in range(top))),)
+
+
+def _coin(token: int, position: int) -> float:
+    """Return a number in [0, 1) that looks random: a hash by MurmurHash3's finalizer."""
+    mixed = (token * 0x9E3779B1 + position * 0x85EBCA77) & 0xFFFFFFFF
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        mixed = (mixed ^ mixed >> shift) * factor & 0xFFFFFFFF
+    return (mixed ^ mixed >> 16) / 2**32

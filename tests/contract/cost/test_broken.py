@@ -71,6 +71,14 @@ BROKEN: dict[str, list[type[CostModel]]] = {
             ),
         )
     ],
+    "test_drafting_takes_time_if_the_drafter_has_a_model": [
+        fault(
+            "DraftsInOnePass",
+            draft_seconds=lambda self, rows, drafts, context: (
+                self.decode_seconds(rows, context) if self.drafter and rows and drafts else 0.0
+            ),
+        )
+    ],
     "test_bytes_are_counted": [
         fault("CountsParametersNotBytes", weight_bytes=lambda self: Sound.weight_bytes(self) / 2)
     ],

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -23,22 +24,31 @@ DECODE = int(RowFlag.DECODE | RowFlag.SAMPLE)
 
 
 class ToyCost:
-    """A cost model: 5 ms per step, and proportionally more above `free` tokens."""
+    """A cost model: 5 ms per step, and proportionally more above `free` tokens; `passes` ms of drafting."""
 
-    def __init__(self, free: float = 64) -> None:
-        self.free = free
+    def __init__(self, free: float = 64, passes: float = 0.0) -> None:
+        self.free, self.passes = free, passes
 
     def step_seconds(self, rows: Iterable[RowWork]) -> float:
         tokens = sum(row.tokens * row.times for row in rows)
         return 5e-3 * max(1.0, tokens / self.free)
+
+    def draft_seconds(self, rows: int, drafts: int, context: int) -> float:
+        return 1e-3 * self.passes
+
+
+def sequence(i: int, grammar: object = None) -> Any:
+    """A decoding sequence far from its limit."""
+    request = SimpleNamespace(params=SimpleNamespace(grammar=grammar))
+    return SimpleNamespace(slot=i, uid=i, limit=9999, max_len=701, computed=700, remaining=1, request=request)
 
 
 @dataclass
 class Device:
     """Runs the steps that `Drafting` chooses."""
 
-    accepts: Callable[[int], float]
-    """step -> probability that a draft is accepted if those before it were."""
+    accepts: Callable[[int, int], float]
+    """(step, row) -> probability that a draft is accepted if those before it were."""
     slowdown: float = 1.0
     """Ratio of measured to predicted time of steps with drafts."""
     depth: int = 1
@@ -49,31 +59,35 @@ class Device:
     """Share of rows that may have drafts."""
     outlier: tuple[int, float] = (0, 1.0)
     """(index of a step among those with drafts, factor of its time)."""
+    cost: ToyCost = field(default_factory=ToyCost)
 
     def run(
         self, rows: int | Callable[[int], int], drafting: Drafting | None, steps: int, drafts: int = K
     ) -> tuple[float, list[int]]:
-        """Return tokens per second, and the drafts of each step. Without `drafting` each step has `drafts`."""
-        rng, cost, chosen = random.Random(1), ToyCost(), []
+        """Return tokens per second, and the number of drafts of each step. Without `drafting` each row has `drafts`."""
+        rng, chosen = random.Random(1), []
         seconds, tokens, flight = 0.0, 0, []
         for step in range(steps):
             n = rows if isinstance(rows, int) else rows(step)
+            decoding = [sequence(i, None if i < n * self.eligible else object()) for i in range(n)]
+            wanted = {i: drafts for i in range(n) if decoding[i].request.params.grammar is None}
             if drafting is not None:
-                drafts = drafting.choose(n, 700, cost)  # type: ignore[arg-type]
-            count = 1 + drafts
-            measured = cost.step_seconds([RowWork(count, 700, count, n)]) * (self.slowdown if drafts else 1.0)
-            if drafts and sum(map(bool, chosen)) == self.outlier[0]:
-                measured *= self.outlier[1]
-            chosen.append(drafts)
+                wanted = drafting.choose(decoding, (), 1 << 16, self.cost)  # type: ignore[arg-type]
+            total = sum(wanted.values())
+            measured = self.cost.step_seconds([RowWork(n + total, 700)])
+            if total:
+                measured = (measured + self.cost.draft_seconds(n, K, 700)) * self.slowdown
+                measured *= self.outlier[1] if sum(map(bool, chosen)) == self.outlier[0] else 1.0
+            chosen.append(total)
             plan, results = StepPlan(step, []), []
             for i in range(n):
-                own = drafts * (i < n * self.eligible)
+                own = wanted.get(i, 0)
                 plan.rows.append(Row(i, i, 0, 1 + own, 700, own, DECODE))
                 accepted = 0
-                while accepted < own and rng.random() < self.accepts(step):
+                while accepted < own and rng.random() < self.accepts(step, i):
                     accepted += 1
                 results.append(RowResult(i, i, 0, (7,) * (accepted + 1)))
-            idle = self.host if drafts else 0.0
+            idle = self.host if total else 0.0
             seconds, tokens = seconds + measured + idle, tokens + sum(len(row.tokens) for row in results)
             flight.append((plan, StepResult(step, tuple(results), measured, idle)))
             if drafting is not None:
@@ -82,52 +96,91 @@ class Device:
                     drafting.update(*flight.pop(0))
         return tokens / seconds, chosen
 
+    def uniform(self, rows: int, drafts: int) -> float:
+        """Return the tokens per second if each row always has `drafts`."""
+        share, able = self.accepts(0, 0), int(rows * self.eligible)
+        seconds = self.cost.step_seconds([RowWork(rows + able * drafts, 700)])
+        if drafts:
+            seconds = (seconds + self.cost.draft_seconds(rows, K, 700)) * self.slowdown + self.host
+        return (rows + able * sum(share**k for k in range(1, drafts + 1))) / seconds
 
-def check(device: Device, rows: int, steps: int) -> None:
-    none, always, weighed = (
-        device.run(rows, drafting, steps, drafts)[0] for drafting, drafts in ((None, 0), (None, K), (Drafting(K), K))
-    )
-    assert weighed > 0.95 * max(none, always), (none, always, weighed)
+
+def weighing() -> Drafting:
+    return Drafting(K, 256)
+
+
+def check(device: Device, rows: int, steps: int, share: float) -> None:
+    best = max(device.uniform(rows, drafts) for drafts in range(K + 1))
+    assert device.run(rows, weighing(), steps)[0] > share * best
 
 
 @pytest.mark.parametrize(("rows", "depth"), [(1, 1), (12, 2), (64, 1)])
 @pytest.mark.parametrize("slowdown", [0.8, 1.0, 1.3])
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
-def test_throughput_is_that_of_the_better_of_all_drafts_and_none(
-    share: float, rows: int, slowdown: float, depth: int
-) -> None:
-    """Even if the cost model is wrong by a third."""
-    check(Device(lambda step: share, slowdown, depth), rows, {1: 2000, 12: 800, 64: 800}[rows])
+def test_throughput_is_that_of_the_best_number_of_drafts(share: float, rows: int, slowdown: float, depth: int) -> None:
+    """Even if the cost model is wrong by a third. With one row, acceptance is known less well."""
+    steps, least = {1: (1500, 0.9), 12: (500, 0.94), 64: (200, 0.93)}[rows]
+    check(Device(lambda step, row: share, slowdown, depth), rows, steps, least)
 
 
 @pytest.mark.parametrize(
-    ("device", "rows"),
+    ("device", "rows", "share"),
     [
-        (Device(lambda step: 0.3, host=4e-3), 8),
-        (Device(lambda step: 0.65, eligible=0.2), 20),
-        (Device(lambda step: 0.9, slowdown=0.3, outlier=(0, 100.0)), 64),
-        (Device(lambda step: 0.9, slowdown=0.3, outlier=(4, 100.0)), 64),
+        (Device(lambda step, row: 0.3, host=4e-3), 8, 0.95),
+        (Device(lambda step, row: 0.65, eligible=0.2), 20, 0.95),
+        (Device(lambda step, row: 0.9, slowdown=0.3, outlier=(0, 100.0)), 64, 0.7),
+        (Device(lambda step, row: 0.9, slowdown=0.3, outlier=(4, 100.0)), 64, 0.7),
     ],
     ids=["drafting on the host", "few eligible rows", "the first step compiles a kernel", "another process"],
 )
-def test_host_time_counts_and_outliers_do_not(device: Device, rows: int) -> None:
-    check(device, rows, 1500)
+def test_host_time_counts_and_outliers_do_not(device: Device, rows: int, share: float) -> None:
+    """An outlier delays the next trial, without which fewer than a third of the tokens are possible."""
+    check(device, rows, 600, share)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64, 256])
+@pytest.mark.parametrize("passes", [0.0, 2.0])
+def test_useless_drafts_cost_little(rows: int, passes: float) -> None:
+    """Also if drafting takes two fifths of a step. Before, 300 steps have shown that they are useless."""
+    device, drafting = Device(lambda step, row: 0.0, depth=2, cost=ToyCost(128, passes)), weighing()
+    device.run(rows, drafting, 300)
+    assert device.run(rows, drafting, 400)[0] > 0.98 * device.uniform(rows, 0)
+
+
+def test_rows_that_accept_drafts_have_more_of_them() -> None:
+    """One row in eight accepts drafts. The step has room for half a draft per row."""
+    device, drafting = Device(lambda step, row: 0.9 * (row % 8 == 0), cost=ToyCost(96)), weighing()
+    device.run(64, drafting, 50)
+    decoding = [sequence(i) for i in range(64)]
+    wanted = drafting.choose(decoding, (), 1 << 16, device.cost)  # type: ignore[arg-type]
+    assert [wanted.get(i, 0) for i in range(64)] == [K if i % 8 == 0 else 0 for i in range(64)]
+    assert device.run(64, drafting, 100)[0] > 1.3 * device.uniform(64, 0)
+
+
+def test_prompts_in_a_step_leave_room_for_fewer_drafts() -> None:
+    """With a prompt each draft takes time: one that is accepted with a tenth does not pay."""
+    device, drafting = Device(lambda step, row: 0.1), weighing()
+    device.run(8, drafting, 100)
+    decoding, prompt = [sequence(i) for i in range(8)], sequence(8)
+    prompt.remaining = 1000
+    found = [drafting.choose(decoding, more, 2048, device.cost) for more in ((), (prompt,))]  # type: ignore[arg-type]
+    assert sum(found[0].values()) >= 8 and not found[1]
 
 
 def test_trials_become_rare_and_still_detect_better_acceptance() -> None:
-    device = Device(lambda step: 0.95 * (step > 3500))
-    _, chosen = device.run(20, Drafting(K), 6000)
+    device = Device(lambda step, row: 0.95 * (step > 3500))
+    _, chosen = device.run(20, weighing(), 6000)
     assert chosen[0], "the prior is one accepted draft per row"
     trials = [step for step, drafts in enumerate(chosen[:3500]) if drafts]
-    assert len(trials) < 30 and max(b - a for a, b in pairwise(trials)) > MAX_INTERVAL
+    assert len(trials) < 70 and max(b - a for a, b in pairwise(trials)) > MAX_INTERVAL
     assert sum(map(bool, chosen[-1000:])) > 980
 
 
 @pytest.mark.parametrize(("rows", "most"), [(1, 0.04), (8, 0.01)])
 def test_drafts_that_never_pay_are_rare(rows: int, most: float) -> None:
     """A trial ends before all of its rows if the first ones accept nothing, and one that succeeds does not."""
-    device = Device(lambda step: 0.7 * (step > 4000), slowdown=1.3, depth=2)
-    _, chosen = device.run(rows, Drafting(K), 8000)
+    device = Device(lambda step, row: 0.7 * (step > 4000), slowdown=1.3, depth=2)
+    _, chosen = device.run(rows, weighing(), 8000)
     assert sum(map(bool, chosen[250:1250])) <= most * 1000
     assert sum(map(bool, chosen[-1000:])) > 900
 
@@ -138,7 +191,7 @@ def test_batch_sizes_are_learnt_separately() -> None:
     def rows(step: int) -> int:
         return 8 if step // 60 % 2 else 60
 
-    _, chosen = Device(lambda step: 0.6).run(rows, Drafting(K), 3000)
+    _, chosen = Device(lambda step, row: 0.6).run(rows, weighing(), 3000)
     many = [bool(drafts) for step, drafts in enumerate(chosen) if rows(step) == 60]
     few = [bool(drafts) for step, drafts in enumerate(chosen) if rows(step) == 8]
     assert sum(many) < 0.03 * len(many) and sum(few) > 0.97 * len(few)
@@ -146,17 +199,18 @@ def test_batch_sizes_are_learnt_separately() -> None:
 
 def test_the_length_of_a_trial_is_counted_in_rows() -> None:
     """A trial that begins with one row per step ends soon when there are sixty."""
-    chosen = Device(lambda step: 0.0).run(lambda step: 1 if step < 40 else 60, Drafting(K), 60)[1]
+    chosen = Device(lambda step, row: 0.0).run(lambda step: 1 if step < 40 else 60, weighing(), 60)[1]
     assert sum(map(bool, chosen[40:])) <= 2
 
 
 def test_without_measured_times_the_cost_model_decides() -> None:
     """The time of a step with prefill does not count. Trials become rare all the same."""
-    drafting, cost, chosen = Drafting(K), ToyCost(free=1), []
+    drafting, cost, chosen = weighing(), ToyCost(free=1), []
+    decoding = [sequence(i) for i in range(8)]
     for step in range(1000):
-        drafts = drafting.choose(8, 100, cost)  # type: ignore[arg-type]
-        chosen.append(drafts)
-        rows = [Row(i, i, 0, 1 + drafts, 100, drafts, DECODE) for i in range(8)]
+        drafts = drafting.choose(decoding, (), 1 << 16, cost)  # type: ignore[arg-type]
+        chosen.append(sum(drafts.values()))
+        rows = [Row(i, i, 0, 1 + drafts.get(i, 0), 100, drafts.get(i, 0), DECODE) for i in range(8)]
         plan = StepPlan(step, [*rows, Row(8, 8, 0, 50, 50, 0, 0)])
         results = tuple(RowResult(i, i, 0, (1,) * (1 + (i < 8))) for i in range(9))
         drafting.launched(plan)
@@ -187,10 +241,10 @@ def test_any_choice_gives_every_request_its_own_output(depth: int, monkeypatch: 
     plans: list[list[Row]] = []
     asked: dict[int, tuple[int, int]] = {}
 
-    def random_choice(drafting, rows, length, cost):
-        asked[len(plans)] = rows, length
-        choose(drafting, rows, length, cost)
-        return rng.choice([0, 3])
+    def random_choice(drafting, decoding, prompts, budget, cost):
+        asked[len(plans)] = len(decoding), sum(seq.computed for seq in decoding) // len(decoding)
+        choose(drafting, decoding, prompts, budget, cost)
+        return {seq.uid: rng.choice([0, 1, 3]) for seq in decoding}
 
     monkeypatch.setattr(Drafting, "choose", random_choice)
     for seed in range(12):
@@ -204,7 +258,7 @@ def test_any_choice_gives_every_request_its_own_output(depth: int, monkeypatch: 
     assert len(complete) > len(asked) / 2
     for rows, length, decodes in complete:
         assert length == sum(row.bound - row.count for row in decodes) // rows
-    assert {row.draft for decodes in plans for row in decodes} >= {0, 3}
+    assert {row.draft for decodes in plans for row in decodes} >= {0, 1, 3}
 
 
 def run(*more: str) -> tuple[list[list[int]], int]:
@@ -221,7 +275,7 @@ def run(*more: str) -> tuple[list[list[int]], int]:
 
 def test_an_engine_weighs_drafts_if_it_has_a_cost_model_and_may(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(Drafting, "choose", lambda drafting, rows, *rest: asked.append(rows) or 0)
+    monkeypatch.setattr(Drafting, "choose", lambda drafting, rows, *rest: asked.append(rows) or {})
     outputs, drafted = run("cost=cpu")
     questions = len(asked)
     assert questions > 20 and drafted == 0
@@ -239,7 +293,7 @@ def test_a_policy_may_override_the_number_of_drafts() -> None:
     suite = SuiteFCFS()
     suite.make = lambda limits, kv: One(FCFSConfig(), limits, kv)  # type: ignore[method-assign]
     engine = suite.engine(lookahead=3)
-    engine.cost = SimpleNamespace(step_seconds=lambda rows: 0.0)  # type: ignore[assignment]
+    engine.cost = ToyCost(passes=1)  # type: ignore[assignment]
     plans: list[list[Row]] = []
     record(engine, plans)
     load = random_load(3)

@@ -113,6 +113,31 @@ def test_prompts_are_embedded(pooling: str) -> None:
     assert event.pooled_C.shape == (4096,) and event.pooled_C.std() == 0 and event.pooled_C[0] > 0
 
 
+@pytest.mark.parametrize("depth", [1, 3])
+def test_made_up_drafts_change_no_token_and_are_accepted_at_the_given_rate(depth: int) -> None:
+    prompts = [[n, 3] for n in range(1, 5)]
+    params = SamplingParams(max_tokens=150)
+    with engine() as simulated:
+        plain = outputs(simulated, params, *prompts)
+    drafted = ("spec_decode=ngram", "spec_decode.lookahead=2", "executor.acceptance=0.5", "engine.drafts=always")
+    with engine(*drafted, f"engine.depth={depth}") as simulated:
+        assert outputs(simulated, params, *prompts) == plain
+        counters = simulated.counters
+        assert counters.drafted > 0.9 * 2 * counters.decode_rows
+        # The first of two is accepted with 1/2, both with 1/4.
+        assert counters.accepted / counters.decode_rows == pytest.approx(0.75, abs=0.1)
+
+
+def test_drafting_takes_the_time_of_the_draft_model() -> None:
+    model = ("spec_decode=draft_model", "model@spec_decode.model=llama3_8b", "executor.acceptance=0", "cost=h200")
+    seconds = []
+    for words in ((), (*model, "engine.drafts=always", "spec_decode.lookahead=3")):
+        with engine("cost=h200", "engine.depth=2", *words) as simulated:
+            outputs(simulated, SamplingParams(max_tokens=20), [1, 2, 3])
+            seconds.append(simulated.counters.device_seconds)
+    assert 3 < seconds[1] / seconds[0] < 4, "up to three passes as long as the step, fewer near the end"
+
+
 def test_drafts_are_refused() -> None:
     refused = "requires spec_decode with drafts false.*Would work: spec_decode=none"
     with pytest.raises(CapabilityError, match=refused), engine("spec_decode=ngram"):

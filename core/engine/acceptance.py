@@ -1,0 +1,82 @@
+"""Estimates how many drafts a row accepts, from recent steps. Shapes: R rows, S slots, K drafts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+HALF_LIFE_ROWS = 64
+"""Rows with drafts after which the weight of older counts over all rows has halved."""
+HALF_LIFE_DRAFTED = 32
+"""Steps with drafts of a row after which the weight of its older counts has halved."""
+HALF_LIFE_IDLE = 256
+"""The same in steps without drafts: a row that accepted nothing gets drafts again when its text may have changed."""
+PRIOR = 0.5
+"""Probability that a draft is accepted if those before it were, before any is verified: a row accepts about one."""
+PRIOR_ROWS = 2.0
+"""Weight of the other rows' counts in the estimate for a row, in steps with drafts."""
+MOST = 0.999
+"""Limit of that probability: later drafts of a row never rank before earlier ones."""
+
+
+class Acceptance:
+    """Acceptance of drafts by row and position. A draft counts if it was planned and all drafts before it were
+    accepted, so a row for which the drafter found nothing counts as one that accepted nothing."""
+
+    def __init__(self, slots: int, lookahead: int) -> None:
+        self._steps_K = np.arange(lookahead)
+        self._reached_SK, self._accepted_SK = np.zeros((2, slots, lookahead))
+        self._owner_S = np.full(slots, -1, np.int64)
+        """Uid of the sequence that the slot's counts belong to."""
+        self._seen_S = np.zeros(slots)
+        """Number of steps with drafts when the row last had some."""
+        self._all_reached_K, self._all_accepted_K = np.zeros((2, lookahead))
+        self._now = 0.0
+
+    def tick(self, steps: int = 1) -> None:
+        """Count steps, with drafts or not."""
+        self._now += steps
+
+    def survival(self, slots_R: NDArray[np.int64], uids_R: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return the probability that draft k of a row and all drafts before it are accepted, [R, K]."""
+        rate_K = self._rates()
+        weight_R = 0.5 ** ((self._now - self._seen_S[slots_R]) / HALF_LIFE_IDLE)
+        weight_R1 = np.where(self._owner_S[slots_R] == uids_R, weight_R, 0.0)[:, None]
+        reached_RK = weight_R1 * self._reached_SK[slots_R] + PRIOR_ROWS
+        accepted_RK = weight_R1 * self._accepted_SK[slots_R] + PRIOR_ROWS * rate_K
+        survival_RK: NDArray[np.float64] = np.minimum(accepted_RK / reached_RK, MOST).cumprod(1)
+        return survival_RK
+
+    def last_drafted(self, slots_R: NDArray[np.int64], uids_R: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return the step in which each row last had drafts; -1 = it never had."""
+        return np.where(self._owner_S[slots_R] == uids_R, self._seen_S[slots_R], -1.0)
+
+    def _rates(self) -> NDArray[np.float64]:
+        """Return the probability by position over all rows, [K]. Without counts it is that of the position before."""
+        rates, last = np.empty(len(self._all_reached_K)), PRIOR
+        for k, (reached, accepted) in enumerate(zip(self._all_reached_K, self._all_accepted_K, strict=True)):
+            rates[k] = last = (accepted + last) / (reached + 1)
+        return rates
+
+    def update(
+        self,
+        slots_R: NDArray[np.int64],
+        uids_R: NDArray[np.int64],
+        planned_R: NDArray[np.int64],
+        accepted_R: NDArray[np.int64],
+    ) -> None:
+        """Take the rows of a step that had drafts: how many were planned and accepted."""
+        reached_RK = self._steps_K < np.minimum(planned_R, accepted_R + 1)[:, None]
+        accepted_RK = self._steps_K < accepted_R[:, None]
+        forget = 0.5 ** (len(slots_R) / HALF_LIFE_ROWS)
+        self._all_reached_K = forget * self._all_reached_K + reached_RK.sum(0)
+        self._all_accepted_K = forget * self._all_accepted_K + accepted_RK.sum(0)
+        idle_R = 0.5 ** ((self._now - self._seen_S[slots_R]) / HALF_LIFE_IDLE) * 0.5 ** (1 / HALF_LIFE_DRAFTED)
+        kept_R1 = np.where(self._owner_S[slots_R] == uids_R, idle_R, 0.0)[:, None]
+        self._reached_SK[slots_R] = kept_R1 * self._reached_SK[slots_R] + reached_RK
+        self._accepted_SK[slots_R] = kept_R1 * self._accepted_SK[slots_R] + accepted_RK
+        self._owner_S[slots_R], self._seen_S[slots_R] = uids_R, self._now
