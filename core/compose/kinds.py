@@ -41,6 +41,7 @@ KINDS: dict[str, Kind] = {
             "Scheduler",
             "scheduler:SchedulerContract",
             "which sequences run in a step, and how many tokens of each",
+            api="0.2",
         ),
         _kind(
             "kv_cache",
@@ -55,7 +56,7 @@ KINDS: dict[str, Kind] = {
             "AttentionBackend",
             "attention:AttentionContract",
             "writes keys and values to pages and attends over them",
-            api="0.2",
+            api="0.3",
         ),
         _kind(
             "quant",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from dovetail.core.interfaces.kv_cache import KVGroup
+    from dovetail.core.interfaces.model import BuildContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +158,9 @@ class AttentionBackend(ABC):
 
         return rope_kv_write(layer, ctx.meta, self.pools[layer.group], qkv, rope, qk_norm)
 
-    def tunables(self, layer: AttentionLayer, rows: int) -> Sequence[Tunable]:
-        """Return operations of a layer in steps of `rows` tokens that can be tuned."""
+    def tunables(self, layer: AttentionLayer, build: BuildContext, rows: int) -> Sequence[Tunable]:
+        """Return operations of a layer in steps of `rows` tokens that can be tuned. `build`: what the layer's model is
+        built from; there are no pools yet."""
         return ()
 
     @abstractmethod

@@ -12,11 +12,11 @@ from dovetail.plugins.scheduler.config import (
 )
 
 COMPONENTS = (
-    builtin("scheduler", "fcfs", FCFSConfig, "fcfs:FCFSScheduler"),
-    builtin("scheduler", "static", StaticConfig, "static:StaticScheduler"),
-    builtin("scheduler", "priority", PriorityConfig, "priority:PriorityScheduler"),
-    builtin("scheduler", "longest_prefix", LongestPrefixConfig, "longest_prefix:LongestPrefixScheduler"),
-    builtin("scheduler", "shortest_job", ShortestJobConfig, "shortest_job:ShortestJobScheduler"),
-    builtin("scheduler", "fair", FairConfig, "fair:FairScheduler"),
-    builtin("scheduler", "deadline", DeadlineConfig, "deadline:DeadlineScheduler"),
+    builtin("scheduler", "fcfs", FCFSConfig, "fcfs:FCFSScheduler", api="0.2"),
+    builtin("scheduler", "static", StaticConfig, "static:StaticScheduler", api="0.2"),
+    builtin("scheduler", "priority", PriorityConfig, "priority:PriorityScheduler", api="0.2"),
+    builtin("scheduler", "longest_prefix", LongestPrefixConfig, "longest_prefix:LongestPrefixScheduler", api="0.2"),
+    builtin("scheduler", "shortest_job", ShortestJobConfig, "shortest_job:ShortestJobScheduler", api="0.2"),
+    builtin("scheduler", "fair", FairConfig, "fair:FairScheduler", api="0.2"),
+    builtin("scheduler", "deadline", DeadlineConfig, "deadline:DeadlineScheduler", api="0.2"),
 )

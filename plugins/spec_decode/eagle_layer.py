@@ -85,7 +85,7 @@ class EagleLayer(Head):
             k_scale=self.kv_scales.k,
             v_scale=self.kv_scales.v,
         )
-        build.tuned.append(partial(build.attention.tunables, self.attention))
+        build.tuned.append(partial(build.attention.tunables, self.attention, build))
 
     def linears(self) -> Iterator[Linear]:
         yield from (self.fc, self.qkv, self.o, self.up, self.down)

@@ -31,6 +31,7 @@ from dovetail.core.interfaces import (  # noqa: E402
     Rope,
 )
 from dovetail.core.memory.pools import make_pools  # noqa: E402
+from dovetail.core.ops.choices import Choices, temporarily  # noqa: E402
 from dovetail.core.ops.formats import encode_reference  # noqa: E402
 from dovetail.core.ops.kernels.kv_write import rope_kv_write_triton  # noqa: E402
 from dovetail.core.ops.kv_write import rope_kv_write_reference  # noqa: E402
@@ -40,7 +41,17 @@ from dovetail.core.testing.numeric import poisoned_memory  # noqa: E402
 from dovetail.plugins.attention.config import TritonConfig  # noqa: E402
 from dovetail.plugins.attention.triton import backend  # noqa: E402
 from dovetail.plugins.attention.triton.backend import Triton  # noqa: E402
-from dovetail.plugins.attention.triton.tiles import EMPTY, WARP_KEYS, DecodeTile, Shape, Tile, Tiles, fit  # noqa: E402
+from dovetail.plugins.attention.triton.tiles import (  # noqa: E402
+    EMPTY,
+    WARP_KEYS,
+    DecodeTile,
+    Geometry,
+    Shape,
+    Tile,
+    Tiles,
+    fit,
+)
+from dovetail.plugins.attention.triton.tuning import OP, Runs, choice_of, key_of  # noqa: E402
 from dovetail.plugins.quant.int8.format import INT8_TOKEN  # noqa: E402
 
 from .attention_cases import Case, error, expected, make_step  # noqa: E402
@@ -231,9 +242,24 @@ def test_decode_rows_do_not_make_a_short_prompt_long():
         page_table_BP=torch.zeros(len(counts), 4, dtype=torch.int32, device=DEVICE),
         page_tokens=16,
     )
-    geometry = (0, 4, 1, 64, torch.float16, E4M3)
+    geometry = Geometry(4, 1, 64, 0, torch.float16, E4M3, 16)
     plan = backend._make_plan(Tiles(), geometry, meta, HostBounds(counts, counts, 8), sum(counts), lambda: None)
     assert [items.gathered for items in plan.lists] == [None, None]
+
+
+@pytest.mark.parametrize("window", [0, 20])
+def test_a_tuned_tile_gives_the_exact_result_of_its_trial(window):
+    geometry, lengths = Geometry(4, 2, 64, window, torch.float16, torch.float16, 16), [5, 70, 33]
+    runs = Runs(Triton(TritonConfig()), geometry, lengths, 2, DEVICE)
+    chosen = Tile(16, 32, 2, 3, 3, least=16)
+    gpu = torch.cuda.get_device_name() if DEVICE.type == "cuda" else ""
+    with temporarily(Choices({(OP, gpu, key_of(geometry)): {4: choice_of(chosen)}})):
+        got = [runs.attend(layer, layer == 0).float() for layer in (0, 1)]
+    (items,) = next(iter(runs._ctx.state.values())).lists
+    assert items.tile == fit(chosen, Shape(2, 64, torch.float16, torch.float16, 16))
+    exact = runs.exact()
+    assert float((got[0] - exact).norm() / exact.norm()) < 2e-3
+    assert not torch.equal(got[0], got[1]), "each layer has its own keys"
 
 
 @pytest.mark.parametrize("kv_dtype", [E4M3, E5M2])
@@ -356,7 +382,7 @@ def test_items_cover_every_key_of_many_rows_once(programs, window, monkeypatch):
         **dict.fromkeys(("slots_B", "positions_T", "rows_T", "page_table_BP", "write_T"), torch.zeros(0)),
         page_tokens=16,
     )
-    geometry = (window, 2, 1, 16, torch.float32, torch.float32)
+    geometry = Geometry(2, 1, 16, window, torch.float32, torch.float32, meta.page_tokens)
     tiles = SmallTiles(programs) if programs else WholeRows()
     plan = backend._make_plan(tiles, geometry, meta, HostBounds(counts, lengths, decodes), total, lambda: None)
     seen = [torch.zeros(count, length, dtype=torch.int32) for count, length in zip(counts, lengths, strict=True)]
@@ -394,7 +420,7 @@ def test_items_of_single_tokens_have_their_first_pages(page_tokens, window):
         **dict.fromkeys(("slots_B", "positions_T", "rows_T", "write_T"), torch.zeros(0)),
         page_tokens=page_tokens,
     )
-    geometry = (window, 4, 2, 64, torch.float16, torch.float16)
+    geometry = Geometry(4, 2, 64, window, torch.float16, torch.float16, meta.page_tokens)
     host = HostBounds(counts, tuple(length + 9 for length in lengths), len(lengths))
     (made,) = backend._make_plan(FixedTile(tile), geometry, meta, host, len(lengths) + 2, lambda: None).lists
     assert (made.mail == EMPTY).all() and made.mail.numel() == made.items.shape[0] * 2 * tile.box_words(64)
@@ -435,7 +461,7 @@ def test_mailboxes_are_filled_after_the_plan_even_if_no_row_is_split(tile, words
     monkeypatch.setattr(backend, "plan_items", Planning())
     monkeypatch.setattr(torch, "full", full)
     step = make_step(Case(lengths=(5, 9), counts=(1, 1), num_decode=2), make(), DEVICE)
-    geometry = (0, 4, 2, 64, torch.float16, torch.float16)
+    geometry = Geometry(4, 2, 64, 0, torch.float16, torch.float16, step.ctx.meta.page_tokens)
     backend._make_plan(FixedTile(tile), geometry, step.ctx.meta, step.ctx.host, 2, lambda: None)
     assert launched == ["plan", words]
 

@@ -12,16 +12,16 @@ from dovetail.core.compose import KINDS
 from .conftest import listing, pip_install, refusal, run_all, words
 
 FIRST = Path(__file__).parent / "releases" / "first"
-UNCHANGED = {"cost", "observer", "router", "scheduler", "workload"}
+UNCHANGED = {"observer", "router", "workload"}
 """Kinds whose contract is the first one. A kind that changes leaves this set."""
 CHANGED = {"attention": "attention=first", "grammar": "grammar=first", "logits": "logits=[first]"}
-CHANGED |= {kind: f"{kind}=first" for kind in ("model", "quant", "spec_decode")}
+CHANGED |= {kind: f"{kind}=first" for kind in ("cost", "model", "quant", "scheduler", "spec_decode")}
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     site = pip_install(FIRST, tmp_path_factory.mktemp("site") / "first")
-    small = ("engine.device=cpu", "engine.kv_pages=64", "cost=first", "scheduler=first", "observer=[first]")
+    small = ("engine.device=cpu", "engine.kv_pages=64", "observer=[first]")
     run = words("app=bench", "workload=first", "workload.most=3", "bench.warmup=0", *small)
     routed = words("router=first", "engine.dp=2", "--cfg", "job")
     refused = (words(text) for text in CHANGED.values())

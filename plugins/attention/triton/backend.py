@@ -10,7 +10,7 @@ Shapes: T tokens, B rows, W items, H query heads, D head dim, C = H * D columns.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -27,11 +27,13 @@ from dovetail.core.interfaces import (
     AttentionLayer,
     AttnCtx,
     BatchMeta,
+    BuildContext,
     Bundle,
     HostBounds,
     QKNorm,
     Rope,
 )
+from dovetail.core.interfaces.tuning import Tunable
 from dovetail.core.ops.formats import encode
 from dovetail.core.ops.kernels.launch import HOPPER, dependent
 from dovetail.core.ops.kv_write import FLOAT8
@@ -41,12 +43,19 @@ from dovetail.plugins.attention.config import TritonConfig
 from dovetail.plugins.attention.triton.gather import ROOM_BYTES, Gathered
 from dovetail.plugins.attention.triton.kernels import attend_items
 from dovetail.plugins.attention.triton.plan import ITEM, plan_items
-from dovetail.plugins.attention.triton.tiles import DECODE_ROWS, EMPTY, DecodeTile, PromptTile, Shape, Tile, Tiles
+from dovetail.plugins.attention.triton.tiles import (
+    DECODE_ROWS,
+    EMPTY,
+    DecodeTile,
+    Geometry,
+    PromptTile,
+    Shape,
+    Tile,
+    Tiles,
+)
+from dovetail.plugins.attention.triton.tuning import TUNED_ROWS, DecodeTunable, TunedTiles
 
 log = logging.getLogger(__name__)
-
-Geometry = tuple[int, int, int, int, torch.dtype, torch.dtype]
-"""Window, heads, kv heads, head dim, dtype of q, dtype of the pages. Layers of the same geometry use the same items."""
 
 COMPUTE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 MANY_PROGRAMS = 3
@@ -98,7 +107,8 @@ class _Writes:
 class Triton(AttentionBackend):
     config: TritonConfig
     exact_lengths = "device"
-    tiles = Tiles()
+    tiles: Tiles | None = None
+    """In place of the tuned ones, for benchmarks."""
 
     def __init__(self, config: TritonConfig) -> None:
         super().__init__(config)
@@ -145,13 +155,23 @@ class Triton(AttentionBackend):
 
     def _plan(self, layer: AttentionLayer, ctx: AttnCtx, q: torch.Tensor) -> LaunchPlan:
         kv_dtype = self.pools[layer.group].planes["k"].dtype
-        geometry = (layer.window, layer.heads, layer.kv_heads, layer.head_dim, q.dtype, kv_dtype)
+        geometry = _geometry(layer, q.dtype, kv_dtype, ctx.meta.page_tokens)
         if geometry not in ctx.state:
             hopper = self.config.gluon and ctx.meta.tree_mask_TW is None and _has_hopper(q.device)
+            tiles = self.tiles or TunedTiles(geometry, ctx.host.num_decode, _gpu(q.device))
             ctx.state[geometry] = _make_plan(
-                self.tiles, geometry, ctx.meta, ctx.host, q.shape[0], partial(self._room_on, q.device), hopper
+                tiles, geometry, ctx.meta, ctx.host, q.shape[0], partial(self._room_on, q.device), hopper
             )
         return ctx.state[geometry]
+
+    def tunables(self, layer: AttentionLayer, build: BuildContext, rows: int) -> Sequence[Tunable]:
+        device = build.device
+        if device.type != "cuda" or rows not in TUNED_ROWS:
+            return ()
+        geometry = _geometry(layer, build.dtype, build.kv_dtype, build.page_tokens)
+        shape = _shape(geometry, device, self.config.gluon and _has_hopper(device))
+        make = partial(type(self), self.config)
+        return [DecodeTunable(make, geometry, rows, build.max_len, shape, _processors(device))]
 
     def _room_on(self, device: torch.device) -> torch.Tensor:
         """Buffer for gathered pages. Allocated once and kept, so the warm-up step at start-up measures it."""
@@ -243,6 +263,15 @@ class Triton(AttentionBackend):
         )
 
 
+def _geometry(layer: AttentionLayer, dtype: torch.dtype, kv_dtype: torch.dtype, page_tokens: int) -> Geometry:
+    return Geometry(layer.heads, layer.kv_heads, layer.head_dim, layer.window, dtype, kv_dtype, page_tokens)
+
+
+def _shape(geometry: Geometry, device: torch.device, hopper: bool) -> Shape:
+    dtypes = geometry.dtype, geometry.kv_dtype
+    return Shape(geometry.group, geometry.head_dim, *dtypes, geometry.page_tokens, hopper, _shared_bytes(device))
+
+
 def _make_plan(
     tiles: Tiles,
     geometry: Geometry,
@@ -253,9 +282,9 @@ def _make_plan(
     hopper: bool = False,
 ) -> LaunchPlan:
     """Create work items for both classes of rows. `room`: memory for gathered pages. `hopper`: as in Shape."""
-    window, heads, kv_heads, dim, dtype, kv_dtype = geometry
+    window, kv_heads, dim, dtype = geometry.window, geometry.kv_heads, geometry.head_dim, geometry.dtype
     device = meta.kv_len_B.device
-    shape = Shape(heads // kv_heads, dim, dtype, kv_dtype, meta.page_tokens, hopper, _shared_bytes(device))
+    shape = _shape(geometry, device, hopper)
     rows, decode = len(host.counts), host.num_decode
     launches: list[tuple[int, int, Tile, Gathered | None]] = []
     if decode:
@@ -342,6 +371,12 @@ def _has_hopper(device: torch.device) -> bool:
         )
         return False
     return True
+
+
+@cache
+def _gpu(device: torch.device) -> str:
+    """Name of the GPU in tuning tables."""
+    return torch.cuda.get_device_properties(device).name if device.type == "cuda" else ""
 
 
 @cache

@@ -132,6 +132,23 @@ class DecodeTile(Tile):
 
 
 @dataclass(frozen=True, slots=True)
+class Geometry:
+    """Facts of a layer and its pages. Layers of the same geometry use the same work items."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    page_tokens: int
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+
+@dataclass(frozen=True, slots=True)
 class Shape:
     """Properties of a layer and step by which tiles are chosen."""
 

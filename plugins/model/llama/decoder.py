@@ -110,7 +110,7 @@ class Attention:
             k_scale=self.kv_scales.k,
             v_scale=self.kv_scales.v,
         )
-        build.tuned.append(partial(build.attention.tunables, self.layer))
+        build.tuned.append(partial(build.attention.tunables, self.layer, build))
 
     def __call__(self, x: Bundle, ctx: ForwardContext) -> Partial:
         attn = ctx.attn[self.layer.group]

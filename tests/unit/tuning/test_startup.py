@@ -249,7 +249,9 @@ def test_other_ranks_wait_for_the_search_of_rank_0():
 def test_every_distinct_layer_of_a_model_is_tunable(monkeypatch):
     """Layers of rank 0 of two, with an attention backend that has an operation to tune."""
     layers = []
-    monkeypatch.setattr(AttentionBackend, "tunables", lambda self, layer, rows: layers.append(layer) or [Scan(rows)])
+    monkeypatch.setattr(
+        AttentionBackend, "tunables", lambda self, layer, build, rows: layers.append(layer) or [Scan(rows)]
+    )
     composition = compose(["app=generate", "model=tiny", "engine.tp=2", "engine.dtype=bfloat16"])
     found = distinct(tunables_without_weights(composition, torch.device("cpu"), [1, 8]))
     spec = composition.part("model").target().spec(composition.part("model").config)

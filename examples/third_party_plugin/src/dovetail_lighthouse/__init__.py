@@ -12,7 +12,7 @@ def dovetail_components():
             name="lighthouse",
             config=LighthouseConfig,
             target="dovetail_lighthouse.scheduler:Lighthouse",
-            api="scheduler/0.1",
+            api="scheduler/0.2",
         ),
         Component(
             kind="logits",
