@@ -51,6 +51,7 @@ FIRST = (
     "unit/ops/test_architectures.py",
     "tp/test_symm_mem.py",
     "third_party/test_lighthouse.py",
+    "third_party/test_new.py",
     "server/test_processes.py",
     "tp/test_multiproc.py",
     "server/test_limits.py",

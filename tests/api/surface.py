@@ -147,27 +147,50 @@ def _changed(old: Mapping[str, list[str]], new: Mapping[str, list[str]]) -> Iter
             yield name, lines
 
 
+def breaks(old: Surface, new: Surface, part: str, lines: list[str], name: str) -> bool:
+    """Whether components that were written before may not work any more: something is gone or differs, or a name that
+    there was asks for something new."""
+    before = old["contracts"].get(part, {"names": {}})["names"]
+    asks = [line for line in lines if "@abstractmethod" in line or re.fullmatch(r"\+\w+: [^=]*", line)]
+    return any(line.startswith("-") for line in lines) or (name in before and bool(asks))
+
+
 def missing(old: Surface, new: Surface, changelog: str) -> list[str]:
     """Return what the changes lack: a version of a contract, or an entry in the newest section of CHANGELOG.md."""
-    found = []
-    bumped = {module: one["api"] != old["contracts"].get(module, {"api": None})["api"]
-              for module, one in new["contracts"].items()}  # fmt: skip
     newest = changelog.partition("\n## ")[2].partition("\n## ")[0]
     heading = newest.partition("\n")[0]
+    found = []
     if heading != f"{dovetail.__version__} (unreleased)":
         found.append(f"CHANGELOG.md has no section `## {dovetail.__version__} (unreleased)` at its top")
+    apis = {part: one["api"] for part, one in new["contracts"].items()}
+    bumped = {part for part in apis if apis[part] != old["contracts"].get(part, {"api": None})["api"]}
+    by_part: dict[str, dict[str, list[str]]] = {}
     for part, name, lines in differences(old, new):
-        what = f"{part}: {name}"
-        removes = any(line.startswith("-") for line in lines)
-        if new["contracts"].get(part, {"api": []})["api"]:
-            if not bumped[part]:
-                apis = " and ".join(new["contracts"][part]["api"])
-                found.append(f"{what} changed, but the version is still {apis}: raise it in core/compose/kinds.py")
-        elif (part == "hooks" or part in new["contracts"]) and removes and not any(bumped.values()):
-            found.append(f"{what} changed, which contracts share: raise the version of those that it affects")
-        if not re.search(rf"\b{re.escape(name)}\b", newest):
-            found.append(f"{what} changed, but the section {heading} of CHANGELOG.md does not name `{name}`")
+        by_part.setdefault(part, {})[name] = lines
+    for part, changed in by_part.items():
+        what, names = f"{part}: {', '.join(changed)} changed", list(changed)
+        if part in new["options"] or part in old["options"]:
+            named = [name for name in names if _names(newest, name) or _names(newest, part)]
+            found += [f"{part}: {name} changed, but {_no_entry(heading, name)}" for name in names if name not in named]
+            continue
+        breaking = any(breaks(old, new, part, lines, name) for name, lines in changed.items())
+        if breaking and apis.get(part) and part not in bumped:
+            found.append(
+                f"{what}, but the version is still {' and '.join(apis[part])}: raise it in core/compose/kinds.py"
+            )
+        elif breaking and not apis.get(part) and not bumped:
+            found.append(f"{what}, which contracts share: raise the version of those that it affects")
+        if not any(_names(newest, word) for word in (*names, *(apis[part] if part in bumped else ()))):
+            found.append(f"{what}, but {_no_entry(heading, names[0])}")
     return found
+
+
+def _names(text: str, word: str) -> bool:
+    return re.search(rf"(?<![\w/]){re.escape(word)}(?![\w/])", text) is not None
+
+
+def _no_entry(heading: str, word: str) -> str:
+    return f"the section {heading} of CHANGELOG.md does not name `{word}`"
 
 
 def main() -> int:

@@ -32,13 +32,25 @@ def stored() -> Surface:
     return found
 
 
-def router(new: Surface) -> None:
+def method(new: Surface) -> None:
     new["contracts"]["router"]["names"]["Router"].append("def drain(self, replica: int) -> None")
 
 
-def router_with_a_version(new: Surface) -> None:
-    router(new)
+def abstract(new: Surface) -> None:
+    new["contracts"]["router"]["names"]["Router"].append("@abstractmethod def drain(self, replica: int) -> None")
+
+
+def abstract_with_a_version(new: Surface) -> None:
+    abstract(new)
     new["contracts"]["router"]["api"] = ["router/9.0"]
+
+
+def required(new: Surface) -> None:
+    new["contracts"]["router"]["names"]["Arrival"].append("images: int")
+
+
+def name(new: Surface) -> None:
+    new["contracts"]["router"]["names"]["Drain"] = ["class Drain(ABC)", "replica: int"]
 
 
 def shared(new: Surface) -> None:
@@ -58,15 +70,13 @@ def hook(new: Surface) -> None:
 @pytest.mark.parametrize(
     ("change", "entry", "lacks"),
     [
-        (router, "`Router.drain`", ["router: Router changed, but the version is still router/0.1"]),
-        (
-            router_with_a_version,
-            "Routing",
-            [
-                "router: Router changed, but the section",
-            ],
-        ),
-        (router_with_a_version, "`Router.drain`", []),
+        (method, "`Router.drain`", []),
+        (method, "Routing", ["router: Router changed, but the section"]),
+        (abstract, "`Router.drain`", ["router: Router changed, but the version is still router/0.1"]),
+        (abstract_with_a_version, "Routing", ["router: Router changed, but the section"]),
+        (abstract_with_a_version, "Contract `router/9.0`", []),
+        (required, "`Arrival.images`", ["router: Arrival changed, but the version is still router/0.1"]),
+        (name, "`Drain`", []),
         (shared, "RequestOptions", ["records: RequestOptions changed, which contracts share"]),
         (option, "", ["scheduler=fcfs: max_chunk changed, but the section"]),
         (option, "`scheduler.max_chunk` is 7", []),

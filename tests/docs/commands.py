@@ -30,6 +30,7 @@ COMPOSED_ONLY = {
     "one_at_a_time": "takes a minute",
     "ablate.quality.prompts=2": "starts processes; tests/unit/app/test_ablate.py runs a small one",
     "engine.dp=2": "starts processes; tests/invariance/test_two_replicas.py compares their outputs with those of one",
+    "check.rounds=5": "takes a minute; docs/first-plugin.md has one without a benchmark",
     "check.component=scheduler/lottery": "takes a minute; the nightly script has one in tests/third_party/test_new.py",
     "scheduler:[lottery]": "starts processes; tests/unit/app/test_ablate.py runs a small one",
     "quantize.samples=32": "takes 10 s; the page has a smaller one",

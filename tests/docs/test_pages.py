@@ -63,10 +63,12 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 def run_pages(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[str, Any]], str, str]:
     work, site = tmp_path_factory.mktemp("pages"), tmp_path_factory.mktemp("site")
+    made = make_packages(work)
+    generated = set(work.rglob("test_*.py"))  # app=check runs the same suites
     write_files(work)
     install(work, site)
     jobs = [{"page": s.page, "text": s.text, "code": s.text} for s in SCRIPTS]
-    jobs += [{"page": c.page, "text": c.line, **how(c)} for c in TO_RUN if not c.is_shell]
+    jobs += [{"page": c.page, "text": c.line, **how(c)} for c in TO_RUN if not c.is_shell and c not in made]
     for job in jobs:
         job["cwd"] = str(folder_of(work, str(job["page"])))
     (work / "jobs.json").write_text(json.dumps(jobs))
@@ -75,12 +77,12 @@ def run_pages(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
     ours = start([sys.executable, *driver], work, env)
     (work / "conftest.py").write_text(FEW_EXAMPLES)
-    tests = sorted(str(file) for file in work.rglob("test_*.py"))
+    tests = sorted(str(file) for file in work.rglob("test_*.py") if file not in generated)
     # The same as tests/conftest.py does for tests with processes.
     once_more = ["--reruns", "1", "--only-rerun", "RankFailed"]
     quiet = ["-q", "-p", "no:cacheprovider", "--confcutdir", str(work)]
     suites = start([sys.executable, "-m", "pytest", *quiet, *once_more, *tests], work, env)
-    results = {}
+    results = {f"{c.page}: {c.line}": result for c, result in made.items()}
     for command in (c for c in TO_RUN if c.is_shell):
         shell = start(["bash", "-c", command.shell], folder_of(work, command.page), env)
         out = shell.communicate(timeout=800)[0]
@@ -109,6 +111,17 @@ def folder_of(work: Path, page: str) -> Path:
     folder = work / page.removesuffix(".md").replace("/", "_")
     folder.mkdir(exist_ok=True)
     return folder
+
+
+def make_packages(work: Path) -> dict[Command, dict[str, Any]]:
+    """Run the commands that make a package, before the files of the pages replace some of its files."""
+    made = {}
+    for command in (c for c in TO_RUN if "app=new" in c.line):
+        argv = [sys.executable, str(Path(__file__).parents[2] / "run.py"), *command.argv]
+        process = start(argv, folder_of(work, command.page), dict(os.environ))
+        out, _ = process.communicate(timeout=110)
+        made[command] = {"code": process.returncode, "out": out}
+    return made
 
 
 def write_files(work: Path) -> None:

@@ -5,19 +5,16 @@ import itertools
 import random
 
 import pytest
-from dovetail_lighthouse.config import LighthouseConfig, NoRepeatNgramConfig, StepCsvConfig, ThreeBitsConfig
-from dovetail_lighthouse.no_repeat_ngram import NoRepeatNgram
+from dovetail_lighthouse.config import LighthouseConfig, StepCsvConfig
+from dovetail_lighthouse.contracts import NoRepeatNgramContract, ThreeBitsContract
 from dovetail_lighthouse.scheduler import Lighthouse
 from dovetail_lighthouse.step_csv import StepCsv
-from dovetail_lighthouse.three_bits import ThreeBits
 from hypothesis import settings
 
-from dovetail import SamplingParams, compose
+from dovetail import compose
 from dovetail.core.testing.kv_cache import KVAllocatorContract
-from dovetail.core.testing.logits import LogitsProcessorContract
 from dovetail.core.testing.observer import ObserverContract
 from dovetail.core.testing.package import PackageContract
-from dovetail.core.testing.quant import QuantizerContract
 from dovetail.core.testing.scheduler import SchedulerContract
 
 
@@ -56,18 +53,8 @@ class TestSegmentedLRU(KVAllocatorContract):
         return allocator(groups, num_pages)
 
 
-class NoRepeatNgramContract(LogitsProcessorContract):
-    size = 1
-
-    def make(self):
-        return NoRepeatNgram(NoRepeatNgramConfig())
-
-    def active_params(self):
-        return SamplingParams(extra={"no_repeat_ngram": self.size})
-
-
 class TestUnigrams(NoRepeatNgramContract):
-    """No token may occur twice, so every history has a token to ban."""
+    pass
 
 
 class TestTrigrams(NoRepeatNgramContract):
@@ -81,11 +68,8 @@ class TestTrigrams(NoRepeatNgramContract):
         return [*self.prompt, *(rng.choice((1, 2)) for _ in range(outputs))]
 
 
-class TestThreeBits(QuantizerContract):
-    error = 0.34  # the mean over products of one token, 0.18, plus six standard deviations
-
-    def make(self):
-        return ThreeBits(ThreeBitsConfig())
+class TestThreeBits(ThreeBitsContract):
+    pass
 
 
 class TestStepCsv(ObserverContract):

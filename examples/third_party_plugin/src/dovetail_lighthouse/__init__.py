@@ -19,6 +19,7 @@ def dovetail_components():
             name="no_repeat_ngram",
             config=NoRepeatNgramConfig,
             target="dovetail_lighthouse.no_repeat_ngram:NoRepeatNgram",
+            contract="dovetail_lighthouse.contracts:NoRepeatNgramContract",
             api="logits/0.2",
         ),
         Component(
@@ -34,6 +35,7 @@ def dovetail_components():
             config=ThreeBitsConfig,
             target="dovetail_lighthouse.three_bits:ThreeBits",
             reads="dovetail_lighthouse.three_bits_checkpoint:reads",
+            contract="dovetail_lighthouse.contracts:ThreeBitsContract",
             api="quant/0.3",
         ),
     ]
