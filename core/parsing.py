@@ -150,16 +150,18 @@ class TextStream(ParserStream):
                 raise Malformed
             self.at = len(self.text)
 
-    def attempt(self, part: Callable[[], Steps[None]], opening: int = 0) -> Steps[bool]:
+    def attempt(
+        self, part: Callable[[], Steps[None]], opening: int = 0, emit: Callable[[str], ParserEvent] = Content
+    ) -> Steps[bool]:
         """Run a part that may raise Malformed. In that case return to the start of the part and emit the preceding
-        `opening` characters as content."""
+        `opening` characters, as content by default."""
         self.keep(opening)
         try:
             yield from part()
         except Malformed:
             self.rewind()
             self.at += opening
-            self.emit(Content(self.text[self.at - opening : self.at]))
+            self.emit(emit(self.text[self.at - opening : self.at]))
             return False
         finally:
             self._kept = None

@@ -42,17 +42,31 @@ class RopeConfig:
         return int(self.factor * self.trained_len) if self.kind == "yarn" else 0
 
 
-def read_rope(config: ConfigJson, head_dim: int, max_len: int, dim: int | None = None) -> RopeConfig:
+def read_rope(
+    config: ConfigJson,
+    head_dim: int,
+    max_len: int,
+    dim: int | None = None,
+    *,
+    layer_type: str | None = None,
+    theta_key: str = "rope_theta",
+    theta: float = 10000.0,
+) -> RopeConfig:
     """Read the settings from any place where files have them, with the precedence of transformers 5: rope_scaling
     replaces rope_parameters; rope_theta and partial_rotary_factor at the top level are defaults for what the section
     lacks; original_max_position_embeddings at the top level replaces the section's. `dim` is set if the model fixes it.
+
+    `layer_type`: a kind of layer, whose settings are read where the file has some for each kind (rope_parameters of
+    Gemma 3). `theta_key`, `theta`: key at the top level and default of rope_theta.
     """
     options = config.section("rope_scaling" if config.get("rope_scaling") else "rope_parameters")
+    if layer_type is not None and has_kinds(options):
+        options = options.section(layer_type)
     for key, value in options.values.items():
         if isinstance(value, Mapping):
-            raise options.wrong(key, "rotary positions that differ by kind of layer are not supported")
+            raise options.wrong(key, "this model's rotary positions do not differ by kind of layer")
     kind = options.choice("type" if options.get("rope_type") is None else "rope_type", KINDS, "default")
-    theta = options.number("rope_theta", config.number("rope_theta", 10000.0))
+    theta = options.number("rope_theta", config.number(theta_key, theta))
     _note_dropped_theta(config, options, theta)
     partial = config.number("partial_rotary_factor", 1.0, at_most=1.0)
     partial = options.number("partial_rotary_factor", partial, at_most=1.0)
@@ -75,8 +89,8 @@ def read_rope(config: ConfigJson, head_dim: int, max_len: int, dim: int | None =
         if low >= high:
             raise options.wrong("beta_slow", f"it must be below beta_fast, which is {high}")
         if theta <= 1:
-            where = config if options.get("rope_theta") is None else options
-            raise where.wrong("rope_theta", "yarn needs one above 1")
+            stated = options.get("rope_theta") is not None
+            raise (options if stated else config).wrong("rope_theta" if stated else theta_key, "yarn needs one above 1")
         return RopeConfig(
             **rope,
             factor=factor,
@@ -93,6 +107,11 @@ def read_rope(config: ConfigJson, head_dim: int, max_len: int, dim: int | None =
     if low >= high:
         raise options.wrong("low_freq_factor", f"it must be below high_freq_factor, which is {high}")
     return RopeConfig(**rope, trained_len=trained_len, low=low, high=high)
+
+
+def has_kinds(options: ConfigJson) -> bool:
+    """Whether the section has settings for each kind of layer."""
+    return bool(options.values) and all(isinstance(value, Mapping) for value in options.values.values())
 
 
 def _note_dropped_theta(config: ConfigJson, options: ConfigJson, theta: float) -> None:

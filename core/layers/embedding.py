@@ -64,10 +64,15 @@ class VocabTable:
 class VocabParallelEmbedding:
     """Token embedding. Each rank looks up the tokens it holds, and an all-reduce combines the ranks."""
 
-    def __init__(self, table: VocabTable) -> None:
-        self.table = table
+    def __init__(self, table: VocabTable, scale: float = 1.0) -> None:
+        """`scale`: multiplies the embeddings."""
+        self.table, self.scale = table, scale
 
     def __call__(self, tokens_T: torch.Tensor) -> torch.Tensor:
+        embeds_TC = self._look_up(tokens_T)
+        return embeds_TC if self.scale == 1.0 else embeds_TC * self.scale
+
+    def _look_up(self, tokens_T: torch.Tensor) -> torch.Tensor:
         table = self.table
         if table.collective.size == 1:
             return table.method.rows(table.params, tokens_T)
@@ -80,9 +85,10 @@ class VocabParallelEmbedding:
 class LMHead:
     """Logits over the vocabulary on every rank, in the model's dtype. Tied models pass their embedding table."""
 
-    def __init__(self, table: VocabTable, build: BuildContext, bias: str | None = None) -> None:
-        """`bias`: checkpoint name of the bias, for models whose head has one."""
-        self.table, self.bias_name = table, bias
+    def __init__(self, table: VocabTable, build: BuildContext, bias: str | None = None, soft_cap: float = 0.0) -> None:
+        """`bias`: checkpoint name of the bias, for models whose head has one. `soft_cap`: logits become
+        cap * tanh(logit / cap) (Gemma 2, 2024); 0 = they stay."""
+        self.table, self.bias_name, self.soft_cap = table, bias, soft_cap
         self.bias_V = None if bias is None else torch.zeros(table.rows, dtype=build.dtype, device=build.device)
         build.tuned.append(self.tunables)
 
@@ -105,7 +111,10 @@ class LMHead:
 
     def _product(self, states_BC: torch.Tensor) -> torch.Tensor:
         method = self.table.method
-        return method.apply(self.table.params, encode(states_BC, (method.input,))[method.input], self.bias_V)
+        logits_BV = method.apply(self.table.params, encode(states_BC, (method.input,))[method.input], self.bias_V)
+        if self.soft_cap:
+            logits_BV = self.soft_cap * torch.tanh(logits_BV / self.soft_cap)
+        return logits_BV
 
     def weights(self) -> Iterator[Weight]:
         """Only the bias; the table lists its own weight."""

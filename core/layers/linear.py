@@ -175,8 +175,14 @@ class ColumnParallel(Linear):
         outs: tuple[int, ...],
         bias: bool = False,
     ) -> None:
-        parts = tuple(Part(name, out, *split_channels(name, out, build)) for name, out in zip(names, outs, strict=True))
-        super().__init__(path, build, parts, inp, shard="column", bias=bias)
+        """`names`: a matrix each, or repeatedly the name of one that holds several, in succession (Phi-3)."""
+        parts = []
+        for index, (name, out) in enumerate(zip(names, outs, strict=True)):
+            rows = [size for other, size in zip(names, outs, strict=True) if other == name]
+            first = sum(rows[: names[:index].count(name)])
+            start, stop = split_channels(name, out, build)
+            parts.append(Part(name, sum(rows), first + start, first + stop))
+        super().__init__(path, build, tuple(parts), inp, shard="column", bias=bias)
 
 
 class QKVParallel(Linear):
@@ -194,7 +200,8 @@ class QKVParallel(Linear):
         bias: bool = False,
         interleaved: int = 0,
     ) -> None:
-        """`names`: three matrices, or one that holds each kv head's queries, then its key, then its value (Falcon).
+        """`names`: three matrices, three times the name of one that holds all queries, then all keys, then all values
+        (Phi-3), or one that holds each kv head's queries, then its key, then its value (Falcon).
 
         `interleaved`: number of leading dimensions of a head that the checkpoint rotates as adjacent pairs. Their rows
         are reordered to halves in q and k, the only layout that kernels support. This changes no q.k.
@@ -210,6 +217,8 @@ class QKVParallel(Linear):
             group = queries + 2
             places = (q_H // queries * group + q_H % queries, kv_K * group + queries, kv_K * group + queries + 1)
             names, counts = names * 3, (kv_heads * group,) * 3
+        elif len(set(names)) == 1:
+            places, counts = (q_H, heads + kv_K, heads + kv_heads + kv_K), (heads + 2 * kv_heads,) * 3
         else:
             places, counts = (q_H, kv_K, kv_K), (heads, kv_heads, kv_heads)
         parts = tuple(

@@ -6,7 +6,7 @@ from dovetail.core.ops.bitmask import apply_bitmask
 from dovetail.core.ops.decoded_matmul import decoded_matmul
 from dovetail.core.ops.experts import ExpertWeights, gated_experts
 from dovetail.core.ops.formats import encode
-from dovetail.core.ops.gated import silu_and_mul
+from dovetail.core.ops.gated import gelu_and_mul, silu_and_mul
 from dovetail.core.ops.kv_write import rope_kv_write
 from dovetail.core.ops.layernorm import layer_norm
 from dovetail.core.ops.matmul import matmul, scaled_matmul, unscaled_matmul
@@ -20,6 +20,7 @@ __all__ = [
     "encode",
     "gated_experts",
     "gelu",
+    "gelu_and_mul",
     "layer_norm",
     "matmul",
     "rms_norm",

@@ -1,4 +1,5 @@
-"""The gate of a gated MLP: silu(gate) * up (SwiGLU, Shazeer 2020). Shapes: T tokens, F intermediate columns."""
+"""The gate of a gated MLP: silu(gate) * up (SwiGLU, Shazeer 2020) or gelu(gate) * up (GEGLU). Shapes: T tokens, F
+intermediate columns."""
 
 from __future__ import annotations
 
@@ -21,3 +22,17 @@ def silu_and_mul(gate_up_T2F: torch.Tensor, emit: tuple[ActFormat, ...] = (PLAIN
 def silu_and_mul_reference(gate_up_T2F: torch.Tensor, emit: tuple[ActFormat, ...] = (PLAIN,)) -> Bundle:
     gate, up = gate_up_T2F.chunk(2, dim=-1)
     return encode(F.silu(gate) * up, emit)
+
+
+def gelu_and_mul(gate_up_T2F: torch.Tensor, emit: tuple[ActFormat, ...] = (PLAIN,)) -> Bundle:
+    """gelu(gate) * up of [T, gate | up], with the tanh approximation: [T, F] in the requested formats."""
+    if gate_up_T2F.is_cuda:
+        from dovetail.core.ops.kernels.gated import gelu_and_mul_triton
+
+        return gelu_and_mul_triton(gate_up_T2F, emit)
+    return gelu_and_mul_reference(gate_up_T2F, emit)
+
+
+def gelu_and_mul_reference(gate_up_T2F: torch.Tensor, emit: tuple[ActFormat, ...] = (PLAIN,)) -> Bundle:
+    gate, up = gate_up_T2F.chunk(2, dim=-1)
+    return encode(F.gelu(gate, approximate="tanh") * up, emit)

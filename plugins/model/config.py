@@ -38,7 +38,7 @@ class AutoConfig(ModelFiles):
 
 
 class LlamaConfig(ModelFiles):
-    """Dense decoders: Llama 2 to 3.3, Mistral, Qwen 2, 2.5 and 3, Falcon, GPT-J."""
+    """Dense decoders: Llama 2 to 3.3, Mistral, Qwen 2, 2.5 and 3, Gemma 2 and 3, GLM-4, Phi 3 and 4, Falcon, GPT-J."""
 
 
 class TransformersConfig(ModelFiles):

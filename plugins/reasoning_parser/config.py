@@ -7,6 +7,10 @@ from pydantic import Field
 from dovetail.core.compose import Config
 
 
+class HarmonyConfig(Config):
+    """`<|channel|>analysis<|message|>reasoning<|end|>` before the messages of other channels: gpt-oss."""
+
+
 class NoneConfig(Config):
     """Every output is content."""
 

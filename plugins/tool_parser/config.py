@@ -5,6 +5,10 @@ from __future__ import annotations
 from dovetail.core.compose import Config
 
 
+class HarmonyConfig(Config):
+    """`<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>`: gpt-oss."""
+
+
 class HermesConfig(Config):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes 2 and later, Qwen 2.5 and 3."""
 

@@ -33,6 +33,13 @@ YARN_GIVEN = {**YARN, "attention_factor": 1.3, "truncate": False}
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 37, "max_window_layers": 1}
 NEW_FALCON = {"new_decoder_architecture": True, "num_kv_heads": 2}
 OLD_FALCON = {"multi_query": False, "parallel_attn": False, "bias": True}
+GEMMA = {"head_dim": 24, "sliding_window": 37, "query_pre_attn_scalar": 12}
+GEMMA3 = {**GEMMA, "num_hidden_layers": 4, "sliding_window_pattern": 3}
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+PARTLY = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
 VARIANTS: dict[str, tuple[str, dict]] = {
     "gqa": ("Llama", {}),
     "mha": ("Llama", {"num_key_value_heads": 8}),
@@ -59,6 +66,11 @@ VARIANTS: dict[str, tuple[str, dict]] = {
         {**NEW_FALCON, "num_ln_in_parallel_attn": 1, "ffn_hidden_size": 96, "tie_word_embeddings": False},
     ),
     "falcon_1b": ("Falcon", OLD_FALCON),
+    "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 6.0}),
+    "gemma3": ("Gemma3", {**GEMMA3, "rope_parameters": GEMMA3_ROPE}),
+    "glm4": ("Glm4", {"head_dim": 16, "pad_token_id": 0}),
+    "phi3": ("Phi3", {"pad_token_id": 0}),
+    "phi3_window": ("Phi3", {"pad_token_id": 0, "sliding_window": 37, **PARTLY}),
     "gptj": ("GPTJ", {"rotary_dim": 6}),
     "gptj_tied": ("GPTJ", {"rotary_dim": 8, "tie_word_embeddings": True, "n_inner": 96}),
 }
@@ -69,9 +81,9 @@ def save_random(folder: Path, variant: str, seed: int = 0, **changes) -> torch.n
     import transformers  # Takes seconds, so not at module level, where test collection would wait for it.
 
     family, options = VARIANTS[variant]
-    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **options, **changes})
-    torch.manual_seed(seed)
     model_class = getattr(transformers, f"{family}ForCausalLM")
+    config = model_class.config_class(**{**SHAPE, **options, **changes})
+    torch.manual_seed(seed)
     model = model_class._from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

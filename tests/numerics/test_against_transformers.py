@@ -54,7 +54,11 @@ def test_logits_equal_transformers(variant, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "variant", ["gqa", "mistral_window", "qwen2_window", "qwen3", "falcon_7b", "falcon_40b", "falcon_1b", "gptj"]
+    "variant",
+    [
+        *("gqa", "mistral_window", "qwen2_window", "qwen3", "gemma2", "gemma3", "glm4", "phi3_window"),
+        *("falcon_7b", "falcon_40b", "falcon_1b", "gptj"),
+    ],
 )
 def test_greedy_output_of_the_engine_equals_transformers(variant, tmp_path):
     """Run the whole engine on a model folder: chunked prompts mixed with decoding, two plans in flight."""
@@ -86,8 +90,9 @@ def test_decode_rows_of_unequal_count(tmp_path):
         torch.testing.assert_close(logits_TV, expected, atol=TOLERANCE, rtol=0)
 
 
-def test_taps_are_the_hidden_states_between_layers(tmp_path):
-    reference = save_random(tmp_path, "gqa")
+@pytest.mark.parametrize("variant", ["gqa", "gemma3"])
+def test_taps_are_the_hidden_states_between_layers(variant, tmp_path):
+    reference = save_random(tmp_path, variant)
     tokens = random_tokens(40, seed=2)
     driver = Driver(load_model(tmp_path))
 

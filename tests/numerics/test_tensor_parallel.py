@@ -27,7 +27,10 @@ def logits_of(model, tokens: list[int]) -> torch.Tensor:
 TOKENS = random_tokens(50, seed=3)
 
 
-FAMILIES = ("gqa", "mistral_window", "qwen2_window", "qwen3", "falcon_7b", "falcon_40b", "falcon_1b", "gptj")
+FAMILIES = (
+    *("gqa", "mistral_window", "qwen2_window", "qwen3", "gemma2", "gemma3", "glm4", "phi3_window"),
+    *("falcon_7b", "falcon_40b", "falcon_1b", "gptj"),
+)
 """A variant of each family and of each of its checkpoint layouts."""
 
 
@@ -48,7 +51,7 @@ def test_ranks_together_equal_one(variant, size, tmp_path):
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("variant", ("gqa", "falcon_40b", "gptj"))
+@pytest.mark.parametrize("variant", ("gqa", "gemma3", "falcon_40b", "gptj"))
 def test_a_sharded_residual_changes_nothing(variant, tmp_path):
     """Sums in rank order are bitwise equal on every rank. Steps have 49 rows and then one; falcon_40b has two norms."""
     save_random(tmp_path, variant)

@@ -10,7 +10,7 @@ import triton.language as tl
 from dovetail.core.interfaces.activation import PLAIN, ActFormat, Bundle
 from dovetail.core.ops.formats import plan_emit
 from dovetail.core.ops.kernels.formats import EncodeTarget, collect, encode_row, warps
-from dovetail.core.ops.kernels.gated import WHOLE
+from dovetail.core.ops.kernels.gated import WHOLE, gelu_tanh
 from dovetail.core.ops.kernels.launch import announce, dependent, wait
 from dovetail.core.ops.padding import empty_rows
 
@@ -43,8 +43,7 @@ def _gelu(
     x = tl.load(x_ptr + row * C + cols, mask=inside, other=0.0).to(tl.float32)
     announce(PDL and BLOCK >= WHOLE)
     if TANH:
-        # x * sigmoid(2u) is 0.5 * x * (1 + tanh(u)).
-        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        y = gelu_tanh(x)
     else:
         y = 0.5 * x * (1.0 + tl.erf(0.7071067811865476 * x))
     y = y.to(x_ptr.dtype.element_ty)

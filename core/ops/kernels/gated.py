@@ -1,5 +1,5 @@
-"""silu(gate) * up and encoding in one pass. A program processes a block of columns, or a whole row for a row scale.
-Shapes: T tokens, F intermediate columns."""
+"""silu(gate) * up or gelu(gate) * up, and encoding in one pass. A program processes a block of columns, or a whole row
+for a row scale. Shapes: T tokens, F intermediate columns."""
 
 from __future__ import annotations
 
@@ -19,6 +19,12 @@ takes longer than a launch, and the weight fetches of the next matmul would comp
 
 
 @triton.jit
+def gelu_tanh(x):
+    """The tanh approximation of GELU: x * sigmoid(2u) is 0.5 * x * (1 + tanh(u))."""
+    return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+
+
+@triton.jit
 def _silu_and_mul(
     gate_up_ptr,
     plain_ptr,
@@ -31,6 +37,7 @@ def _silu_and_mul(
     width,
     scale_st,
     scale_sg,
+    GELU: tl.constexpr,
     ENCODE: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -46,8 +53,11 @@ def _silu_and_mul(
     gate = tl.load(gate_up_ptr + row * 2 * C + cols, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * 2 * C + C + cols, mask=inside, other=0.0).to(tl.float32)
     announce(PDL and BLOCK >= WHOLE)
-    # Round to the model's dtype after silu and after the multiplication, as two separate operations would.
-    y = ((gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up).to(dtype)
+    # Round to the model's dtype after the activation and after the product, as two separate operations would.
+    if GELU:
+        y = (gelu_tanh(gate).to(dtype).to(tl.float32) * up).to(dtype)
+    else:
+        y = ((gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up).to(dtype)
     if plain_ptr is not None:
         tl.store(plain_ptr + row * C + cols, y, mask=inside)
     if ENCODE is not None:
@@ -72,6 +82,14 @@ def _silu_and_mul(
 
 
 def silu_and_mul_triton(gate_up_T2F: torch.Tensor, emit: tuple[ActFormat, ...] = (PLAIN,)) -> Bundle:
+    return _launch(gate_up_T2F, emit, gelu=False)
+
+
+def gelu_and_mul_triton(gate_up_T2F: torch.Tensor, emit: tuple[ActFormat, ...] = (PLAIN,)) -> Bundle:
+    return _launch(gate_up_T2F, emit, gelu=True)
+
+
+def _launch(gate_up_T2F: torch.Tensor, emit: tuple[ActFormat, ...], gelu: bool) -> Bundle:
     gate_up_T2F = gate_up_T2F.contiguous()
     tokens, columns = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
     plan = plan_emit(emit)
@@ -85,6 +103,7 @@ def silu_and_mul_triton(gate_up_T2F: torch.Tensor, emit: tuple[ActFormat, ...] =
             plain,
             columns,
             **target.arguments(block),
+            GELU=gelu,
             BLOCK=block,
             num_warps=warps(block),
             **dependent(gate_up_T2F),

@@ -7,11 +7,12 @@ from dovetail.plugins.model.config import LlamaConfig
 
 
 def capabilities(config: LlamaConfig, host: Host) -> Capabilities:
-    from dovetail.plugins.model.llama.families import RUNNABLE, spec_of
+    from dovetail.plugins.model.llama.families import RUNNABLE, read_model, spec_of
 
     planned = f"model=llama runs {', '.join(sorted(RUNNABLE))}, and app=plan plans for the others"
     spec = spec_of(config)
     kinds = {"window" if window else "full" for window in spec.windows}
+    scores = ("soft_cap",) if read_model(spec.hf or {}, "config.json")[1].soft_cap else ()
     return Capabilities(
         provides={
             "architecture": spec.architecture,
@@ -32,6 +33,10 @@ def capabilities(config: LlamaConfig, host: Host) -> Capabilities:
             *(
                 Requires(kind="attention", key="kinds", contains=kind, reason=f"it has {kind} attention layers")
                 for kind in sorted(kinds)
+            ),
+            *(
+                Requires(kind="attention", key="scores", contains=name, reason=f"its attention layers have {name}")
+                for name in scores
             ),
         ),
     )

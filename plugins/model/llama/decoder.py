@@ -58,15 +58,16 @@ from dovetail.core.layers import (
     run_layers,
 )
 from dovetail.core.memory.sizing import group_layers
-from dovetail.core.ops import gelu, silu_and_mul
+from dovetail.core.ops import gelu, gelu_and_mul, silu_and_mul
 from dovetail.plugins.model.config import LlamaConfig
-from dovetail.plugins.model.llama.families import RUNNABLE, Layout, Names, read_model, spec_of
+from dovetail.plugins.model.llama.families import RUNNABLE, read_model, spec_of
+from dovetail.plugins.model.llama.family import Layout, Names
 
 Tensor = TypeVar("Tensor")
 """Opener or header of a checkpoint tensor."""
-NORMS: dict[str, type[RMSNorm | LayerNorm]] = {"rms": RMSNorm, "layer": LayerNorm}
 ACTIVATIONS: dict[str, Callable[..., Bundle]] = {
     "silu_and_mul": silu_and_mul,
+    "gelu_and_mul": gelu_and_mul,
     "gelu": gelu,
     "gelu_tanh": partial(gelu, tanh=True),
 }
@@ -92,7 +93,9 @@ class Attention:
             f"{path}.o", f"{prefix}.{names.o}", build, inner, spec.hidden, bias=layout.o_bias, defers=_defers(layout)
         )
         self.norms = [
-            RMSNorm(f"{prefix}.{name}", build, spec.head_dim, layout.eps) for name in names.qk_norm if layout.qk_norm
+            RMSNorm(f"{prefix}.{name}", build, spec.head_dim, layout.eps, layout.norm_offset)
+            for name in names.qk_norm
+            if layout.qk_norm
         ]
         self.qk_norm = QKNorm(self.norms[0].weight, self.norms[1].weight, layout.eps) if self.norms else None
         self.backend, self.rope = build.attention, rope
@@ -105,7 +108,8 @@ class Attention:
             heads=self.qkv.heads,
             kv_heads=self.qkv.kv_heads,
             head_dim=spec.head_dim,
-            scale=spec.head_dim**-0.5,
+            scale=layout.score_scale,
+            soft_cap=layout.soft_cap,
             window=group.window,
             k_scale=self.kv_scales.k,
             v_scale=self.kv_scales.v,
@@ -151,23 +155,37 @@ BlockCalls = Generator[Callable[[], Any], Any, tuple[Partial, Residual]]
 
 
 class Block:
-    def __init__(self, index: int, build: BuildContext, layout: Layout, group: KVGroup, rope: Rope) -> None:
+    def __init__(
+        self,
+        index: int,
+        build: BuildContext,
+        layout: Layout,
+        group: KVGroup,
+        rope: Rope,
+        before: RMSNorm | LayerNorm | None,
+    ) -> None:
+        """`before`: norm of the previous block's output before it is added to the residual."""
         prefix = layout.names.layer.format(index)
+        self.before = before
         self.boundary, self.parallel = build.collective.boundary, layout.block.parallel
         # LayerNorm adds the two outputs of a parallel block, except before a sum over ranks.
         self.adds_later = layout.norm == "layer" and build.collective.size == 1
-        self.norms = [
-            NORMS[layout.norm](f"{prefix}.{name}", build, build.spec.hidden, layout.eps) for name in layout.block.norms
-        ]
+        self.norms = [_norm(f"{prefix}.{name}", build, layout) for name in layout.block.norms + layout.block.after]
+        after: list[Any] = self.norms[2:] if layout.block.after else [None, None]
+        self.after_attention, self.after = after
         self.attention, self.mlp = Attention(index, build, layout, group, rope), MLP(index, build, layout)
 
     def __call__(self, x: torch.Tensor | Partial, residual: Residual | None, ctx: ForwardContext) -> BlockCalls:
         return (self._parallel if self.parallel else self._sequential)(x, residual, ctx)
 
     def _sequential(self, x: torch.Tensor | Partial, residual: Residual | None, ctx: ForwardContext) -> BlockCalls:
-        normed, residual = yield lambda: self.boundary(x, residual, self.norms[0], self.attention.qkv.inputs)
+        normed, residual = yield lambda: self.boundary(
+            x, residual, self.norms[0], self.attention.qkv.inputs, self.before
+        )
         x = self.attention(normed, ctx)
-        normed, residual = yield lambda: self.boundary(x, residual, self.norms[1], self.mlp.up.inputs)
+        normed, residual = yield lambda: self.boundary(
+            x, residual, self.norms[1], self.mlp.up.inputs, self.after_attention
+        )
         return self.mlp(normed), residual
 
     def _parallel(self, x: torch.Tensor | Partial, residual: Residual | None, ctx: ForwardContext) -> BlockCalls:
@@ -196,10 +214,14 @@ class Llama(Model):
             )
         self._kv_groups = _kv_groups(build)
         group_of = {layer: group for group in self._kv_groups for layer in group.layers}
-        rope = build_rope(layout.rope, build.max_len, build.device)
+        full = local = build_rope(layout.rope, build.max_len, build.device)
+        if layout.window_rope != layout.rope:
+            local = build_rope(layout.window_rope, build.max_len, build.device)
         embeddings = VocabTable(layout.names.embedding, build, spec.vocab, spec.hidden, logits=spec.tied and spec.head)
         self.tables = [embeddings]
-        self.embedding = VocabParallelEmbedding(embeddings)
+        # Rounded as the model's training did.
+        scale = float(torch.tensor(layout.embed_scale, dtype=build.dtype, device="cpu"))
+        self.embedding = VocabParallelEmbedding(embeddings, scale)
         self.head: LMHead | None = None
         if spec.head:
             if not spec.tied:
@@ -207,9 +229,12 @@ class Llama(Model):
                     VocabTable(layout.names.head, build, spec.vocab, spec.hidden, lookup=False, logits=True)
                 )
             bias = f"{layout.names.head}.bias" if layout.head_bias else None
-            self.head = LMHead(self.tables[-1], build, bias)
-        self.blocks = [Block(index, build, layout, group_of[index], rope) for index in range(spec.layers)]
-        self.norm = NORMS[layout.norm](layout.names.norm, build, spec.hidden, layout.eps)
+            self.head = LMHead(self.tables[-1], build, bias, layout.logit_cap)
+        self.blocks: list[Block] = []
+        for index in range(spec.layers):
+            group, before = group_of[index], self.blocks[-1].after if self.blocks else None
+            self.blocks.append(Block(index, build, layout, group, local if group.window else full, before))
+        self.norm = _norm(layout.names.norm, build, layout)
 
     @cached_property
     def _kinds(self) -> list[Hashable]:
@@ -263,8 +288,11 @@ class Llama(Model):
                 # The next boundary would add these anyway; a tap costs one separate reduction.
                 x_TC = yield partial(collective.reduce, x)
                 whole_TC = yield partial(collective.whole, residual)
-                x, tapped[index] = x_TC, x_TC + whole_TC
-        states, _ = yield lambda: collective.boundary(x, residual, self.norm)
+                after = self.blocks[index].after
+                added_TC = x_TC if after is None else after(x_TC)[0][PLAIN].values
+                x, tapped[index] = x_TC, added_TC + whole_TC
+        after = self.blocks[-1].after
+        states, _ = yield lambda: collective.boundary(x, residual, self.norm, (PLAIN,), after)
         return Hidden(states[PLAIN].values, tapped)
 
     def logits(self, states_BC: torch.Tensor) -> torch.Tensor:
@@ -295,6 +323,12 @@ class Llama(Model):
         head = () if self.head is None else (self.head,)
         for layer in (*self.tables, *head, *norms, self.norm, *scales, *self._linears()):
             yield from layer.weights()
+
+
+def _norm(name: str, build: BuildContext, layout: Layout) -> RMSNorm | LayerNorm:
+    if layout.norm == "layer":
+        return LayerNorm(name, build, build.spec.hidden, layout.eps)
+    return RMSNorm(name, build, build.spec.hidden, layout.eps, layout.norm_offset)
 
 
 def _with_prefix(tensors: Iterable[tuple[str, Tensor]], names: Names) -> Iterator[tuple[str, Tensor]]:

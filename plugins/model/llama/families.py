@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 from dovetail.core.checkpoint import open_checkpoint
 from dovetail.core.config_json import ConfigJson
@@ -13,59 +13,12 @@ from dovetail.core.errors import ConfigError, shown
 from dovetail.core.interfaces import MLA, EmbeddingSpec, ModelSpec, MoE
 from dovetail.core.rope import RopeConfig, read_rope
 from dovetail.plugins.model.config import LlamaConfig
+from dovetail.plugins.model.llama import gemma
+from dovetail.plugins.model.llama.family import BlockLayout, ConfigKeys, Family, Layout, Names, attention_bias, no
 from dovetail.plugins.model.llama.parameters import count_parameters
 
 HF = Mapping[str, Any]
 """Content of config.json."""
-Read = Callable[[ConfigJson], Any]
-
-
-@dataclass(frozen=True, slots=True)
-class ConfigKeys:
-    """Names in config.json of the sizes that every family has."""
-
-    hidden: str = "hidden_size"
-    layers: str = "num_hidden_layers"
-    heads: str = "num_attention_heads"
-    intermediate: str = "intermediate_size"
-    max_len: str = "max_position_embeddings"
-    eps: str = "rms_norm_eps"
-    activation: str = "hidden_act"
-
-
-@dataclass(frozen=True, slots=True)
-class Names:
-    """Names in the checkpoint. Names within a layer follow `layer` and a dot."""
-
-    embedding: str = "model.embed_tokens"
-    norm: str = "model.norm"
-    head: str = "lm_head"
-    layer: str = "model.layers.{}"
-    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    """Three matrices, or one with the queries, key and value of each kv head together."""
-    qk_norm: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
-    o: str = "self_attn.o_proj"
-    up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    """Two matrices make a gated MLP."""
-    down: str = "mlp.down_proj"
-
-
-@dataclass(frozen=True, slots=True)
-class BlockLayout:
-    """Structure of a layer."""
-
-    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    """Norms before attention and before the MLP; a single one serves both."""
-    parallel: bool = False
-    """Whether the MLP reads the same input as attention (GPT-J, 2021) in place of attention's output."""
-
-
-def _no(config: ConfigJson) -> bool:
-    return False
-
-
-def _attention_bias(config: ConfigJson) -> bool:
-    return config.flag("attention_bias")
 
 
 def _window(config: ConfigJson) -> int:
@@ -89,6 +42,26 @@ def _qwen_windows(config: ConfigJson, layers: int) -> tuple[int, ...]:
     if "sliding_attention" in kinds and not window:
         raise config.wrong("layer_types", "sliding_attention needs use_sliding_window and a sliding_window")
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+
+
+def _half_by_default(config: ConfigJson, head_dim: int) -> int:
+    """Read partial_rotary_factor, which may be among the parameters of the rotary embedding."""
+    stated = config.section("rope_parameters", "rope_scaling")
+    where = config if stated.get("partial_rotary_factor") is None else stated
+    return max(2, int(head_dim * where.number("partial_rotary_factor", 0.5, at_most=1.0)) // 2 * 2)
+
+
+def _phi3_ropes(config: ConfigJson, head_dim: int, max_len: int) -> tuple[RopeConfig, RopeConfig]:
+    if not _phi3_runs(config):
+        raise config.wrong("rope_scaling", "model=llama has no longrope: set model=transformers")
+    rope = read_rope(config, head_dim, max_len)
+    return rope, rope
+
+
+def _phi3_runs(config: ConfigJson) -> bool:
+    """Whether positions are not scaled. Phi-3 calls its own scaling longrope, su or yarn."""
+    options = config.section("rope_scaling" if config.get("rope_scaling") else "rope_parameters")
+    return options.get("rope_type" if options.get("rope_type") is not None else "type") in (None, "default")
 
 
 def _falcon_kv_heads(config: ConfigJson, heads: int) -> int:
@@ -141,52 +114,14 @@ def _deepseek_mla(config: ConfigJson) -> MLA:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """Differences from Llama 2. Functions read config.json where the models of a family differ."""
-
-    keys: ConfigKeys = ConfigKeys()
-    names: Names = Names()
-    ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
-    """Suffixes of unused tensors in old checkpoints."""
-    block: Callable[[ConfigJson], BlockLayout] = lambda config: BlockLayout()
-    norm: Literal["rms", "layer"] = "rms"
-    eps: float = 1e-6
-    """Default for a missing key, like `max_len`, `tied` and the first of `activations`."""
-    activations: Mapping[str, str] = field(default_factory=lambda: {"silu": "silu_and_mul"})
-    """Name in config.json -> key of decoder.ACTIVATIONS; the default first."""
-    max_len: int | None = None
-    tied: bool = False
-    head_dim: int | None = None
-    """None = hidden / heads."""
-    kv_heads: Callable[[ConfigJson, int], int] = lambda config, heads: config.count(
-        "num_key_value_heads", heads, at_most=heads
-    )
-    """Reads the number of kv heads, given the number of heads."""
-    windows: Callable[[ConfigJson, int], tuple[int, ...]] = lambda config, layers: (0,) * layers
-    """Attention window of each layer; 0 = full."""
-    qkv_bias: Read = _no
-    o_bias: Read = _no
-    mlp_bias: Read = _no
-    head_bias: bool = False
-    qk_norm: bool = False
-    """Whether every head's query and key pass an RMSNorm."""
-    rotary_dim: Callable[[ConfigJson, int], int] | None = None
-    """Reads the rotary dimension, given head_dim; None = partial_rotary_factor, usually 1."""
-    interleaved: bool = False
-    """Whether rotary pairs are adjacent columns (GPT-J) in place of halves (GPT-NeoX)."""
-    moe: Callable[[ConfigJson], MoE] | None = None
-    mla: Callable[[ConfigJson], MLA] | None = None
-
-
-LLAMA = Family(qkv_bias=_attention_bias, o_bias=_attention_bias, mlp_bias=lambda config: config.flag("mlp_bias"))
+LLAMA = Family(qkv_bias=attention_bias, o_bias=attention_bias, mlp_bias=lambda config: config.flag("mlp_bias"))
 GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": Family(windows=lambda config, layers: (_window(config),) * layers),
     "Qwen2ForCausalLM": Family(qkv_bias=lambda config: True, windows=_qwen_windows),
-    "Qwen3ForCausalLM": replace(LLAMA, mlp_bias=_no, qk_norm=True, head_dim=128, windows=_qwen_windows),
+    "Qwen3ForCausalLM": replace(LLAMA, mlp_bias=no, qk_norm=True, head_dim=128, windows=_qwen_windows),
     "FalconForCausalLM": Family(
         keys=ConfigKeys(intermediate="ffn_hidden_size", eps="layer_norm_epsilon", activation="activation"),
         names=Names(
@@ -208,6 +143,23 @@ FAMILIES: dict[str, Family] = {
         qkv_bias=lambda config: config.flag("bias"),
         o_bias=lambda config: config.flag("bias"),
         mlp_bias=lambda config: config.flag("bias"),
+    ),
+    **gemma.FAMILIES,
+    "Glm4ForCausalLM": Family(
+        names=Names(up=("mlp.gate_up_proj",) * 2),
+        block=lambda config: BlockLayout(after=("post_self_attn_layernorm", "post_mlp_layernorm")),
+        eps=1.5625e-7,
+        head_dim=128,
+        qkv_bias=lambda config: config.flag("attention_bias", True),
+        rotary_dim=_half_by_default,
+        interleaved=True,
+    ),
+    "Phi3ForCausalLM": Family(
+        names=Names(qkv=("self_attn.qkv_proj",) * 3, up=("mlp.gate_up_proj",) * 2),
+        native=_phi3_runs,
+        ropes=_phi3_ropes,
+        eps=1e-5,
+        windows=lambda config, layers: (config.count("sliding_window", 0, at_least=0),) * layers,
     ),
     "GPTJForCausalLM": Family(
         keys=ConfigKeys(
@@ -261,26 +213,6 @@ MOST = {
 """Upper limits far above any model: a file that exceeds them is broken or hostile."""
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Facts from the family and config.json that the decoder needs besides the ModelSpec."""
-
-    architecture: str
-    names: Names
-    ignored: tuple[str, ...]
-    block: BlockLayout
-    norm: Literal["rms", "layer"]
-    eps: float
-    activation: str
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    head_bias: bool
-    qk_norm: bool
-    rope: RopeConfig
-    interleaved: bool
-
-
 def read_spec(hf: HF, where: str) -> ModelSpec:
     """Read the ModelSpec with the defaults of transformers. `where` names the source of `hf` in errors."""
     return read_model(hf, where)[0]
@@ -312,12 +244,22 @@ def read_model(hf: HF, where: str) -> tuple[ModelSpec, Layout]:
         raise ConfigError(f"{where}: {heads} query heads are not a multiple of {kv_heads} kv heads")
     gelu_default = 4 * hidden if family.norm == "layer" else None
     rotary_dim = mla.rope_dim if mla else family.rotary_dim(config, head_dim) if family.rotary_dim else None
+    if family.ropes is None:
+        rope = window_rope = read_rope(config, head_dim, max_len, rotary_dim)
+    else:
+        rope, window_rope = family.ropes(config, head_dim, max_len)
+    soft_cap, logit_cap = family.caps(config)
     layout = Layout(
         architecture=architecture,
         names=family.names,
         ignored=family.ignored,
         block=family.block(config),
+        embed_scale=hidden**0.5 if family.embed_scaled else 1.0,
+        score_scale=family.score_scale(config, head_dim),
+        soft_cap=soft_cap,
+        logit_cap=logit_cap,
         norm=family.norm,
+        norm_offset=family.norm_offset,
         eps=config.number(keys.eps, family.eps, at_most=1.0),
         activation=_activation(config, family),
         qkv_bias=family.qkv_bias(config),
@@ -325,7 +267,8 @@ def read_model(hf: HF, where: str) -> tuple[ModelSpec, Layout]:
         mlp_bias=family.mlp_bias(config),
         head_bias=family.head_bias,
         qk_norm=family.qk_norm,
-        rope=read_rope(config, head_dim, max_len, rotary_dim),
+        rope=rope,
+        window_rope=window_rope,
         interleaved=family.interleaved,
     )
     if layout.rope.max_len > MOST["positions"]:
@@ -366,12 +309,13 @@ def _family(config: ConfigJson) -> tuple[str, Family]:
 
 
 def runs(hf: HF) -> bool:
-    """Whether model=llama runs the architecture that a config.json states."""
+    """Whether model=llama runs the architecture that a config.json states, with the options that it states."""
     try:
-        architecture, _ = _family(ConfigJson(hf, "config.json"))
+        config = ConfigJson(hf, "config.json")
+        architecture, family = _family(config)
+        return architecture in RUNNABLE and family.native(config)
     except ConfigError:
         return False
-    return architecture in RUNNABLE
 
 
 def _cuts(config: ConfigJson) -> tuple[int, ...] | None:

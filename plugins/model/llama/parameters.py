@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from dovetail.core.interfaces import ModelSpec, Parameters
 
 if TYPE_CHECKING:
-    from dovetail.plugins.model.llama.families import Layout
+    from dovetail.plugins.model.llama.family import Layout
 
 
 def count_parameters(spec: ModelSpec, layout: Layout) -> Parameters:
@@ -18,7 +18,8 @@ def count_parameters(spec: ModelSpec, layout: Layout) -> Parameters:
     attention, attention_rest = _attention(spec, layout)
     norm = spec.hidden * (2 if layout.norm == "layer" else 1)
     mlp_biases = layout.mlp_bias * (len(layout.names.up) * spec.intermediate + spec.hidden)
-    rest = spec.layers * (len(layout.block.norms) * norm + attention_rest) + dense_layers * mlp_biases + norm
+    norms = len(layout.block.norms + layout.block.after) * norm
+    rest = spec.layers * (norms + attention_rest) + dense_layers * mlp_biases + norm
     rest += spec.vocab * (layout.head_bias and spec.head)
     experts = active = 0
     if spec.moe is not None:

@@ -22,6 +22,16 @@ QWEN2 = {
     "sliding_window": 9,
     "max_window_layers": 1,
 }
+GEMMA3 = {
+    **tiny.LLAMA,
+    "architectures": ["Gemma3ForCausalLM"],
+    "head_dim": 12,
+    "query_pre_attn_scalar": 12,
+    "sliding_window": 9,
+    "sliding_window_pattern": 2,
+    "tie_word_embeddings": True,
+}
+PHI3 = {**tiny.LLAMA, "architectures": ["Phi3ForCausalLM"], "pad_token_id": 0}
 FALCON = {
     "architectures": ["FalconForCausalLM"],
     "vocab_size": 67,
@@ -71,6 +81,14 @@ class TestQwen3(ModelContract):
 
 class TestQwen2(TestQwen3):
     hf = QWEN2
+
+
+class TestGemma3(TestQwen3):
+    hf = GEMMA3
+
+
+class TestPhi3(TestQwen3):
+    hf = PHI3
 
 
 class TestFalcon(TestQwen3):

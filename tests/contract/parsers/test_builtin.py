@@ -7,11 +7,14 @@ from collections.abc import Sequence
 
 from dovetail.core.interfaces import ReasoningParser, ToolParser
 from dovetail.core.testing.parsers import Call, ReasoningParserContract, ToolParserContract
+from dovetail.plugins.reasoning_parser.config import HarmonyConfig as HarmonyReasoningConfig
 from dovetail.plugins.reasoning_parser.config import NoneConfig as NoReasoningConfig
 from dovetail.plugins.reasoning_parser.config import ThinkConfig
+from dovetail.plugins.reasoning_parser.harmony import HarmonyReasoningParser
 from dovetail.plugins.reasoning_parser.none import NoReasoningParser
 from dovetail.plugins.reasoning_parser.think import ThinkParser
-from dovetail.plugins.tool_parser.config import HermesConfig, Llama3Config, MistralConfig, NoneConfig
+from dovetail.plugins.tool_parser.config import HarmonyConfig, HermesConfig, Llama3Config, MistralConfig, NoneConfig
+from dovetail.plugins.tool_parser.harmony import HarmonyToolParser
 from dovetail.plugins.tool_parser.hermes import HermesParser
 from dovetail.plugins.tool_parser.llama3 import Llama3Parser
 from dovetail.plugins.tool_parser.mistral import MistralParser
@@ -65,6 +68,37 @@ class TestMistralByName(TestMistral):
         return "".join(f"[TOOL_CALLS]{call.name}[ARGS]{json.dumps(call.arguments)}" for call in calls)
 
 
+class TestHarmony(ToolParserContract):
+    marks = (
+        "<|start|>assistant",
+        "<|channel|>",
+        "<|message|>",
+        "<|end|>",
+        "<|call|>",
+        " to=functions.stop",
+        "commentary",
+    )
+    template = "{{ '<|channel|>analysis<|message|>' }}"
+
+    def make(self) -> ToolParser:
+        return HarmonyToolParser(HarmonyConfig())
+
+    def render(self, calls: Sequence[Call]) -> str:
+        head = "<|channel|>commentary to=functions."
+        return "<|start|>assistant".join(
+            f"{head}{name} <|constrain|>json<|message|>{json.dumps(arguments)}<|call|>" for name, arguments in calls
+        )
+
+
+class TestHarmonyToolInTheRole(TestHarmony):
+    def render(self, calls: Sequence[Call]) -> str:
+        head = "<|start|>assistant to=functions."
+        return "".join(
+            f"{head}{name}<|channel|>commentary json<|message|>{json.dumps(arguments)}<|call|>"
+            for name, arguments in calls
+        )
+
+
 class TestNone(ToolParserContract):
     finds_calls = False
     marks = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
@@ -87,6 +121,21 @@ class TestThink(ReasoningParserContract):
 class TestThinkOpenedByThePrompt(TestThink):
     def render(self, reasoning: str, answer: str) -> tuple[str, str]:
         return "Hi<think>\n", f"{reasoning}\n</think>\n\n{answer}"
+
+
+class TestHarmonyReasoning(ReasoningParserContract):
+    marks = (
+        *("<|channel|>analysis<|message|>", "<|channel|>final<|message|>", "<|end|>", "<|call|>", "<|start|>assistant"),
+        "<|channel|>commentary to=functions.stop<|message|>",
+    )
+    template = "{{ '<|channel|>analysis<|message|>' }}"
+
+    def make(self) -> ReasoningParser:
+        return HarmonyReasoningParser(HarmonyReasoningConfig())
+
+    def render(self, reasoning: str, answer: str) -> tuple[str, str]:
+        text = f"<|channel|>analysis<|message|>{reasoning}<|end|><|start|>assistant<|channel|>final<|message|>{answer}"
+        return "Hi<|start|>assistant", f"{text}<|return|>"
 
 
 class TestNoReasoning(ReasoningParserContract):

@@ -8,12 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.core.compose import compose
+from dovetail.core.compose.capabilities import Host
 from dovetail.core.errors import ConfigError
 from dovetail.core.layers import build_rope
 from dovetail.core.testing.model_driver import build_context
 from dovetail.plugins.model.config import LlamaConfig
+from dovetail.plugins.model.llama.capabilities import capabilities
 from dovetail.plugins.model.llama.decoder import Llama
-from dovetail.plugins.model.llama.families import FAMILIES, read_model, read_spec
+from dovetail.plugins.model.llama.families import FAMILIES, read_model, read_spec, runs
 
 HF = {
     "architectures": ["LlamaForCausalLM"],
@@ -209,3 +211,48 @@ def test_a_path_and_shapes_exclude_each_other():
         compose(["model=llama3_8b", "model.path=/somewhere"], app="generate")
     with pytest.raises(ConfigError, match="neither of model.path and model.hf"):
         compose(["model=llama"], app="generate")
+
+
+GEMMA3 = {**HF, "architectures": ["Gemma3ForCausalLM"], "head_dim": 16, "sliding_window": 8, "num_hidden_layers": 6}
+
+
+def test_layers_with_a_window_have_rotary_positions_of_their_own():
+    """Files of transformers 4 and 5 mean the same."""
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    old = {**GEMMA3, "rope_theta": 1e6, "rope_local_base_freq": 5000.0, "rope_scaling": scaling}
+    by_kind = {"full_attention": {"rope_theta": 1e6, **scaling}, "sliding_attention": {"rope_theta": 5000.0}}
+    new = {**{key: value for key, value in GEMMA3.items() if key != "rope_theta"}, "rope_parameters": by_kind}
+    (spec, layout), (_, other) = (read_model(hf, "config.json") for hf in (old, new))
+    assert (layout.rope, layout.window_rope) == (other.rope, other.window_rope)
+    assert layout.rope.factor == 8.0 and layout.window_rope.theta == 5000.0
+    assert spec.windows == (8, 8, 8, 8, 8, 0)
+    with pytest.raises(ConfigError, match="rope_scaling is .*; rope_parameters has settings for each kind of layer"):
+        read_model({**new, "rope_scaling": scaling}, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is True; attention to later tokens"),
+        ({"layer_types": ["full_attention"]}, "it must be a list of 6 of full_attention, sliding_attention"),
+        ({"sliding_window_pattern": 0}, "sliding_window_pattern is 0; it must be from 1"),
+    ],
+)
+def test_invalid_values_of_gemma(change, message):
+    with pytest.raises(ConfigError, match=message):
+        read_model({**GEMMA3, **change}, "config.json")
+
+
+def test_phi_with_longrope_is_left_to_the_library():
+    plain = {**HF, "architectures": ["Phi3ForCausalLM"]}
+    longrope = {**plain, "rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0]}}
+    assert runs(plain) and not runs(longrope)
+    with pytest.raises(ConfigError, match="model=llama has no longrope: set model=transformers"):
+        read_model(longrope, "config.json")
+
+
+def test_capped_scores_are_required_of_attention():
+    config = LlamaConfig(hf={**GEMMA3, "architectures": ["Gemma2ForCausalLM"]}, load="dummy")
+    assert ("attention", "scores", "soft_cap") in {
+        (one.kind, one.key, one.contains) for one in capabilities(config, Host()).requires
+    }

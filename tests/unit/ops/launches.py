@@ -37,7 +37,7 @@ from dovetail.core.ops.bitmask import apply_bitmask
 from dovetail.core.ops.choices import temporarily
 from dovetail.core.ops.decoded_matmul import decoded_matmul
 from dovetail.core.ops.formats import encode
-from dovetail.core.ops.gated import silu_and_mul
+from dovetail.core.ops.gated import gelu_and_mul, silu_and_mul
 from dovetail.core.ops.kernels.matmul import matmul_triton
 from dovetail.core.ops.layernorm import layer_norm
 from dovetail.core.ops.logprobs import best_logprobs, logprobs_of
@@ -126,6 +126,7 @@ def activations() -> None:
     for columns, dtype in ((14336, BF16), (1440, FP16)):
         for emit in encoded(columns):
             silu_and_mul(cuda(64, 2 * columns, dtype=dtype), emit)
+        gelu_and_mul(cuda(64, 2 * columns, dtype=dtype))
         for tanh in (False, True):
             gelu(cuda(64, columns, dtype=dtype), tanh, (PLAIN, eight_bits()))
 

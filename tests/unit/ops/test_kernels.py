@@ -33,13 +33,13 @@ from dovetail.core.memory.pools import make_pools  # noqa: E402
 from dovetail.core.ops.activations import gelu_reference  # noqa: E402
 from dovetail.core.ops.bitmask import apply_bitmask_reference  # noqa: E402
 from dovetail.core.ops.formats import encode_reference, plan_emit  # noqa: E402
-from dovetail.core.ops.gated import silu_and_mul_reference  # noqa: E402
+from dovetail.core.ops.gated import gelu_and_mul_reference, silu_and_mul_reference  # noqa: E402
 from dovetail.core.ops.kernels.activations import gelu_triton  # noqa: E402
 from dovetail.core.ops.kernels.bitmask import apply_bitmask_triton  # noqa: E402
 from dovetail.core.ops.kernels.decoded_matmul import decoded_matmul_triton, dequantize_triton  # noqa: E402
 from dovetail.core.ops.kernels.e4m3 import decode_e4m3, decode_e4m3_words  # noqa: E402
 from dovetail.core.ops.kernels.formats import encode_plain, encode_triton  # noqa: E402
-from dovetail.core.ops.kernels.gated import silu_and_mul_triton  # noqa: E402
+from dovetail.core.ops.kernels.gated import gelu_and_mul_triton, silu_and_mul_triton  # noqa: E402
 from dovetail.core.ops.kernels.kv_write import rope_kv_write_triton  # noqa: E402
 from dovetail.core.ops.kernels.layernorm import layer_norm_triton  # noqa: E402
 from dovetail.core.ops.kernels.matmul import matmul_triton  # noqa: E402
@@ -165,8 +165,10 @@ def test_rms_norm(dtype, columns, with_residual):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [24, 1056, 2500])
-def test_silu_and_mul(dtype, columns):
+def test_gated_activations(dtype, columns):
     gate_up = random(4, 2 * columns, dtype=dtype)
+    wanted, got = gelu_and_mul_reference(gate_up), gelu_and_mul_triton(gate_up)
+    assert_same_bundle(got, wanted, (PLAIN,), dtype)
     for extra in ((), (INT8_TOKEN,), *((fmt,) for fmt in formats(columns))):
         emit = (PLAIN, *extra)
         assert_same_bundle(silu_and_mul_triton(gate_up, emit), silu_and_mul_reference(gate_up, emit), emit, dtype)

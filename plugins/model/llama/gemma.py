@@ -1,0 +1,96 @@
+"""Gemma 2 and 3 (2024, 2025): norms of what a block adds, windows and rotary positions by kind of layer. Imports no
+torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dovetail.core.config_json import ConfigJson
+from dovetail.core.rope import RopeConfig, has_kinds, read_rope
+from dovetail.plugins.model.llama.family import BlockLayout, ConfigKeys, Family, attention_bias
+
+LARGEST_PATTERN = 2**10
+LAYER_TYPES = {"sliding_attention", "full_attention"}
+
+
+def _gemma_scale(config: ConfigJson, head_dim: int) -> float:
+    """Factor of scores: query_pre_attn_scalar takes the place of the head dim."""
+    return config.number("query_pre_attn_scalar", 256.0) ** -0.5
+
+
+def _gemma2_windows(config: ConfigJson, layers: int) -> tuple[int, ...]:
+    """Every second layer is full."""
+    return _windows(config, layers, 2)
+
+
+def _gemma3_windows(config: ConfigJson, layers: int) -> tuple[int, ...]:
+    """Every sixth layer is full, unless sliding_window_pattern states another number."""
+    return _windows(config, layers, config.count("sliding_window_pattern", 6, at_most=LARGEST_PATTERN))
+
+
+def _windows(config: ConfigJson, layers: int, pattern: int) -> tuple[int, ...]:
+    if config.flag("use_bidirectional_attention"):
+        raise config.wrong("use_bidirectional_attention", "attention to later tokens is not supported")
+    window = config.count("sliding_window", 4096)
+    kinds = config.get("layer_types")
+    if kinds is None:
+        return tuple(window if (layer + 1) % pattern else 0 for layer in range(layers))
+    if not isinstance(kinds, list) or len(kinds) != layers or not LAYER_TYPES.issuperset(map(str, kinds)):
+        raise config.wrong("layer_types", f"it must be a list of {layers} of {', '.join(sorted(LAYER_TYPES))}")
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+
+
+def _gemma3_ropes(config: ConfigJson, head_dim: int, max_len: int) -> tuple[RopeConfig, RopeConfig]:
+    """Read the rotary settings of full layers and of those with a window. Files of transformers 4 state rope_theta and
+    rope_scaling for full layers, and rope_local_base_freq for the others."""
+    by_kind = has_kinds(config.section("rope_parameters"))
+    if by_kind and config.get("rope_scaling"):
+        raise config.wrong("rope_scaling", "rope_parameters has settings for each kind of layer; remove one of the two")
+    full = read_rope(config, head_dim, max_len, layer_type="full_attention", theta=1e6)
+    if not by_kind:
+        return full, RopeConfig(head_dim, config.number("rope_local_base_freq", 10000.0))
+    local = read_rope(config, head_dim, max_len, layer_type="sliding_attention", theta_key="rope_local_base_freq")
+    return full, local
+
+
+def _cap(config: ConfigJson, key: str, default: float) -> float:
+    """Read a cap of scores or logits; null = 0, none."""
+    if key in config.values and config.get(key) is None:
+        return 0.0
+    return config.number(key, default) if default or config.get(key) is not None else 0.0
+
+
+_GEMMA = Family(
+    keys=ConfigKeys(activation="hidden_activation"),
+    block=lambda config: BlockLayout(
+        norms=("input_layernorm", "pre_feedforward_layernorm"),
+        after=("post_attention_layernorm", "post_feedforward_layernorm"),
+    ),
+    embed_scaled=True,
+    score_scale=_gemma_scale,
+    norm_offset=1.0,
+    activations={"gelu_pytorch_tanh": "gelu_and_mul"},
+    tied=True,
+    head_dim=256,
+    qkv_bias=attention_bias,
+    o_bias=attention_bias,
+)
+FAMILIES: dict[str, Family] = {
+    "Gemma2ForCausalLM": replace(
+        _GEMMA,
+        max_len=8192,
+        windows=_gemma2_windows,
+        caps=lambda config: (
+            _cap(config, "attn_logit_softcapping", 50.0),
+            _cap(config, "final_logit_softcapping", 30.0),
+        ),
+    ),
+    "Gemma3ForCausalLM": replace(
+        _GEMMA,
+        max_len=131072,
+        windows=_gemma3_windows,
+        ropes=_gemma3_ropes,
+        caps=lambda config: (0.0, _cap(config, "final_logit_softcapping", 0.0)),
+        qk_norm=True,
+    ),
+}
