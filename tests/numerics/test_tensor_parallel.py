@@ -27,7 +27,10 @@ def logits_of(model, tokens: list[int]) -> torch.Tensor:
 TOKENS = random_tokens(50, seed=3)
 
 
-FAMILIES = ("gqa", "mistral_window", "qwen2_window", "qwen3", "falcon_7b", "falcon_40b", "falcon_1b", "gptj")
+FAMILIES = (
+    *("gqa", "mistral_window", "qwen2_window", "qwen3", "falcon_7b", "falcon_40b", "falcon_1b", "gptj"),
+    *("mixtral", "qwen3_moe", "glm4_moe"),
+)
 """A variant of each family and of each of its checkpoint layouts."""
 
 

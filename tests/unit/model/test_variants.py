@@ -26,6 +26,8 @@ PUBLISHED = {
     "qwen25_72b": (80, 8192, 64, 8, 29568, 152064, 327680, 72.7e9),
     "qwen3_8b": (36, 4096, 32, 8, 12288, 151936, 147456, 8.19e9),
     "qwen3_32b": (64, 5120, 64, 8, 25600, 151936, 262144, 32.8e9),
+    "qwen3_30b_a3b": (48, 2048, 32, 4, 6144, 151936, 98304, 30.5e9),
+    "glm45_air": (46, 4096, 96, 8, 10944, 151552, 188416, 107e9),
     "falcon_7b": (32, 4544, 71, 1, 18176, 65024, 8192, 6.92e9),
     "gptj_6b": (28, 4096, 16, 16, 16384, 50400, 458752, 6.05e9),
     "deepseek_v3": (61, 7168, 128, 128, 18432, 129280, 70272, 671e9),
@@ -56,6 +58,8 @@ def test_shapes_and_sizes(variant):
     [
         ("mixtral_8x7b", 12.9e9, 0.01),
         ("mixtral_8x22b", 39e9, 0.01),
+        ("qwen3_30b_a3b", 3.3e9, 0.02),
+        ("glm45_air", 13e9, 0.04),
         ("deepseek_v3", 37e9, 0.02),
         ("gptj_6b", 6.05e9, 0.01),
     ],
@@ -70,4 +74,5 @@ def test_parameters_are_those_that_transformers_makes(variant):
     model_class = getattr(transformers, hf["architectures"][0])
     with torch.device("meta"):
         model = model_class._from_config(model_class.config_class(**hf))
-    assert spec(variant).parameters.total == model.num_parameters()
+    biases = sum(each.numel() for name, each in model.named_buffers() if name.endswith("e_score_correction_bias"))
+    assert spec(variant).parameters.total == model.num_parameters() + biases
