@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from dovetail.core.arithmetic import ceil_div
+from dovetail.core.ops.tiles import HOPPER_SHARED
 
 LEAST_ROWS, MOST_ROWS = 16, 128
 BLOCK_BYTES = 128
@@ -64,7 +65,9 @@ def expert_tile(
     SM, so that one reads while the other begins or ends. With many rows, tiles are as large as registers allow.
     """
     if rows >= MOST_ROWS:
-        tile = ExpertTile(rows, 128 if gated else 256, BLOCK_BYTES // itemsize, warps=8, stages=4)
+        # Tensor cores before Hopper's hold operands in registers.
+        most = 256 if shared >= HOPPER_SHARED else 128
+        tile = ExpertTile(rows, most // (1 + gated), BLOCK_BYTES // itemsize, warps=8, stages=4)
     elif rows >= 64:
         tile = ExpertTile(rows, 64 if gated else 128, BLOCK_BYTES // itemsize, warps=4, stages=4)
     else:
