@@ -130,14 +130,16 @@ class ModelSpec:
         return min(wanted or self.max_len, self.max_len)
 
     def shares(self) -> dict[int, int]:
-        """Return a map: number of ranks (engine.tp) that can split heads and MLP channels evenly -> greatest common
-        divisor of the sides of a rank's matrices."""
+        """Return a map: number of ranks (engine.tp) that can split heads and channels of MLPs and experts evenly ->
+        greatest common divisor of the sides of a rank's matrices."""
+        channels = [self.intermediate] if self.moe is None or self.moe.dense_layers else []
+        channels += [] if self.moe is None else [self.moe.intermediate]
         shares = {}
         for ranks in range(1, self.heads + 1):
-            if self.intermediate % ranks == 0 and can_share_heads(self.heads, self.kv_heads, ranks):
+            if gcd(*channels) % ranks == 0 and can_share_heads(self.heads, self.kv_heads, ranks):
                 q = self.heads // ranks * self.head_dim
                 kv = max(1, self.kv_heads // ranks) * self.head_dim
-                shares[ranks] = gcd(self.hidden, q, 2 * kv, self.intermediate // ranks)
+                shares[ranks] = gcd(self.hidden, q, 2 * kv, *(count // ranks for count in channels))
         return shares
 
     def kv_bytes_per_token(self, dtype_bytes: int, tp: int = 1) -> int:

@@ -9,7 +9,8 @@ from numbers import Number
 
 import torch
 
-from dovetail.core.interfaces import AttentionLayer, LinearMethod
+from dovetail.core.interfaces import AttentionLayer, ExpertMethod, ExpertShape, LinearMethod, LinearShape
+from dovetail.core.layers.experts import Experts
 from dovetail.core.layers.linear import Linear
 
 _rehearsals = 0
@@ -30,18 +31,18 @@ def rehearsing() -> bool:
     return _rehearsals > 0
 
 
-def kind_of(attention: AttentionLayer, linears: Iterable[Linear]) -> Hashable:
-    """Return a value that is equal for layers of one class whose attention and linear layers launch the same kernels:
-    they differ in the content of tensors, in names and in indices at most."""
+def kind_of(attention: AttentionLayer, linears: Iterable[Linear], experts: Experts | None = None) -> Hashable:
+    """Return a value that is equal for layers of one class whose attention, linear layers and experts launch the same
+    kernels: they differ in the content of tensors, in names and in indices at most."""
     alike = replace(attention, index=0, local=0, k_scale=0.0, v_scale=0.0, sinks=None)
     tensors = attention.k_scale, attention.v_scale, attention.sinks
-    return alike, tuple(map(_facts, tensors)), tuple(_linear(one) for one in linears)
+    routed = None if experts is None else (_facts(experts.method), _facts(experts.params), experts.activation)
+    return alike, tuple(map(_facts, tensors)), tuple(_linear(one) for one in linears), routed
 
 
 def _linear(linear: Linear) -> Hashable:
     """Everything but names: shapes, the method with its numbers and formats, and the parameters' types."""
-    shape = replace(linear.shape, names=(), shares={})
-    return shape, _facts(linear.method), _facts(linear.params), linear.has_bias
+    return _facts(linear.shape), _facts(linear.method), _facts(linear.params), linear.has_bias
 
 
 def _facts(value: object) -> Hashable:
@@ -52,7 +53,11 @@ def _facts(value: object) -> Hashable:
         return tuple(map(_facts, value))
     if isinstance(value, Mapping):
         return tuple((name, _facts(one)) for name, one in sorted(value.items()))
-    if isinstance(value, LinearMethod):
+    if isinstance(value, LinearShape):
+        return replace(value, names=(), shares={})
+    if isinstance(value, ExpertShape):
+        return replace(value, names=(), shares={})
+    if isinstance(value, LinearMethod | ExpertMethod):
         return type(value), _facts(vars(value))
     plain = value is None or isinstance(value, Number | torch.dtype)
     # Records such as ActFormat and WeightFormat compare by value.

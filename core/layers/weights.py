@@ -91,13 +91,16 @@ class WeightSet:
 
 
 def load_weights(
-    weights: Iterable[Taker], source: Iterable[tuple[str, Callable[[], Any]]], ignore: tuple[str, ...] = ()
+    weights: Iterable[Taker],
+    source: Iterable[tuple[str, Callable[[], Any]]],
+    ignore: tuple[str, ...] = (),
+    ignore_below: tuple[str, ...] = (),
 ) -> None:
     """Pass the source's tensors to the layers, in the order of the source. Nothing is read before all names are known.
-    Unexpected names that end in one of `ignore` are skipped."""
+    Unexpected names that end in one of `ignore` or begin with one of `ignore_below` are skipped."""
     takers = _by_name(weights)
     openers = dict(source)
-    if differences := _differences(takers, openers, ignore):
+    if differences := _differences(takers, openers, ignore, ignore_below):
         raise ConfigError(_unlike(*differences))
     for taker in {id(takers[name]): takers[name] for name in openers if name in takers}.values():
         tensors = {stored.name: openers[stored.name]() for stored in taker.stored if stored.name in openers}
@@ -108,12 +111,16 @@ def load_weights(
 
 
 def check_headers(
-    weights: Iterable[Taker], headers: Mapping[str, TensorHeader], checkpoint: Checkpoint, ignore: tuple[str, ...] = ()
+    weights: Iterable[Taker],
+    headers: Mapping[str, TensorHeader],
+    checkpoint: Checkpoint,
+    ignore: tuple[str, ...] = (),
+    ignore_below: tuple[str, ...] = (),
 ) -> None:
     """Check names, shapes and dtypes as `load_weights` does, from headers alone. `headers`: those of `checkpoint`,
     under the names that the layers take. Raises ConfigError naming file and tensor."""
     takers = _by_name(weights)
-    if differences := _differences(takers, headers, ignore):
+    if differences := _differences(takers, headers, ignore, ignore_below):
         missing, unexpected = differences
         beside = {name.rpartition(".")[0]: header.file for name, header in headers.items()}
         files = [beside.get(name.rpartition(".")[0], checkpoint.path) for name in missing]
@@ -133,12 +140,16 @@ def _by_name(weights: Iterable[Taker]) -> dict[str, Taker]:
 
 
 def _differences(
-    takers: Mapping[str, Taker], found: Mapping[str, object], ignore: tuple[str, ...]
+    takers: Mapping[str, Taker],
+    found: Mapping[str, object],
+    ignore: tuple[str, ...],
+    ignore_below: tuple[str, ...],
 ) -> tuple[list[str], list[str]] | None:
     """Return the names of missing and of unexpected tensors; None = there are none."""
     needed = {stored.name for taker in takers.values() for stored in taker.stored if not stored.optional}
     missing = [name for name in takers if name in needed and name not in found]
-    unexpected = [name for name in found if name not in takers and not name.endswith(ignore)]
+    kept = (name for name in found if not name.endswith(ignore) and not name.startswith(ignore_below))
+    unexpected = [name for name in kept if name not in takers]
     return (missing, unexpected) if missing or unexpected else None
 
 

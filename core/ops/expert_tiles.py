@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from dovetail.core.arithmetic import ceil_div
+from dovetail.core.ops.tiles import HOPPER_SHARED
 
 LEAST_ROWS, MOST_ROWS = 16, 128
 BLOCK_BYTES = 128
@@ -60,11 +61,13 @@ def expert_tile(
     """Return the tile for `rows` rows and about `tiles` tiles of rows. `outputs`: channels of the product, of gate and
     up each if `gated`. `itemsize`: bytes of a weight. `shared`: bytes of shared memory that a program may use.
 
-    With few rows, reading weights is the limit: programs are small enough that every SM has one, with several blocks in
-    flight. With many rows, tiles are as large as registers allow.
+    With few rows, reading weights is the limit: programs are small enough that every SM has one, and that two fit on an
+    SM, so that one reads while the other begins or ends. With many rows, tiles are as large as registers allow.
     """
     if rows >= MOST_ROWS:
-        tile = ExpertTile(rows, 128 if gated else 256, BLOCK_BYTES // itemsize, warps=8, stages=4)
+        # Tensor cores before Hopper's hold operands in registers.
+        most = 256 if shared >= HOPPER_SHARED else 128
+        tile = ExpertTile(rows, most // (1 + gated), BLOCK_BYTES // itemsize, warps=8, stages=4)
     elif rows >= 64:
         tile = ExpertTile(rows, 64 if gated else 128, BLOCK_BYTES // itemsize, warps=4, stages=4)
     else:
@@ -72,6 +75,7 @@ def expert_tile(
         while most > 32 and tiles * ceil_div(outputs, most) < 1.5 * processors:
             most //= 2
         tile = ExpertTile(rows, most, 2 * BLOCK_BYTES // itemsize, warps=4, stages=4)
+        shared //= 2
     while inputs % tile.inputs and tile.inputs > 64:  # Columns past the end would be masked in every block.
         tile = replace(tile, inputs=tile.inputs // 2)
     while tile.shared_bytes(itemsize, gated) > shared and tile.stages > 2:

@@ -38,7 +38,19 @@ class AutoConfig(ModelFiles):
 
 
 class LlamaConfig(ModelFiles):
-    """Dense decoders: Llama 2 to 3.3, Mistral, Qwen 2, 2.5 and 3, Gemma 2 and 3, GLM-4, Phi 3 and 4, Falcon, GPT-J."""
+    """Decoders of Llama, Mistral, Mixtral, Qwen 2 and 3, Gemma 2 and 3, GLM-4.x, Phi 3 and 4, Falcon and GPT-J."""
+
+    routing: Literal["learned", "uniform"] = "learned"
+    """uniform: every expert is equally likely, for measurements with load=dummy, whose random routers may select a few
+    experts for all tokens."""
+
+    @model_validator(mode="after")
+    def _uniform_for_dummies(self) -> LlamaConfig:
+        if self.routing == "uniform" and self.load != "dummy":
+            raise ValueError(
+                "model.routing=uniform is for random weights: set model.load=dummy, or model.routing=learned"
+            )
+        return self
 
 
 class TransformersConfig(ModelFiles):

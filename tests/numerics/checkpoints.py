@@ -40,6 +40,8 @@ GEMMA3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
 }
 PARTLY = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+QWEN3_MOE = {"head_dim": 24, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+GLM4_MOE = {"head_dim": 24, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 VARIANTS: dict[str, tuple[str, dict]] = {
     "gqa": ("Llama", {}),
     "mha": ("Llama", {"num_key_value_heads": 8}),
@@ -73,11 +75,21 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "phi3_window": ("Phi3", {"pad_token_id": 0, "sliding_window": 37, **PARTLY}),
     "gptj": ("GPTJ", {"rotary_dim": 6}),
     "gptj_tied": ("GPTJ", {"rotary_dim": 8, "tie_word_embeddings": True, "n_inner": 96}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 37}),
+    "qwen3_moe": ("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": True, "mlp_only_layers": [0]}),
+    "qwen3_moe_scores": ("Qwen3Moe", QWEN3_MOE),
+    "glm4_moe": ("Glm4Moe", {**GLM4_MOE, "use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 2.5}),
+    "glm4_moe_groups": ("Glm4Moe", {**GLM4_MOE, "n_group": 4, "topk_group": 2, "norm_topk_prob": False}),
 }
+SEEDS = {"qwen3_moe_scores": 1, "glm4_moe": 4, "glm4_moe_groups": 1}
+"""Seeds of models with experts whose routers have gaps of LEAST_GAP in the tests."""
+LEAST_GAP = 1e-4
+"""Difference between the scores of the last expert that is selected and of the next: rounding changes no selection."""
 
 
-def save_random(folder: Path, variant: str, seed: int = 0, **changes) -> torch.nn.Module:
+def save_random(folder: Path, variant: str, seed: int | None = None, **changes) -> torch.nn.Module:
     """Save a sharded random checkpoint and return its transformers model. Norms and biases are random too."""
+    seed = SEEDS.get(variant, 0) if seed is None else seed
     import transformers  # Takes seconds, so not at module level, where test collection would wait for it.
 
     family, options = VARIANTS[variant]
@@ -91,6 +103,11 @@ def save_random(folder: Path, variant: str, seed: int = 0, **changes) -> torch.n
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("bias"):
                 parameter.normal_(std=0.2)
+        for router in _routers(model):
+            router.weight.normal_(std=0.3)  # Some configs begin with zeros.
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(0, 0.2)
     model.save_pretrained(folder, max_shard_size="100KB")
     return model
 
@@ -99,6 +116,41 @@ def save_random(folder: Path, variant: str, seed: int = 0, **changes) -> torch.n
 def reference_logits(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
     """logits_TV of the whole sequence in one call."""
     return model(torch.tensor([tokens])).logits[0].float()
+
+
+@torch.no_grad()
+def router_gap(model: torch.nn.Module, tokens: list[int]) -> float:
+    """Return the least difference, over tokens and layers, between the scores of the last group or expert that is
+    selected and the next; infinity for models without experts."""
+    routers = _routers(model)
+    logits: list[torch.Tensor] = []
+    hooks = [router.register_forward_hook(lambda module, given, got: logits.append(got[0])) for router in routers]
+    model(torch.tensor([tokens]))
+    for hook in hooks:
+        hook.remove()
+    least = float("inf")
+    for router, logits_TE in zip(routers, logits, strict=True):
+        bias_E = getattr(router, "e_score_correction_bias", None)
+        # Softmax keeps the order of logits, and rounding changes those.
+        scores_TE = logits_TE if bias_E is None else logits_TE.sigmoid() + bias_E
+        groups = getattr(router, "num_group", 1)
+        if groups > 1:
+            grouped_TGE = scores_TE.unflatten(1, (groups, -1))
+            best_TG = grouped_TGE.topk(2, dim=2).values.sum(2)
+            least = min(least, _gap(best_TG, router.topk_group))
+            kept_TG = best_TG >= best_TG.topk(router.topk_group, dim=1).values[:, -1:]
+            scores_TE = grouped_TGE.masked_fill(~kept_TG[:, :, None], -9.0).flatten(1)
+        least = min(least, _gap(scores_TE, router.top_k))
+    return least
+
+
+def _routers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    return [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
+
+
+def _gap(scores_TN: torch.Tensor, kept: int) -> float:
+    ordered_TN = scores_TN.sort(dim=1, descending=True).values
+    return float((ordered_TN[:, kept - 1] - ordered_TN[:, kept]).min())
 
 
 def random_tokens(count: int, seed: int) -> list[int]:

@@ -7,7 +7,7 @@ import torch
 
 from dovetail import LLM, SamplingParams
 
-from .checkpoints import VARIANTS, random_tokens, reference_logits, save_random
+from .checkpoints import LEAST_GAP, VARIANTS, random_tokens, reference_logits, router_gap, save_random
 from .driver import Driver, load_model
 
 TOLERANCE = 1e-4
@@ -47,6 +47,7 @@ def test_logits_equal_transformers(variant, tmp_path):
     found = run_mixed(Driver(load_model(tmp_path)), sequences, prompts, chunk=64)
 
     for name, tokens in sequences.items():
+        assert router_gap(reference, tokens) > LEAST_GAP
         expected = reference_logits(reference, tokens)
         assert expected.std() > 0.5  # logits must not be so flat that any model would pass
         torch.testing.assert_close(found[name], expected, atol=TOLERANCE, rtol=0)
@@ -58,6 +59,7 @@ def test_logits_equal_transformers(variant, tmp_path):
     [
         *("gqa", "mistral_window", "qwen2_window", "qwen3", "gemma2", "gemma3", "glm4", "phi3_window"),
         *("falcon_7b", "falcon_40b", "falcon_1b", "gptj"),
+        *("mixtral", "qwen3_moe", "glm4_moe"),
     ],
 )
 def test_greedy_output_of_the_engine_equals_transformers(variant, tmp_path):
@@ -72,6 +74,7 @@ def test_greedy_output_of_the_engine_equals_transformers(variant, tmp_path):
             torch.tensor([prompt]), do_sample=False, max_new_tokens=60, eos_token_id=None, pad_token_id=0
         )
         assert list(result.token_ids) == expected[0, len(prompt) :].tolist()
+        assert router_gap(reference, expected[0].tolist()) > LEAST_GAP
 
 
 def test_decode_rows_of_unequal_count(tmp_path):

@@ -10,16 +10,28 @@ output, I input.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
 from dovetail.core.interfaces.activation import ActFormat, Activation
 from dovetail.core.interfaces.expert import ExpertBias, GatedActivation, Routing
-from dovetail.core.ops.expert_tiles import GROUPED, ExpertTile, direct, expert_tile, most_tiles, rows_of_tile
+from dovetail.core.ops.expert_tiles import (
+    GROUPED,
+    LEAST_ROWS,
+    MOST_ROWS,
+    ExpertTile,
+    direct,
+    expert_tile,
+    most_tiles,
+    rows_of_tile,
+)
 from dovetail.core.ops.experts import ExpertWeights
 from dovetail.core.ops.formats import encode
 from dovetail.core.ops.kernels.launch import announce, dependent, wait
+from dovetail.core.ops.matmul import device_facts
 
 IMPRECISE = 128
 """Number of 8-bit products that the tensor core sums in its accumulator of fewer bits before adding to float32."""
@@ -217,6 +229,20 @@ def _sum_pairs(y_ptr, experts_ptr, out_ptr, C, ACTIVE: tl.constexpr, BLOCK: tl.c
     tl.store(out_ptr + token * C + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+@dataclass(frozen=True, slots=True)
+class Sorted:
+    """Pairs by expert. None = each pair is a tile, in the order of pairs."""
+
+    routing: Routing
+    order_P: torch.Tensor | None
+    """int32: the pair at each place."""
+    tiles_M3: torch.Tensor | None
+    """int32: expert, first place and end of the expert's places, of each tile; expert -1 if it is not needed."""
+    rows: int
+    """Rows of a tile."""
+    tiles: int
+
+
 def gated_experts_triton(
     x: Activation,
     routing: Routing,
@@ -226,28 +252,25 @@ def gated_experts_triton(
     between: ActFormat,
     dtype: torch.dtype,
     fast_accum: bool,
+    chosen: tuple[ExpertTile, ExpertTile] | None = None,
 ) -> torch.Tensor:
-    """Launch the kernels of core.ops.experts.gated_experts."""
+    """Launch the kernels of core.ops.experts.gated_experts. `chosen`: tiles of the two products, with equally many
+    rows; None = those of the rule."""
     (tokens, active), device = routing.experts_TK.shape, x.values.device
-    experts, channels, hidden = len(weights.up), weights.down.shape[2], weights.down.shape[1]
+    experts, hidden, channels = weights.down.shape
     out_TC = torch.empty(tokens, hidden, dtype=dtype, device=device)
     if not tokens:
         return out_TC
-    pairs = tokens * active
-    order_P = tiles_M3 = None
-    rows, tiles = 16, pairs
-    if not direct(tokens, active, experts):
-        rows = rows_of_tile(pairs, experts)
-        tiles = most_tiles(pairs, experts, rows)
-        order_P, tiles_M3 = _grouped(routing.experts_TK, experts, rows, tiles)
-    sorted_ = routing, order_P, tiles_M3, rows, tiles
-    inner_PF = torch.empty(pairs, channels, dtype=dtype, device=device)
-    scale = (weights.up_scale, None if bias is None else bias.up)
-    _launch(x, weights.up, *scale, sorted_, inner_PF, activation, fast_accum)
+    pairs = _sorted(routing, experts, None if chosen is None else chosen[0].rows)
+    first, second = chosen or (
+        _tile(pairs, product, gated, device) for product, gated in ((weights.up, True), (weights.down, False))
+    )
+    inner_PF = torch.empty(tokens * active, channels, dtype=dtype, device=device)
+    up_bias, down_bias = (None, None) if bias is None else (bias.up, bias.down)
+    _multiply_pairs(x, weights.up, weights.up_scale, up_bias, pairs, first, inner_PF, activation, fast_accum)
     inner = encode(inner_PF, (between,))[between]
-    down_PC = torch.empty(pairs, hidden, dtype=dtype, device=device)
-    scale = (weights.down_scale, None if bias is None else bias.down)
-    _launch(inner, weights.down, *scale, sorted_, down_PC, None, fast_accum)
+    down_PC = torch.empty(tokens * active, hidden, dtype=dtype, device=device)
+    _multiply_pairs(inner, weights.down, weights.down_scale, down_bias, pairs, second, down_PC, None, fast_accum)
     block = min(1024, triton.next_power_of_2(hidden))
     _sum_pairs[(tokens, triton.cdiv(hidden, block))](
         down_PC,
@@ -262,14 +285,19 @@ def gated_experts_triton(
     return out_TC
 
 
-def _grouped(experts_TK: torch.Tensor, experts: int, rows: int, tiles: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the pairs by expert, int32 [P], and `tiles` tiles of `rows` rows, int32 [M, 3]."""
-    pairs, device = experts_TK.numel(), experts_TK.device
+def _sorted(routing: Routing, experts: int, rows: int | None) -> Sorted:
+    """Sort the pairs. `rows`: rows of a tile; None = by the rule."""
+    (tokens, active), device = routing.experts_TK.shape, routing.experts_TK.device
+    pairs = tokens * active
+    if rows is None and direct(tokens, active, experts):
+        return Sorted(routing, None, None, LEAST_ROWS, pairs)
+    rows = rows or rows_of_tile(pairs, experts)
+    tiles = most_tiles(pairs, experts, rows)
     order_P = torch.empty(pairs, dtype=torch.int32, device=device)
     tiles_M3 = torch.empty(tiles, 3, dtype=torch.int32, device=device)
     block = max(128, min(MOST_BLOCK, triton.next_power_of_2(pairs)))
     _group_pairs[(experts,)](
-        experts_TK,
+        routing.experts_TK,
         order_P,
         tiles_M3,
         pairs,
@@ -279,55 +307,53 @@ def _grouped(experts_TK: torch.Tensor, experts: int, rows: int, tiles: int) -> t
         BINS=triton.next_power_of_2(experts + 1),
         BLOCK=block,
         num_warps=max(1, min(8, block // 256)),
-        **dependent(experts_TK),
+        **dependent(order_P),
     )
-    return order_P, tiles_M3
+    return Sorted(routing, order_P, tiles_M3, rows, tiles)
 
 
-def _launch(
+def _multiply_pairs(
     x: Activation,
     weight_EOI: torch.Tensor,
     scale_EO: torch.Tensor | None,
     bias_EO: torch.Tensor | None,
-    pairs: tuple[Routing, torch.Tensor | None, torch.Tensor | None, int, int],
+    pairs: Sorted,
+    tile: ExpertTile,
     out: torch.Tensor,
     activation: GatedActivation | None,
     fast_accum: bool,
 ) -> None:
     """Launch the first product, which ends in `activation`, or the second one (None)."""
-    routing, order_P, tiles_M3, rows, tiles = pairs
     outputs, inputs = out.shape[1], weight_EOI.shape[2]
-    gated, itemsize = activation is not None, weight_EOI.element_size()
-    tile = _tile(rows, tiles, outputs, inputs, itemsize, gated, out.device)
-    precise = itemsize == 1 and (rows < 128 or not fast_accum)
+    precise = weight_EOI.element_size() == 1 and (tile.rows < MOST_ROWS or not fast_accum)
     limit = activation.limit if activation is not None else None
-    _expert_matmul[(tiles * triton.cdiv(outputs, tile.outputs),)](
+    _expert_matmul[(pairs.tiles * triton.cdiv(outputs, tile.outputs),)](
         x.values.contiguous(),
         x.scale,
         0 if x.scale is None or x.scale.numel() == 1 else x.scale.stride(0),
         weight_EOI,
         scale_EO,
         bias_EO,
-        order_P,
-        tiles_M3,
-        routing.experts_TK,
-        routing.weights_TK,
+        pairs.order_P,
+        pairs.tiles_M3,
+        pairs.routing.experts_TK,
+        pairs.routing.weights_TK,
         out,
-        tiles,
+        pairs.tiles,
         outputs,
         inputs,
         1.0 if activation is None else activation.alpha,
         0.0 if limit is None else limit,
         0.0 if activation is None else activation.offset,
-        ACTIVE=routing.experts_TK.shape[1],
-        GATED=gated,
+        ACTIVE=pairs.routing.experts_TK.shape[1],
+        GATED=activation is not None,
         LIMITED=limit is not None,
-        ROWS=rows,
+        ROWS=tile.rows,
         BLOCK_O=tile.outputs,
         BLOCK_I=tile.inputs,
         GROUP=GROUPED,
         EVEN=inputs % tile.inputs == 0,
-        SWAP=rows < 64,
+        SWAP=tile.rows < 64,
         IMPRECISE=min(IMPRECISE, tile.inputs) if precise else None,
         PRECISION="ieee" if x.values.dtype == torch.float32 else "tf32",
         num_warps=tile.warps,
@@ -336,12 +362,10 @@ def _launch(
     )
 
 
-def _tile(
-    rows: int, tiles: int, outputs: int, inputs: int, itemsize: int, gated: bool, device: torch.device
-) -> ExpertTile:
+def _tile(pairs: Sorted, weight_EOI: torch.Tensor, gated: bool, device: torch.device) -> ExpertTile:
+    _, outputs, inputs = weight_EOI.shape
+    facts = pairs.rows, pairs.tiles, outputs // (1 + gated), inputs, weight_EOI.element_size(), gated
     if device.type != "cuda":  # Triton's interpreter
-        return expert_tile(rows, tiles, outputs, inputs, itemsize, gated, processors=132, shared=64 << 10)
-    from dovetail.core.ops.matmul import device_facts
-
+        return expert_tile(*facts, processors=132, shared=64 << 10)
     _, processors, _, shared = device_facts(device)
-    return expert_tile(rows, tiles, outputs, inputs, itemsize, gated, processors, shared)
+    return expert_tile(*facts, processors, shared)

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from dovetail.core.compose.capabilities import Capabilities, Host, Requires
+from dovetail.core.interfaces import ModelSpec
 from dovetail.plugins.model.config import LlamaConfig
+
+
+def _channels(spec: ModelSpec) -> str:
+    """Return the channels of MLPs and of experts in words."""
+    dense = spec.moe is None or spec.moe.dense_layers > 0
+    return " and ".join(
+        [str(spec.intermediate)] * dense + ([f"{spec.moe.intermediate} expert"] if spec.moe is not None else [])
+    )
 
 
 def capabilities(config: LlamaConfig, host: Host) -> Capabilities:
@@ -25,10 +34,9 @@ def capabilities(config: LlamaConfig, host: Host) -> Capabilities:
                 kind="engine",
                 key="tp",
                 allowed=tuple(spec.shares()),
-                reason=f"they share {spec.heads} heads, {spec.kv_heads} kv heads, {spec.intermediate} MLP channels",
+                reason=f"they share {spec.heads} heads, {spec.kv_heads} kv heads, {_channels(spec)} MLP channels",
             ),
             Requires(kind="engine", key="pp", at_most=1, reason="its layers run as one stage"),
-            Requires(kind="model", key="experts", allowed=(False,), reason=f"its layers have no experts; {planned}"),
             Requires(kind="model", key="compressed_kv", allowed=(False,), reason=f"it has no MLA layers; {planned}"),
             *(
                 Requires(kind="attention", key="kinds", contains=kind, reason=f"it has {kind} attention layers")

@@ -18,6 +18,7 @@ from dovetail.core.checkpoint import open_checkpoint
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import (
     PLAIN,
+    ActFormat,
     AttentionLayer,
     BuildContext,
     Bundle,
@@ -60,7 +61,8 @@ from dovetail.core.layers import (
 from dovetail.core.memory.sizing import group_layers
 from dovetail.core.ops import gelu, gelu_and_mul, silu_and_mul
 from dovetail.plugins.model.config import LlamaConfig
-from dovetail.plugins.model.llama.families import RUNNABLE, read_model, spec_of
+from dovetail.plugins.model.llama.experts import SparseMLP
+from dovetail.plugins.model.llama.families import RUNNABLE, mtp_layers, read_model, spec_of
 from dovetail.plugins.model.llama.family import Layout, Names
 
 Tensor = TypeVar("Tensor")
@@ -123,30 +125,49 @@ class Attention:
 
 
 class MLP:
-    def __init__(self, index: int, build: BuildContext, layout: Layout) -> None:
-        spec, names, bias = build.spec, layout.names, layout.mlp_bias
-        prefix, path = names.layer.format(index), f"layers.{index}.mlp"
-        ups = tuple(f"{prefix}.{name}" for name in names.up)
+    def __init__(
+        self,
+        index: int,
+        build: BuildContext,
+        layout: Layout,
+        matrices: tuple[str, ...],
+        channels: int,
+        defers: bool,
+        path: str = "mlp",
+    ) -> None:
+        """`matrices`: names within the layer, of down last. `defers`: as in RowParallel."""
+        spec, bias = build.spec, layout.mlp_bias
+        prefix, path = layout.names.layer.format(index), f"layers.{index}.{path}"
+        *ups, down = (f"{prefix}.{name}" for name in matrices)
         self.up = ColumnParallel(
             f"{path}.gate_up" if len(ups) == 2 else f"{path}.up",
-            ups,
+            tuple(ups),
             build,
             spec.hidden,
-            (spec.intermediate,) * len(ups),
+            (channels,) * len(ups),
             bias=bias,
         )
         self.down = RowParallel(
             f"{path}.down",
-            f"{prefix}.{names.down}",
+            down,
             build,
-            spec.intermediate,
+            channels,
             spec.hidden,
             bias=bias,
-            defers=_defers(layout),
+            defers=defers,
         )
         self.activation = ACTIVATIONS[layout.activation]
 
-    def __call__(self, x: Bundle) -> Partial:
+    @property
+    def inputs(self) -> tuple[ActFormat, ...]:
+        """Input formats, for the producer's `emit`."""
+        return self.up.inputs
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return (self.up, self.down)
+
+    def __call__(self, x: Bundle, ctx: ForwardContext) -> Partial:
         return self.down(self.activation(self.up(x), emit=self.down.inputs))
 
 
@@ -163,8 +184,10 @@ class Block:
         group: KVGroup,
         rope: Rope,
         before: RMSNorm | LayerNorm | None,
+        uniform: bool,
     ) -> None:
-        """`before`: norm of the previous block's output before it is added to the residual."""
+        """`before`: norm of the previous block's output before it is added to the residual. `uniform`:
+        RoutingRule.uniform of layers with experts."""
         prefix = layout.names.layer.format(index)
         self.before = before
         self.boundary, self.parallel = build.collective.boundary, layout.block.parallel
@@ -173,7 +196,14 @@ class Block:
         self.norms = [_norm(f"{prefix}.{name}", build, layout) for name in layout.block.norms + layout.block.after]
         after: list[Any] = self.norms[2:] if layout.block.after else [None, None]
         self.after_attention, self.after = after
-        self.attention, self.mlp = Attention(index, build, layout, group, rope), MLP(index, build, layout)
+        self.attention = Attention(index, build, layout, group, rope)
+        self.mlp: MLP | SparseMLP
+        if build.spec.moe is None or index < build.spec.moe.dense_layers:
+            matrices = (*layout.names.up, layout.names.down)
+            self.mlp = MLP(index, build, layout, matrices, build.spec.intermediate, _defers(layout))
+        else:
+            shared = partial(MLP, index, build, layout, defers=False, path="mlp.shared")
+            self.mlp = SparseMLP(index, build, layout, uniform, shared)
 
     def __call__(self, x: torch.Tensor | Partial, residual: Residual | None, ctx: ForwardContext) -> BlockCalls:
         return (self._parallel if self.parallel else self._sequential)(x, residual, ctx)
@@ -184,18 +214,18 @@ class Block:
         )
         x = self.attention(normed, ctx)
         normed, residual = yield lambda: self.boundary(
-            x, residual, self.norms[1], self.mlp.up.inputs, self.after_attention
+            x, residual, self.norms[1], self.mlp.inputs, self.after_attention
         )
-        return self.mlp(normed), residual
+        return self.mlp(normed, ctx), residual
 
     def _parallel(self, x: torch.Tensor | Partial, residual: Residual | None, ctx: ForwardContext) -> BlockCalls:
         """Run attention and MLP on the same input: one sum over ranks per layer in place of two."""
-        wanted = self.attention.qkv.inputs + self.mlp.up.inputs * (len(self.norms) == 1)
+        wanted = self.attention.qkv.inputs + self.mlp.inputs * (len(self.norms) == 1)
         normed, residual = yield lambda: self.boundary(x, residual, self.norms[0], tuple(dict.fromkeys(wanted)))
         x = self.attention(normed, ctx)
         if len(self.norms) == 2:
-            normed, _ = yield lambda: self.boundary(residual, None, self.norms[1], self.mlp.up.inputs)
-        y = self.mlp(normed)
+            normed, _ = yield lambda: self.boundary(residual, None, self.norms[1], self.mlp.inputs)
+        y = self.mlp(normed, ctx)
         return Partial(x.values, plus=y.values) if self.adds_later else Partial(x.values + y.values), residual
 
 
@@ -207,9 +237,8 @@ class Llama(Model):
         spec = build.spec
         self.layout = layout = read_model(spec.hf, "config.json")[1]
         if layout.architecture not in RUNNABLE:
-            lacks = [what for what, has in (("experts", spec.moe), ("compressed attention", spec.mla)) if has]
             raise ConfigError(
-                f"model=llama has no {' and no '.join(lacks)}: {layout.architecture} works with app=plan only. "
+                f"model=llama has no compressed attention: {layout.architecture} works with app=plan only. "
                 f"It runs {', '.join(RUNNABLE)}"
             )
         self._kv_groups = _kv_groups(build)
@@ -230,17 +259,19 @@ class Llama(Model):
                 )
             bias = f"{layout.names.head}.bias" if layout.head_bias else None
             self.head = LMHead(self.tables[-1], build, bias, layout.logit_cap)
+        uniform = config.routing == "uniform"
         self.blocks: list[Block] = []
         for index in range(spec.layers):
             group, before = group_of[index], self.blocks[-1].after if self.blocks else None
-            self.blocks.append(Block(index, build, layout, group, local if group.window else full, before))
+            rope = local if group.window else full
+            self.blocks.append(Block(index, build, layout, group, rope, before, uniform))
         self.norm = _norm(layout.names.norm, build, layout)
 
     @cached_property
     def _kinds(self) -> list[Hashable]:
         """The kind of each block. Parameters have their final types once they are loaded."""
         return [
-            kind_of(attention.layer, (attention.qkv, attention.o, mlp.up, mlp.down))
+            kind_of(attention.layer, (attention.qkv, attention.o, *mlp.linears), getattr(mlp, "experts", None))
             for attention, mlp in ((block.attention, block.mlp) for block in self.blocks)
         ]
 
@@ -258,12 +289,14 @@ class Llama(Model):
 
     def check_checkpoint(self, checkpoint: Checkpoint) -> None:
         headers = dict(self._named(checkpoint.tensors().items()))
-        check_headers(self._weights(), headers, checkpoint, self._ignored)
+        check_headers(self._weights(), headers, checkpoint, self._ignored, self._ignored_layers)
 
     def load(self, weights: Iterable[tuple[str, Callable[[], Any]]]) -> None:
-        load_weights(self._weights(), self._named(weights), self._ignored)
+        load_weights(self._weights(), self._named(weights), self._ignored, self._ignored_layers)
         for linear in self._linears():
             linear.finish()
+        for sparse in self._sparse():
+            sparse.finish()
 
     def init_dummy(self, seed: int) -> None:
         self.load(dummy_weights(self._weights(), seed, self.build.dtype, self.build.device))
@@ -309,19 +342,29 @@ class Llama(Model):
         unused = () if spec.head and not spec.tied else (f"{head}.weight", f"{head}.bias")
         return (*self.layout.ignored, *unused)
 
+    @property
+    def _ignored_layers(self) -> tuple[str, ...]:
+        """Beginnings of names of checkpoint tensors that have no use: layers for multi-token prediction, which follow
+        the last one."""
+        count, layers = mtp_layers(self.build.spec.hf), self.build.spec.layers
+        return tuple(f"{self.layout.names.layer.format(layers + index)}." for index in range(count))
+
     def _named(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         """Return (name that layers use, tensor)."""
         return tensors if self.build.spec.head else _with_prefix(tensors, self.layout.names)
 
     def _linears(self) -> Iterator[Linear]:
         for block in self.blocks:
-            yield from (block.attention.qkv, block.attention.o, block.mlp.up, block.mlp.down)
+            yield from (block.attention.qkv, block.attention.o, *block.mlp.linears)
+
+    def _sparse(self) -> list[SparseMLP]:
+        return [block.mlp for block in self.blocks if isinstance(block.mlp, SparseMLP)]
 
     def _weights(self) -> Iterator[Taker]:
         norms = (norm for block in self.blocks for norm in (*block.norms, *block.attention.norms))
         scales = (block.attention.kv_scales for block in self.blocks)
         head = () if self.head is None else (self.head,)
-        for layer in (*self.tables, *head, *norms, self.norm, *scales, *self._linears()):
+        for layer in (*self.tables, *head, *norms, self.norm, *scales, *self._linears(), *self._sparse()):
             yield from layer.weights()
 
 

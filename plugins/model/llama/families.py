@@ -10,11 +10,18 @@ from dovetail.core.checkpoint import open_checkpoint
 from dovetail.core.config_json import ConfigJson
 from dovetail.core.embedding_files import read_embedding
 from dovetail.core.errors import ConfigError, shown
-from dovetail.core.interfaces import MLA, EmbeddingSpec, ModelSpec, MoE
+from dovetail.core.interfaces import MLA, EmbeddingSpec, ModelSpec
 from dovetail.core.rope import RopeConfig, read_rope
 from dovetail.plugins.model.config import LlamaConfig
 from dovetail.plugins.model.llama import gemma
 from dovetail.plugins.model.llama.family import BlockLayout, ConfigKeys, Family, Layout, Names, attention_bias, no
+from dovetail.plugins.model.llama.moe import (
+    MOST_EXPERTS,
+    read_deepseek_v3,
+    read_glm4,
+    read_mixtral,
+    read_qwen3,
+)
 from dovetail.plugins.model.llama.parameters import count_parameters
 
 HF = Mapping[str, Any]
@@ -42,6 +49,10 @@ def _qwen_windows(config: ConfigJson, layers: int) -> tuple[int, ...]:
     if "sliding_attention" in kinds and not window:
         raise config.wrong("layer_types", "sliding_attention needs use_sliding_window and a sliding_window")
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+
+
+def _qwen3_moe_windows(config: ConfigJson, layers: int) -> tuple[int, ...]:
+    return (_window(config) if config.flag("use_sliding_window") else 0,) * layers
 
 
 def _half_by_default(config: ConfigJson, head_dim: int) -> int:
@@ -84,23 +95,6 @@ def _falcon_block(config: ConfigJson) -> BlockLayout:
     return BlockLayout(norms=("ln_attn", "ln_mlp") if norms == 2 else ("input_layernorm",), parallel=True)
 
 
-def _mixtral_moe(config: ConfigJson) -> MoE:
-    experts = config.count("num_local_experts", 8, at_most=MOST["experts"])
-    active = config.count("num_experts_per_tok", 2, at_most=experts)
-    return MoE(experts, active, config.count("intermediate_size", at_most=MOST["intermediate"]))
-
-
-def _deepseek_moe(config: ConfigJson) -> MoE:
-    experts = config.count("n_routed_experts", at_most=MOST["experts"])
-    return MoE(
-        experts=experts,
-        active=config.count("num_experts_per_tok", at_most=experts),
-        intermediate=config.count("moe_intermediate_size", at_most=MOST["intermediate"]),
-        shared=config.count("n_shared_experts", 0, at_least=0, at_most=experts),
-        dense_layers=config.count("first_k_dense_replace", 0, at_least=0, at_most=MOST["layers"]),
-    )
-
-
 def _deepseek_mla(config: ConfigJson) -> MLA:
     def size(key: str, at_least: int = 1) -> int:
         return config.count(key, None if at_least else 0, at_least=at_least, at_most=MOST["hidden"])
@@ -121,7 +115,7 @@ FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": Family(windows=lambda config, layers: (_window(config),) * layers),
     "Qwen2ForCausalLM": Family(qkv_bias=lambda config: True, windows=_qwen_windows),
-    "Qwen3ForCausalLM": replace(LLAMA, mlp_bias=no, qk_norm=True, head_dim=128, windows=_qwen_windows),
+    "Qwen3ForCausalLM": replace(LLAMA, mlp_bias=no, qk_norm=lambda config: True, head_dim=128, windows=_qwen_windows),
     "FalconForCausalLM": Family(
         keys=ConfigKeys(intermediate="ffn_hidden_size", eps="layer_norm_epsilon", activation="activation"),
         names=Names(
@@ -192,13 +186,25 @@ FAMILIES: dict[str, Family] = {
         interleaved=True,
     ),
     "MixtralForCausalLM": Family(
-        windows=lambda config, layers: (config.count("sliding_window", 0, at_least=0),) * layers, moe=_mixtral_moe
+        windows=lambda config, layers: (config.count("sliding_window", 0, at_least=0),) * layers,
+        experts=read_mixtral,
+        eps=1e-5,
     ),
-    "DeepseekV3ForCausalLM": Family(moe=_deepseek_moe, mla=_deepseek_mla),
+    "Qwen3MoeForCausalLM": replace(
+        LLAMA, mlp_bias=no, qk_norm=lambda config: True, windows=_qwen3_moe_windows, experts=read_qwen3
+    ),
+    "Glm4MoeForCausalLM": Family(
+        eps=1e-5,
+        qkv_bias=attention_bias,
+        qk_norm=lambda config: config.flag("use_qk_norm"),
+        rotary_dim=_half_by_default,
+        experts=read_glm4,
+    ),
+    "DeepseekV3ForCausalLM": Family(experts=read_deepseek_v3, mla=_deepseek_mla),
 }
-"""Families by architectures[0] in config.json. Those with experts or MLA work with app=plan only."""
+"""Families by architectures[0] in config.json. Those with MLA work with app=plan only."""
 
-RUNNABLE = tuple(name for name, family in FAMILIES.items() if family.moe is None and family.mla is None)
+RUNNABLE = tuple(name for name, family in FAMILIES.items() if family.mla is None)
 
 MOST = {
     "vocab": 2**24,
@@ -207,7 +213,7 @@ MOST = {
     "heads": 2**12,
     "head_dim": 2**12,
     "intermediate": 2**22,
-    "experts": 2**14,
+    "experts": MOST_EXPERTS,
     "positions": 2**24,
 }
 """Upper limits far above any model: a file that exceeds them is broken or hostile."""
@@ -242,6 +248,7 @@ def read_model(hf: HF, where: str) -> tuple[ModelSpec, Layout]:
         kv_heads = family.kv_heads(config, heads)
     if heads % kv_heads:
         raise ConfigError(f"{where}: {heads} query heads are not a multiple of {kv_heads} kv heads")
+    moe, experts = family.experts(config, layers) if family.experts else (None, None)
     gelu_default = 4 * hidden if family.norm == "layer" else None
     rotary_dim = mla.rope_dim if mla else family.rotary_dim(config, head_dim) if family.rotary_dim else None
     if family.ropes is None:
@@ -266,10 +273,11 @@ def read_model(hf: HF, where: str) -> tuple[ModelSpec, Layout]:
         o_bias=family.o_bias(config),
         mlp_bias=family.mlp_bias(config),
         head_bias=family.head_bias,
-        qk_norm=family.qk_norm,
+        qk_norm=family.qk_norm(config),
         rope=rope,
         window_rope=window_rope,
         interleaved=family.interleaved,
+        experts=experts,
     )
     if layout.rope.max_len > MOST["positions"]:
         raise ConfigError(f"{where}: yarn scales to {layout.rope.max_len} positions; the limit is {MOST['positions']}")
@@ -290,7 +298,7 @@ def read_model(hf: HF, where: str) -> tuple[ModelSpec, Layout]:
         windows=family.windows(config, layers),
         hf=hf,
         mla=mla,
-        moe=None if family.moe is None else family.moe(config),
+        moe=moe,
         embedding=EmbeddingSpec("last", dimensions=_cuts(config)) if headless else None,
         head=not headless,
     )
@@ -318,6 +326,11 @@ def runs(hf: HF) -> bool:
         return False
 
 
+def mtp_layers(hf: HF) -> int:
+    """Return the number of layers for multi-token prediction (DeepSeek-V3, 2024) after the last layer."""
+    return ConfigJson(hf, "config.json").count("num_nextn_predict_layers", 0, at_least=0, at_most=MOST["layers"])
+
+
 def _cuts(config: ConfigJson) -> tuple[int, ...] | None:
     """Return the lengths to which embeddings may be truncated."""
     given = config.counts("matryoshka_dimensions")
@@ -337,7 +350,10 @@ def _dtype(config: ConfigJson) -> str:
 def spec_of(config: LlamaConfig) -> ModelSpec:
     """Read the ModelSpec from the checkpoint or from model.hf."""
     if config.hf is not None:
-        return read_spec(config.hf, "model.hf")
+        spec = read_spec(config.hf, "model.hf")
+        if config.routing == "uniform" and spec.moe is None:
+            raise ConfigError(f"model.routing=uniform: {spec.architecture} has no experts; set model.routing=learned")
+        return spec
     checkpoint = open_checkpoint(config.path)
     hf, where = checkpoint.config(), f"model.path={config.path}: config.json"
     spec = replace(read_spec(hf, where), checkpoint=None if config.load == "dummy" else config.path)

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dovetail.core.config_json import ConfigJson
-from dovetail.core.interfaces import MLA, MoE
+from dovetail.core.interfaces import MLA
 from dovetail.core.rope import RopeConfig
+from dovetail.plugins.model.llama.moe import ExpertLayout, Experts
 
 Read = Callable[[ConfigJson], Any]
 
@@ -104,13 +105,14 @@ class Family:
     o_bias: Read = no
     mlp_bias: Read = no
     head_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: Read = no
     """Whether every head's query and key pass an RMSNorm."""
     rotary_dim: Callable[[ConfigJson, int], int] | None = None
     """Reads the rotary dimension, given head_dim; None = partial_rotary_factor, usually 1."""
     interleaved: bool = False
     """Whether rotary pairs are adjacent columns (GPT-J) in place of halves (GPT-NeoX)."""
-    moe: Callable[[ConfigJson], MoE] | None = None
+    experts: Callable[[ConfigJson, int], Experts] | None = None
+    """Reads the experts, given the number of layers."""
     mla: Callable[[ConfigJson], MLA] | None = None
 
 
@@ -139,3 +141,5 @@ class Layout:
     window_rope: RopeConfig
     """Rotary settings of layers with a window."""
     interleaved: bool
+    experts: ExpertLayout | None
+    """None = every layer has a plain MLP."""

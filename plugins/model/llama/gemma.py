@@ -91,6 +91,6 @@ FAMILIES: dict[str, Family] = {
         windows=_gemma3_windows,
         ropes=_gemma3_ropes,
         caps=lambda config: (0.0, _cap(config, "final_logit_softcapping", 0.0)),
-        qk_norm=True,
+        qk_norm=lambda config: True,
     ),
 }

@@ -26,7 +26,8 @@ def count_parameters(spec: ModelSpec, layout: Layout) -> Parameters:
         expert = matrices * spec.hidden * spec.moe.intermediate
         experts, active = (sparse_layers * n * expert for n in (spec.moe.experts, spec.moe.active))
         mlp += sparse_layers * spec.moe.shared * expert
-        rest += sparse_layers * spec.moe.experts * spec.hidden
+        biased = layout.experts is not None and layout.experts.names.selection_bias is not None
+        rest += sparse_layers * spec.moe.experts * (spec.hidden + biased)
     return Parameters(
         embedding=spec.vocab * spec.hidden,
         head=0 if spec.tied or not spec.head else spec.vocab * spec.hidden,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -54,6 +55,28 @@ GPTJ = {
 }
 
 
+MOE = {"num_experts_per_tok": 3, "moe_intermediate_size": 24}
+MIXTRAL = {**tiny.LLAMA, "architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 3}
+QWEN3_MOE = {**tiny.LLAMA, **MOE, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "mlp_only_layers": [0]}
+GLM4_MOE = {**tiny.LLAMA, **MOE, "architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 4, "use_qk_norm": True}
+
+
+def published(state: Weights) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of published checkpoints, which have each expert's matrices apart."""
+    shapes = {}
+    for name, tensor in state.items():
+        below, experts, matrix = name.rpartition(".experts.")
+        if not experts:
+            shapes[name] = tuple(tensor.shape)
+            continue
+        count, rows, columns = tensor.shape
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[matrix]
+        for expert in range(count):
+            for part in parts:
+                shapes[f"{below}.experts.{expert}.{part}.weight"] = (rows // len(parts), columns)
+    return shapes
+
+
 class TestQwen3(ModelContract):
     hf: dict[str, Any] = QWEN3
 
@@ -70,8 +93,8 @@ class TestQwen3(ModelContract):
         random = torch.Generator().manual_seed(3)
         tied = "lm_head.weight" if model.config.tie_word_embeddings else None
         return {
-            name: torch.randn(weight.shape, generator=random) * weight.shape[-1] ** -0.5 + (weight.ndim == 1)
-            for name, weight in model.state_dict().items()
+            name: torch.randn(shape, generator=random) * shape[-1] ** -0.5 + (len(shape) == 1)
+            for name, shape in published(model.state_dict()).items()
             if name != tied
         }
 
@@ -101,3 +124,27 @@ class TestNewFalcon(TestQwen3):
 
 class TestGPTJ(TestQwen3):
     hf = GPTJ
+
+
+class TestQwen3MoE(TestQwen3):
+    hf = QWEN3_MOE
+
+    def checkpoint(self) -> Weights | None:
+        # Every expert must have tokens: states differ by token more than by context, and no bias is large.
+        scales = {"model.embed_tokens.weight": 8.0}
+        scales |= {f"model.layers.{layer}.mlp.gate.e_score_correction_bias": 0.05 for layer in range(3)}
+        return {name: weight * scales.get(name, 1.0) for name, weight in super().checkpoint().items()}
+
+
+class TestGLM4MoE(TestQwen3MoE):
+    hf = GLM4_MOE
+
+
+class TestMixtral(TestQwen3MoE):
+    hf = MIXTRAL
+
+    def checkpoint(self) -> Weights | None:
+        names = {"mlp.experts": "block_sparse_moe.experts", "mlp.gate": "block_sparse_moe.gate"}
+        names |= {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+        rename = functools.partial(functools.reduce, lambda name, pair: name.replace(*pair), names.items())
+        return {rename(name): weight for name, weight in super().checkpoint().items()}

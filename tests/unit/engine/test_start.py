@@ -48,15 +48,12 @@ def test_mistakes(overrides: list[str], words: list[str], tmp_path: Path) -> Non
         assert word in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("model", "facts"), [("deepseek_v3", ["experts", "compressed_kv"]), ("mixtral_8x7b", ["experts"])]
-)
-def test_a_model_that_cannot_run_is_refused_before_anything_is_loaded(model: str, facts: list[str]) -> None:
+def test_a_model_that_cannot_run_is_refused_before_anything_is_loaded() -> None:
     with pytest.raises(CapabilityError) as caught:
-        start_engine(compose([f"model={model}", "engine.device=cpu"]))
-    for fact, conflict in zip(facts, caught.value.conflicts, strict=True):
-        assert f"requires model with {fact} false" in conflict and "MistralForCausalLM" in conflict
-        assert f"Would work: a checkpoint with {fact} false" in conflict
+        start_engine(compose(["model=deepseek_v3", "engine.device=cpu"]))
+    (conflict,) = caught.value.conflicts
+    assert "requires model with compressed_kv false" in conflict and "MistralForCausalLM" in conflict
+    assert "Would work: a checkpoint with compressed_kv false" in conflict
 
 
 def test_all_conflicts_with_the_engine_options_are_reported_together(monkeypatch: pytest.MonkeyPatch) -> None:

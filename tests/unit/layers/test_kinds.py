@@ -24,6 +24,12 @@ SMALL = (
     "engine.max_len=512 engine.max_seqs=16 engine.token_budget=128"
 ).split()
 WINDOWS = ["model.hf.use_sliding_window=true", "++model.hf.sliding_window=128", "model.hf.max_window_layers=3"]
+SPARSE = (
+    "model=glm45_air model.hf.num_hidden_layers=4 model.hf.hidden_size=512 model.hf.intermediate_size=256 "
+    "model.hf.num_attention_heads=4 model.hf.num_key_value_heads=2 model.hf.n_routed_experts=8 "
+    "model.hf.num_experts_per_tok=2 model.hf.moe_intermediate_size=128 model.routing=uniform quant=fp8"
+).split()
+"""Experts after a layer with an MLP."""
 
 
 @pytest.mark.parametrize(
@@ -41,8 +47,9 @@ def test_each_pair_of_neighbours_is_kept(kinds: str, kept: tuple[int, ...], foun
     assert one_of_each(kinds, kept) == found
 
 
-@pytest.mark.parametrize("words", [WINDOWS, ["quant=fp8"]], ids=["windows", "fp8"])
+@pytest.mark.parametrize("words", [WINDOWS, ["quant=fp8"], SPARSE], ids=["windows", "fp8", "experts"])
 def test_one_layer_of_each_kind_launches_what_all_layers_do(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    base = [word for word in SMALL if words is not SPARSE or not word.startswith("model")]
     variants: set[tuple[str, Any]] = set()
 
     def record(kernel: Any, key: Any, *more: Any) -> None:
@@ -58,7 +65,7 @@ def test_one_layer_of_each_kind_launches_what_all_layers_do(monkeypatch: pytest.
             patched.setattr(decoder.Block, "__call__", lambda self, *args: ran.append(1) or block(self, *args))
             variants.clear()
             with no_gpu():
-                load_rank(compose([*SMALL, *words, "+preset=h200_bf16_tp1"]), quiet)
+                load_rank(compose([*base, *words, "+preset=h200_bf16_tp1"]), quiet)
         return set(variants), len(ran)
 
     some, few = launched(True)

@@ -192,12 +192,50 @@ def test_a_file_of_endless_nesting_is_refused(tmp_path):
         Llama.spec(LlamaConfig(path=str(tmp_path)))
 
 
+MIXTRAL = {**HF, "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
+QWEN3_MOE = {**HF, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2}
+GLM4_MOE = {**HF, "architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 8, "num_experts_per_tok": 4}
+DEEPSEEK = compose(["model=deepseek_v3"], app="generate").part("model").config.hf
+
+
 @pytest.mark.parametrize(
-    ("variant", "lacks"), [("mixtral_8x7b", "no experts"), ("deepseek_v3", "no experts and no compressed attention")]
+    ("hf", "change", "words"),
+    [
+        (MIXTRAL, {"num_experts_per_tok": 5}, "num_experts_per_tok is 5; it must be from 1 to 4"),
+        (QWEN3_MOE, {"num_experts_per_tok": 0}, "num_experts_per_tok is 0; it must be from 1 to 8"),
+        (QWEN3_MOE, {"decoder_sparse_step": 2}, "decoder_sparse_step is 2; .*it must be 1"),
+        (QWEN3_MOE, {"mlp_only_layers": [1]}, "mlp_only_layers is .*come first"),
+        (GLM4_MOE, {"n_group": 3}, "n_group is 3; it must divide 8 experts"),
+        (GLM4_MOE, {"n_group": 4, "topk_group": 1}, "topk_group is 1; .*fewer than 4 experts"),
+        (GLM4_MOE, {"n_group": 4}, "topk_group' is missing"),
+        (DEEPSEEK, {"scoring_func": "relu"}, "scoring_func is 'relu'; the options are sigmoid, softmax"),
+    ],
 )
-def test_models_for_planning_only_are_refused(variant, lacks):
-    config = compose([f"model={variant}"], app="generate").part("model").config
-    with pytest.raises(ConfigError, match=f"{lacks}.*works with app=plan only.*It runs LlamaForCausalLM, Mistral"):
+def test_experts_that_cannot_be_are_refused(hf, change, words):
+    with pytest.raises(ConfigError, match=f"here: .*{words}"):
+        read_spec({**hf, **change}, "here")
+
+
+def test_uniform_routing_needs_experts_and_random_weights():
+    with pytest.raises(ConfigError, match="LlamaForCausalLM has no experts; set model.routing=learned"):
+        Llama.spec(LlamaConfig(hf=HF, load="dummy", routing="uniform"))
+    with pytest.raises(ValueError, match="set model.load=dummy"):
+        LlamaConfig(path="/models/mixtral", routing="uniform")
+
+
+def test_ranks_share_the_channels_of_experts():
+    """Those of MLPs do not count if no layer has one."""
+    spec = read_spec({**QWEN3_MOE, "intermediate_size": 7, "moe_intermediate_size": 36}, "here")
+    assert list(spec.shares()) == [1, 2, 4]
+    spec = read_spec({**QWEN3_MOE, "moe_intermediate_size": 6, "mlp_only_layers": [0]}, "here")
+    assert list(spec.shares()) == [1, 2]
+
+
+def test_models_for_planning_only_are_refused():
+    config = compose(["model=deepseek_v3"], app="generate").part("model").config
+    with pytest.raises(
+        ConfigError, match="no compressed attention.*works with app=plan only.*It runs LlamaForCausalLM"
+    ):
         Llama(config, build_context(Llama.spec(config)))
 
 

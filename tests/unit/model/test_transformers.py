@@ -84,9 +84,9 @@ def folder(tmp_path: Path) -> Any:
 
 def test_auto_prefers_a_native_family(folder: Any) -> None:
     chosen = {}
-    for name, kind in (("PhiForCausalLM", "phi"), ("LlamaForCausalLM", "llama"), ("MixtralForCausalLM", "mixtral")):
+    for name, kind in (("PhiForCausalLM", "phi"), ("LlamaForCausalLM", "llama"), ("OlmoeForCausalLM", "olmoe")):
         chosen[kind] = compose(["model=auto", *folder(of(name, kind))]).part("model").name
-    assert chosen == {"phi": "transformers", "llama": "llama", "mixtral": "transformers"}
+    assert chosen == {"phi": "transformers", "llama": "llama", "olmoe": "transformers"}
     with pytest.raises(ConfigError, match="absent"):
         compose(["model=auto", "model.path=/absent"])
 

@@ -31,6 +31,8 @@ PUBLISHED = {
     "gemma3_27b": (62, 5376, 32, 16, 21504, 262208, 507904, 27.0e9),
     "phi4": (40, 5120, 40, 10, 17920, 100352, 204800, 14.7e9),
     "glm4_9b": (40, 4096, 32, 2, 13696, 151552, 40960, 9.4e9),
+    "qwen3_30b_a3b": (48, 2048, 32, 4, 6144, 151936, 98304, 30.5e9),
+    "glm45_air": (46, 4096, 96, 8, 10944, 151552, 188416, 107e9),
     "falcon_7b": (32, 4544, 71, 1, 18176, 65024, 8192, 6.92e9),
     "gptj_6b": (28, 4096, 16, 16, 16384, 50400, 458752, 6.05e9),
     "deepseek_v3": (61, 7168, 128, 128, 18432, 129280, 70272, 671e9),
@@ -61,6 +63,8 @@ def test_shapes_and_sizes(variant):
     [
         ("mixtral_8x7b", 12.9e9, 0.01),
         ("mixtral_8x22b", 39e9, 0.01),
+        ("qwen3_30b_a3b", 3.3e9, 0.02),
+        ("glm45_air", 13e9, 0.04),
         ("deepseek_v3", 37e9, 0.02),
         ("gptj_6b", 6.05e9, 0.01),
     ],
@@ -75,4 +79,5 @@ def test_parameters_are_those_that_transformers_makes(variant):
     model_class = getattr(transformers, hf["architectures"][0])
     with torch.device("meta"):
         model = model_class._from_config(model_class.config_class(**hf))
-    assert spec(variant).parameters.total == model.num_parameters()
+    biases = sum(each.numel() for name, each in model.named_buffers() if name.endswith("e_score_correction_bias"))
+    assert spec(variant).parameters.total == model.num_parameters() + biases

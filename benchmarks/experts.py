@@ -1,0 +1,159 @@
+"""Routing and products of experts on a GPU, against their limit, in microseconds.
+
+    python benchmarks/experts.py [--models qwen3_30b_a3b,mixtral_8x7b,glm45_air] [--dtypes bf16,fp8] [--rows 1,64,8192]
+    python benchmarks/experts.py --search --models qwen3_30b_a3b --rows 1,64
+
+Every call has its own routing, drawn uniformly. `experts` is the mean number of experts that a call touches. The limit
+is the larger of the time to read their matrices at --bandwidth and of the products at --tflops; below about 50 MB the
+cache may be faster. `route` is the router's product and the selection; `products` is all the rest of a layer.
+
+--search measures other tiles of each product than the rule's, the other product unchanged, and prints the fastest with
+its time over the rule's.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from itertools import product
+
+import torch
+from timing import microseconds
+
+from dovetail.core.compose import compose
+from dovetail.core.interfaces import PLAIN, SWIGLU, Activation, MoE, Routing, RoutingRule
+from dovetail.core.ops import ExpertWeights, encode, gated_experts, route, router_logits
+from dovetail.core.ops.expert_tiles import ExpertTile, expert_tile, most_tiles, rows_of_tile
+from dovetail.core.ops.kernels.experts import gated_experts_triton
+from dovetail.core.ops.matmul import device_facts
+from dovetail.core.ops.tiles import MOST_SHARED_TILES
+from dovetail.plugins.quant.fp8.format import FP8_TOKEN
+
+CALLS = 8
+"""Calls in a graph, each with its own routing."""
+DEVICE, GPU = torch.device("cuda"), torch.device("cuda", 0)
+
+
+class Layer:
+    """Experts of one layer, with random weights, and the inputs of CALLS calls."""
+
+    def __init__(self, moe: MoE, hidden: int, dtype: str, rows: int) -> None:
+        self.moe, self.rows, self.fp8 = moe, rows, dtype == "fp8"
+        self.rule = RoutingRule(moe.experts, moe.active, normalize=True, uniform=True)
+        self.fmt = FP8_TOKEN if self.fp8 else PLAIN
+        up, up_scale = self._weights(moe.experts, 2 * moe.intermediate, hidden)
+        down, down_scale = self._weights(moe.experts, hidden, moe.intermediate)
+        self.weights = ExpertWeights(up, down, up_scale, down_scale)
+        self.router_EC = torch.randn(moe.experts, hidden, device=DEVICE).bfloat16() / hidden**0.5
+        self.counts = torch.zeros(MOST_SHARED_TILES, dtype=torch.int32, device=DEVICE)
+        self.plain = [torch.randn(rows, hidden, device=DEVICE).bfloat16() for _ in range(CALLS)]
+        self.inputs = [encode(x, (self.fmt,))[self.fmt] for x in self.plain]
+        self.routings = [self.route(x) for x in self.plain]
+
+    def _weights(self, *shape: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        weight = torch.empty(shape, dtype=torch.float8_e4m3fn if self.fp8 else torch.bfloat16, device=DEVICE)
+        for expert in weight:
+            expert.copy_(torch.randn(shape[1:], device=DEVICE) / shape[-1] ** 0.5)
+        return weight, torch.ones(shape[:2], device=DEVICE) if self.fp8 else None
+
+    def route(self, x_TC: torch.Tensor) -> Routing:
+        return route(router_logits(x_TC, self.router_EC, self.counts), self.rule)
+
+    def multiply(self, x: Activation, routing: Routing, tiles: tuple[ExpertTile, ExpertTile] | None = None) -> object:
+        options = dict(between=self.fmt, dtype=torch.bfloat16)
+        if tiles is None:
+            return gated_experts(x, routing, self.weights, SWIGLU, **options)
+        return gated_experts_triton(x, routing, self.weights, SWIGLU, None, **options, fast_accum=True, chosen=tiles)
+
+    @property
+    def touched(self) -> float:
+        """Mean number of experts that a call touches."""
+        return sum(len(routing.experts_TK.unique()) for routing in self.routings) / CALLS
+
+    def limit(self, bandwidth: float, tflops: float) -> float:
+        """Microseconds that a call takes at least."""
+        up, down = self.weights.up[0], self.weights.down[0]
+        read = self.touched * (up.nbytes + down.nbytes) / bandwidth / 1e6
+        multiplied = 2 * self.rows * self.moe.active * (up.numel() + down.numel()) / tflops / 1e6
+        return max(read, multiplied)
+
+    def microseconds(self, tiles: tuple[ExpertTile, ExpertTile] | None = None) -> float:
+        """Microseconds of all products of a call."""
+        return _each(lambda i: self.multiply(self.inputs[i], self.routings[i], tiles))
+
+    def ruled(self, rows: int) -> tuple[ExpertTile, ExpertTile]:
+        """Tiles of the rule for tiles of so many rows."""
+        tiles = most_tiles(self.rows * self.moe.active, self.moe.experts, rows)
+        _, processors, _, shared = device_facts(GPU)
+        _, hidden, channels = self.weights.down.shape
+        size = self.weights.up.element_size()
+        return (
+            expert_tile(rows, tiles, channels, hidden, size, True, processors, shared),
+            expert_tile(rows, tiles, hidden, channels, size, False, processors, shared),
+        )
+
+
+def _each(call: Callable[[int], object]) -> float:
+    return microseconds(lambda: [call(i) for i in range(CALLS)]) / CALLS
+
+
+def candidates(rows: int, itemsize: int, gated: bool) -> Iterator[ExpertTile]:
+    """Yield tiles that fit into the GPU's shared memory, and whose sums fit into registers."""
+    _, _, _, shared = device_facts(GPU)
+    for outputs, columns, warps, stages in product((32, 64, 128, 256), (64, 128, 256), (4, 8), (3, 4, 5)):
+        tile = ExpertTile(rows, outputs, columns, warps, stages)
+        sums = rows * outputs * (1 + gated) // (32 * warps)
+        if sums <= 160 and tile.shared_bytes(itemsize, gated) <= shared:
+            yield tile
+
+
+def search(layer: Layer) -> None:
+    """Print the fastest tiles, for several numbers of rows of a tile, with their time over the rule's."""
+    base, size = layer.microseconds(), layer.weights.up.element_size()
+    usual = rows_of_tile(layer.rows * layer.moe.active, layer.moe.experts)
+    for rows in sorted({max(16, usual // 2), usual, min(128, 2 * usual)}):
+        best = list(layer.ruled(rows))
+        least = layer.microseconds((best[0], best[1]))
+        for which in range(2):
+            for tile in candidates(rows, size, gated=which == 0):
+                us = layer.microseconds((tile, best[1]) if which == 0 else (best[0], tile))
+                if us < least:
+                    least, best[which] = us, tile
+        print(f"    rows of a tile {rows}: {least:.1f} us, {least / base:.3f} of the rule's", flush=True)
+        for tile in best:
+            print(f"        {tile}", flush=True)
+
+
+def measure(model: str, dtype: str, rows: int, args: argparse.Namespace) -> None:
+    spec = compose([f"model={model}"]).part("model").facts()
+    layer = Layer(spec.moe, spec.hidden, dtype, rows)
+    routing = _each(lambda i: layer.route(layer.plain[i]))
+    limit = layer.limit(args.bandwidth, args.tflops or (900 if dtype == "fp8" else 600))
+    us = layer.microseconds()
+    name = f"{model:16s}{dtype:>6}{rows:>6}"
+    print(
+        f"{name}{layer.touched:>9.1f}{limit:>9.1f}{routing:>8.1f}{us:>10.1f}{us / limit:>10.2f}",
+        flush=True,
+    )
+    if args.search:
+        search(layer)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="qwen3_30b_a3b,mixtral_8x7b,glm45_air")
+    parser.add_argument("--dtypes", default="bf16,fp8")
+    parser.add_argument("--rows", default="1,16,64,256,8192")
+    parser.add_argument("--bandwidth", type=float, default=4.44, help="TB/s")
+    parser.add_argument("--tflops", type=float, default=0, help="0 = 600 in bf16, 900 in fp8")
+    parser.add_argument("--search", action="store_true")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    print(f"{torch.cuda.get_device_name()}; uniform routing, {CALLS} routings")
+    print(f"{'':22s}{'rows':>6}{'experts':>9}{'limit':>9}{'route':>8}{'products':>10}{'of limit':>10}")
+    for model, dtype, rows in product(args.models.split(","), args.dtypes.split(","), map(int, args.rows.split(","))):
+        measure(model, dtype, rows, args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""experts.py: the tiles that it tries, and its limit."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="no Triton for this platform")
+
+from dovetail.core.interfaces import MoE, Routing
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+SHARED = 227 << 10
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    module = importlib.import_module("experts")
+    monkeypatch.setattr(module, "device_facts", lambda device: ("GPU", 132, True, SHARED))
+    yield module
+    for name in ("experts", "timing"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("rows", [16, 128])
+def test_candidates_fit(script, rows, gated):
+    found = list(script.candidates(rows, 2, gated))
+    assert len(found) > 10 and all(tile.shared_bytes(2, gated) <= SHARED for tile in found)
+
+
+def test_the_limit_counts_the_experts_that_are_touched(script):
+    """16 MB of two experts at 4 TB/s; at 8192 rows the products take longer."""
+    layer = script.Layer.__new__(script.Layer)
+    layer.moe, layer.rows = MoE(experts=4, active=1, intermediate=512), 8
+    layer.weights = SimpleNamespace(up=torch.zeros(4, 1024, 4096), down=torch.zeros(4, 4096, 512))
+    routing = Routing(torch.tensor([[1], [3], [3]], dtype=torch.int32), torch.ones(3, 1))
+    layer.routings = [routing] * script.CALLS
+    per_expert = 4 * (1024 * 4096 + 4096 * 512)
+    assert layer.limit(4.0, 600) == pytest.approx(2 * per_expert / 4e6)
+    layer.rows = 8192
+    assert layer.limit(4.0, 600) == pytest.approx(8192 * 2 * per_expert / 4 / 600e6)
