@@ -11,14 +11,24 @@ from typing import ClassVar
 import torch
 
 from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces import Draft, DraftContext, Drafter, FedTokens, Hidden, KVGroup, TargetView, Verify
+from dovetail.core.interfaces import (
+    Draft,
+    DraftContext,
+    Drafter,
+    FedTokens,
+    Hidden,
+    KVGroup,
+    ModelSource,
+    TargetView,
+    Verify,
+)
 from dovetail.core.startup_notes import note
 from dovetail.core.worker.features import FeatureStore
-from dovetail.core.worker.fill import read_headers
+from dovetail.core.worker.fill import fill, read_headers
 from dovetail.plugins.spec_decode.config import Eagle3Config, EagleConfig
 from dovetail.plugins.spec_decode.eagle_files import EagleShape, read_eagle, read_eagle3
 from dovetail.plugins.spec_decode.eagle_layer import Eagle1Layer, Eagle3Layer, EagleLayer
-from dovetail.plugins.spec_decode.head import check_head, fill_head
+from dovetail.plugins.spec_decode.head import check_head, check_tensors
 from dovetail.plugins.spec_decode.head_files import source_of
 from dovetail.plugins.spec_decode.own_pages import OwnPages, last_states
 
@@ -42,21 +52,30 @@ class Eagle(Drafter):
     def shape(self) -> EagleShape:
         return read_eagle(self.config)
 
-    def bind(self, target: TargetView) -> None:
-        super().bind(target)
-        shape, source = self.shape(), source_of(self.config)
+    def check_files(self, target: TargetView) -> None:
+        check_tensors(*self._build(target, self.shape()))
+
+    def _build(self, target: TargetView, shape: EagleShape) -> tuple[EagleLayer, ModelSource]:
+        """Return the layer without weights, and its files."""
+        source = source_of(self.config)
         check_head(self.name, shape.spec.hidden, shape.target_vocab, target)
-        self.taps = shape.tapped(target.build.spec.layers) if shape.fused > 1 else ()
+        shape.tapped(target.build.spec.layers)
         check_target(self.name, shape, target)
         quantizer = self.config.quant.build()
         read_headers(quantizer, source)
         headers = {} if source.weights is None else source.weights.tensors()
-        self.layer = self.layer_class(target.build_context(shape.spec, quantizer), shape, headers.__contains__)
-        fill_head(self.layer, source)
+        return self.layer_class(target.build_context(shape.spec, quantizer), shape, headers.__contains__), source
+
+    def bind(self, target: TargetView) -> None:
+        super().bind(target)
+        shape, spec = self.shape(), target.build.spec
+        self.layer, source = self._build(target, shape)
+        fill(self.layer, source)
+        self.taps = shape.tapped(spec.layers)
         window = self.lookahead + 1
         self.pages = OwnPages(target, window, resumes=False)
-        self.features = FeatureStore(target, window, shape.fused * target.build.spec.hidden)
-        self._last_id = target.build.spec.vocab - 1
+        self.features = FeatureStore(target, window, shape.fused * spec.hidden)
+        self._last_id = spec.vocab - 1
 
     def kv_groups(self) -> tuple[KVGroup, ...]:
         return self.layer.groups

@@ -32,6 +32,8 @@ class EagleShape:
     def tapped(self, layers: int) -> tuple[int, ...]:
         """Return the indices of the target's layers whose outputs are fused. `layers`: number of them. Raises
         ConfigError for layers that the target does not have."""
+        if self.fused == 1:
+            return ()
         numbers = (2, layers // 2, layers - 3) if self.taps is None else self.taps
         if any(not 1 <= n <= layers for n in numbers):
             raise ConfigError(

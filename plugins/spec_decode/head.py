@@ -14,7 +14,6 @@ from dovetail.core.interfaces import BuildContext, Bundle, ModelSource, TargetVi
 from dovetail.core.layers import Linear, Taker, check_headers, dummy_weights, load_weights
 from dovetail.core.layers.linear import Part
 from dovetail.core.ops import encode
-from dovetail.core.worker.fill import fill
 
 
 class Head(ABC):
@@ -50,12 +49,11 @@ class Head(ABC):
         self.load(dummy_weights(self.weights(), seed, self.build.dtype, self.build.device))
 
 
-def fill_head(head: Head, source: ModelSource) -> None:
-    """Load the weights of a head after its headers were checked, or make random ones."""
+def check_tensors(head: Head, source: ModelSource) -> None:
+    """Compare the headers of the files with what the head loads. Raises ConfigError naming file and tensor."""
     if source.weights is not None:
         with located(source.weights):
             check_headers(head.weights(), source.weights.tensors(), source.weights, head.ignored)
-    fill(head, source)
 
 
 def replicated(name: str, build: BuildContext, inp: int, out: int, bias: bool = False) -> Linear:

@@ -9,12 +9,22 @@ import torch
 import torch.nn.functional as F
 
 from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces import BuildContext, Draft, DraftContext, Drafter, FedTokens, Hidden, TargetView, Verify
+from dovetail.core.interfaces import (
+    BuildContext,
+    Draft,
+    DraftContext,
+    Drafter,
+    FedTokens,
+    Hidden,
+    ModelSource,
+    TargetView,
+    Verify,
+)
 from dovetail.core.layers import Linear, LMHead, Taker, VocabTable
 from dovetail.core.worker.features import FeatureStore
-from dovetail.core.worker.fill import read_headers
+from dovetail.core.worker.fill import fill, read_headers
 from dovetail.plugins.spec_decode.config import MedusaConfig
-from dovetail.plugins.spec_decode.head import Head, apply, check_head, fill_head, replicated
+from dovetail.plugins.spec_decode.head import Head, apply, check_head, check_tensors, replicated
 from dovetail.plugins.spec_decode.medusa_files import MedusaShape, medusa_source, read_medusa
 
 
@@ -60,8 +70,11 @@ class Medusa(Drafter):
     def verify(self) -> Verify:  # type: ignore[override]
         return self.config.verify
 
-    def bind(self, target: TargetView) -> None:
-        super().bind(target)
+    def check_files(self, target: TargetView) -> None:
+        check_tensors(*self._build(target))
+
+    def _build(self, target: TargetView) -> tuple[MedusaHeads, ModelSource]:
+        """Return the heads without weights, and their files."""
         shape, source, spec = read_medusa(self.config), medusa_source(self.config), target.build.spec
         check_head("medusa", shape.hidden or spec.hidden, shape.vocab or spec.vocab, target)
         if self.lookahead > shape.heads:
@@ -71,9 +84,13 @@ class Medusa(Drafter):
             )
         quantizer = self.config.quant.build()
         read_headers(quantizer, source)
-        self.layer = MedusaHeads(target.build_context(spec, quantizer), shape)
-        fill_head(self.layer, source)
-        self.features = FeatureStore(target, self.lookahead + 1, spec.hidden)
+        return MedusaHeads(target.build_context(spec, quantizer), shape), source
+
+    def bind(self, target: TargetView) -> None:
+        super().bind(target)
+        self.layer, source = self._build(target)
+        fill(self.layer, source)
+        self.features = FeatureStore(target, self.lookahead + 1, target.build.spec.hidden)
 
     def observe(self, fed: FedTokens, hidden: Hidden) -> None:
         self.features.keep(fed, hidden.states)

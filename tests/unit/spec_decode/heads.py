@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,8 @@ def view_of_tiny(**facts: Any) -> TargetView:
 def bound(name: str, folder: Path, *words: str, **facts: Any) -> Any:
     """Return a drafter that follows a model of the bundled model's shape."""
     part = small_composition(f"spec_decode={name}", f"spec_decode.path={folder}", *words).part("spec_decode")
+    view = view_of_tiny(**facts)
+    part.build().check_files(replace(view, build=replace(view.build, device=torch.device("meta"))))
     drafter = part.build()
-    drafter.bind(view_of_tiny(**facts))
+    drafter.bind(view)
     return drafter
