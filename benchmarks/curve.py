@@ -39,7 +39,7 @@ from dovetail.core.interfaces import PLAIN, CostModel
 from dovetail.core.layers.linear import Linear
 from dovetail.core.ops.formats import encode
 from dovetail.core.ops.padding import empty_rows
-from dovetail.core.worker.graphs import batch_sizes
+from dovetail.core.worker.graph_sizes import batch_sizes
 from dovetail.plugins.app.bench.record import describe
 from dovetail.plugins.cost.config import RooflineConfig
 

@@ -34,6 +34,7 @@ from dovetail.core.interfaces import AttentionBackend, Join, JoinBlob, Model, Re
 from dovetail.core.ops import encode, matmul, rms_norm, silu_and_mul
 from dovetail.core.worker.device_state import DeviceState
 from dovetail.core.worker.drafts import Drafts
+from dovetail.core.worker.graph_sizes import DrawSize
 from dovetail.core.worker.graphs import StepGraphs
 from dovetail.core.worker.slots import Draw, Slots
 from dovetail.plugins.adapter.lora.kernel import lora_triton, output_blocks
@@ -206,7 +207,7 @@ def captured_draw(logits_NV: torch.Tensor, fields: list[Fields]) -> Callable[[],
     for length_N in (at.position_N, at.base_R):
         length_N.fill_(HISTORY)
     draw = slots.draw(range(rows))
-    return lambda: graphs.launch_draw(1, rows, cast("Draw", draw))
+    return lambda: graphs.launch_draw(DrawSize(1, rows), cast("Draw", draw))
 
 
 def time_sampling(args: argparse.Namespace) -> None:

@@ -52,8 +52,9 @@ class AttentionLayer:
 class HostBounds:
     """Facts about a step that the host knows before it runs. Lengths are upper bounds; the device has the exact ones.
 
-    During capture of a mixed-step graph (capability `graphs`: "mixed") counts are upper bounds too, and their sum
-    exceeds the number of tokens: rows may have fewer tokens or none, and tokens after the last row's belong to no row.
+    During capture of a graph for mixed steps, or for decode rows that verify unlike numbers of drafts (capability
+    `graphs`: "mixed"), counts are upper bounds too, and their sum exceeds the number of tokens: rows may have fewer
+    tokens or none, and tokens after the last row's belong to no row.
     """
 
     counts: tuple[int, ...]
@@ -61,7 +62,14 @@ class HostBounds:
     bounds: tuple[int, ...]
     """Upper bound of each row's KV length after the step."""
     num_decode: int
-    """Number of decode rows. They come first, with equal counts if speculation is uniform."""
+    """Number of decode rows. They come first."""
+    decode_width: int = 0
+    """Tokens of a decode row for which kernels are chosen, at least those of any. It has few values, so that kernels
+    have few variants; 0 = those of the longest decode row."""
+
+    @property
+    def widest_decode(self) -> int:
+        return self.decode_width or max(self.counts[: self.num_decode], default=0)
 
 
 @dataclass(slots=True)

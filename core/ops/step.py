@@ -124,6 +124,8 @@ class SampleInputs:
     """position_N of each row's first position."""
     limit_R: torch.Tensor
     """Maximum number of drafts to verify."""
+    token_RW: torch.Tensor | None = None
+    """Index of each row's positions into N, for rows with unlike numbers of positions; None = all rows have W."""
 
     @classmethod
     def empty(cls, rows: int, width: int, channels: int, dtype: torch.dtype, device: torch.device) -> SampleInputs:
@@ -131,13 +133,55 @@ class SampleInputs:
         per_position = torch.zeros(2, rows * width, dtype=torch.int64, device=device)
         return cls(states_NC, *per_position, *torch.zeros(3, rows, dtype=torch.int64, device=device))
 
-    def first(self, rows: int) -> SampleInputs:
-        """Return views of the first rows."""
-        many = rows * (len(self.slots_N) // len(self.slots_R))
-        per_position = (self.states_NC, self.position_N, self.slots_N)
+    @classmethod
+    def empty_ragged(
+        cls, tokens: int, rows: int, width: int, channels: int, dtype: torch.dtype, device: torch.device
+    ) -> SampleInputs:
+        """Return inputs for `tokens` positions of up to `rows` rows, which have at most `width` each."""
+        states_NC = torch.zeros(tokens, channels, dtype=dtype, device=device)
+        position_N, slots_N = torch.zeros(2, tokens, dtype=torch.int64, device=device)
+        slots_R, base_R, limit_R = torch.zeros(3, rows, dtype=torch.int64, device=device)
+        token_RW = torch.zeros(rows, width, dtype=torch.int64, device=device)
+        return cls(states_NC, position_N, slots_N, slots_R, base_R, limit_R, token_RW)
+
+    def by_row(self, values_N: torch.Tensor) -> torch.Tensor:
+        """Return [R, W, ...]. Positions past a ragged row's last one repeat it."""
+        if self.token_RW is not None:
+            return values_N[self.token_RW]
+        return values_N.unflatten(0, (len(self.slots_R), -1))
+
+    def first(self, rows: int, tokens: int = 0) -> SampleInputs:
+        """Return views of the first rows. `tokens`: positions of ragged rows."""
+        many = tokens or rows * (len(self.slots_N) // len(self.slots_R))
         return SampleInputs(
-            *(t[:many] for t in per_position), *(t[:rows] for t in (self.slots_R, self.base_R, self.limit_R))
+            self.states_NC[:many],
+            self.position_N[:many],
+            self.slots_N[:many],
+            self.slots_R[:rows],
+            self.base_R[:rows],
+            self.limit_R[:rows],
+            None if self.token_RW is None else self.token_RW[:rows],
         )
+
+
+def take_tokens(
+    states_TC: torch.Tensor,
+    positions_T: torch.Tensor,
+    slots_T: torch.Tensor,
+    samples_R3: torch.Tensor,
+    into: SampleInputs,
+) -> None:
+    """Fill ragged inputs for a step that samples after each of its T tokens, for rows as in `gather_samples`."""
+    assert into.token_RW is not None
+    first_R, slots_R, limit_R = samples_R3.unbind(1)
+    into.states_NC.copy_(states_TC)
+    torch.add(positions_T, 1, out=into.position_N)
+    into.slots_N.copy_(slots_T)
+    into.slots_R.copy_(slots_R)
+    into.limit_R.copy_(limit_R)
+    into.base_R.copy_(into.position_N[first_R])
+    step_W = torch.arange(into.token_RW.shape[1], device=states_TC.device)
+    into.token_RW.copy_(first_R[:, None] + torch.minimum(step_W, limit_R[:, None]))
 
 
 def gather_samples(

@@ -179,6 +179,9 @@ class AttentionContract(WriteTests):
         )
         for rows, num_decode in rounds:
             arena.run(arena.plan(rows, num_decode=num_decode, slack=40, padding=5, spare=3))
+        # Rows that verify unlike numbers of drafts.
+        for rows in ([("a", 1), ("b", 4), ("c", 2)], [("c", 5), ("b", 1)]):
+            arena.run(arena.plan(rows, num_decode=len(rows), slack=40, padding=5, spare=2, ragged=True))
 
     @pytest.mark.parametrize("window", (1, 6, 8, 100))
     def test_window_counts_the_token_itself(self, window: int) -> None:

@@ -122,11 +122,14 @@ class Arena:
         slack_everywhere: bool = False,
         padding: int = 0,
         spare: int = 0,
+        ragged: bool = False,
         gap: int = 0,
         change: Mapping[str, Any] | None = None,
     ) -> Step:
         """Plan as the engine does: plan_host once, plan_device for each group. `change` replaces metadata fields."""
-        paged = self.page(rows, num_decode=num_decode, slack=slack, padding=padding, spare=spare, gap=gap)
+        paged = self.page(
+            rows, num_decode=num_decode, slack=slack, padding=padding, spare=spare, ragged=ragged, gap=gap
+        )
         if slack_everywhere:
             longer = tuple(self.paging.lengths[name] + slack for name, _ in rows)
             paged.host = replace(paged.host, bounds=longer)
@@ -134,7 +137,7 @@ class Arena:
             paged.metas = {id: replace(meta, **change) for id, meta in paged.metas.items()}
         return Step(tuple(rows), paged, self.contexts(paged))
 
-    def page(self, rows: Sequence[tuple[str, int]], *, slack: int = 0, **options: int) -> PagedStep:
+    def page(self, rows: Sequence[tuple[str, int]], *, slack: int = 0, **options: Any) -> PagedStep:
         """Call Paging.step, with exact bounds for a backend that needs exact lengths on the host."""
         slack = slack if self.backend.exact_lengths == "device" else 0
         return self.paging.step(rows, slack=slack, **options)

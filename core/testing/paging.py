@@ -63,12 +63,14 @@ class Paging:
         padding: int = 0,
         gap: int = 0,
         spare: int = 0,
+        ragged: bool = False,
     ) -> PagedStep:
         """Grow each named sequence by a number of tokens. The first num_decode rows are decode rows.
 
         `slack` makes the host's bounds of decode rows loose. `padding` adds tokens that belong to no row and write to
         scratch page 0. `gap` shifts positions relative to cache indices. `spare` adds that many empty rows after the
-        decode rows and after the others, and sets the host's numbers to a captured graph's capacity.
+        decode rows and after the others, and sets the host's numbers to a captured graph's capacity. `ragged`: the
+        graph is for decode rows of unlike lengths, which no others follow.
         """
         counts = [count for _, count in rows]
         starts = [self.lengths.get(name, 0) for name, _ in rows]
@@ -100,21 +102,25 @@ class Paging:
             )
         host = HostBounds(tuple(counts), tuple(bounds), num_decode)
         if spare:
-            tokens, decodes, others = len(places) + padding, num_decode + spare, len(rows) - num_decode + spare
+            tokens, decodes = len(places) + padding, num_decode + spare
+            others = 0 if ragged else len(rows) - num_decode + spare
             width = max(counts[:num_decode], default=1)
             bound = max(bounds) + slack
             host = HostBounds((width,) * decodes + (tokens,) * others, (bound,) * (decodes + others), decodes)
-            metas = {id: self._with_spare(meta, num_decode, spare) for id, meta in metas.items()}
+            metas = {
+                id: self._with_spare(meta, num_decode, spare, 0 if ragged else spare) for id, meta in metas.items()
+            }
         return PagedStep(host, metas, self._tensor(positions + pad, torch.int64), tuple(starts))
 
-    def _with_spare(self, meta: BatchMeta, num_decode: int, spare: int) -> BatchMeta:
-        """Insert empty rows after the decode rows and after the others."""
+    def _with_spare(self, meta: BatchMeta, num_decode: int, spare: int, others: int) -> BatchMeta:
+        """Insert `spare` empty rows after the decode rows, and `others` after the others."""
         rows = len(meta.kv_len_B)
         ends = meta.row_start_B1[num_decode], meta.row_start_B1[rows]
 
         def insert(values: torch.Tensor, *fill: torch.Tensor | int) -> torch.Tensor:
             first, second = (
-                torch.full((spare, *values.shape[1:]), int(n), dtype=values.dtype, device=self.device) for n in fill
+                torch.full((more, *values.shape[1:]), int(n), dtype=values.dtype, device=self.device)
+                for more, n in zip((spare, others), fill, strict=True)
             )
             return torch.cat((values[:num_decode], first, values[num_decode:], second))
 

@@ -67,9 +67,10 @@ def build_batch(
     state: DeviceState,
     groups: Seq[KVGroup],
     attention: AttentionBackend,
+    lookahead: int = 0,
 ) -> Batch:
-    """slots_B and row_start_B1 (int64) describe `rows` on the device."""
-    host = HostBounds(rows.counts, rows.bounds, rows.decodes)
+    """slots_B and row_start_B1 (int64) describe `rows` on the device. `lookahead`: most drafts of any step's rows."""
+    host = HostBounds(rows.counts, rows.bounds, rows.decodes, 1 + lookahead if rows.width > 1 else 0)
     return Batch(rows, *lay_out(slots_B, row_start_B1.int(), sum(rows.counts), host, state, groups, attention))
 
 

@@ -25,7 +25,7 @@ from dovetail.core.interfaces.tuning import Tunable
 from dovetail.core.tuning.startup import MOST_ROWS
 from dovetail.core.worker.dtypes import resolve_dtype, resolve_kv_dtype
 from dovetail.core.worker.fill import read_headers
-from dovetail.core.worker.graphs import graph_sizes
+from dovetail.core.worker.graph_sizes import graph_sizes
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition

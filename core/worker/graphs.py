@@ -1,8 +1,9 @@
 """Steps as CUDA graphs. There are three kinds: the layers of decode steps, one graph per number of rows; the layers of
 mixed steps, which also feed prompts, one per number of tokens; and drawing, one per entry of DRAWS and number of
 rows that sample, after any layers. With adapters, layers have a second set of graphs for steps in which some row has an
-adapter, so that other steps do not pay for adapters. With drafts, decode steps and drawing have a second set for steps
-that verify no drafts. Decode steps that verify drafts begin with the drafter's work; before mixed steps it is a graph
+adapter, so that other steps do not pay for adapters. With drafts, decode steps and drawing have two more sets: for
+steps in which each row verifies all drafts, one graph per number of rows, and for steps whose rows verify unlike
+numbers of drafts, one per number of tokens. The former begin with the drafter's work; before other steps it is a graph
 by itself, one per number of decode rows.
 
 The rows are the only input of a replay. A graph reads the rest (lengths, tokens, page tables) from the device state.
@@ -39,10 +40,11 @@ from dovetail.core.interfaces import (
 from dovetail.core.interfaces.records import MOST_LOGPROBS
 from dovetail.core.layers import rehearsal
 from dovetail.core.ops.logprobs import best_logprobs
-from dovetail.core.ops.step import SampleInputs, TokenLayout, accept, gather_samples
+from dovetail.core.ops.step import SampleInputs, TokenLayout, accept, gather_samples, take_tokens
 from dovetail.core.worker.batch import Batch, Rows, adapting, lay_out
 from dovetail.core.worker.device_state import DeviceState
 from dovetail.core.worker.drafts import Drafts
+from dovetail.core.worker.graph_sizes import Capacity, DrawSize, batch_sizes, ragged_sizes, token_sizes
 from dovetail.core.worker.row_sections import (
     GraphSections,
     advance_chunks,
@@ -51,7 +53,7 @@ from dovetail.core.worker.row_sections import (
     view_samples,
 )
 from dovetail.core.worker.sampler import SampleParams, sample, sample_over_ranks
-from dovetail.core.worker.sampling import SampledRows, logprobs_by_row, process
+from dovetail.core.worker.sampling import SampledRows, process, token_logprobs
 from dovetail.core.worker.slots import DRAWS, Draw
 
 if TYPE_CHECKING:
@@ -103,31 +105,6 @@ MOST_PAIRS = 1 << 24
 their launches, and attention, much of their time, is faster with exact lengths."""
 
 
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """Largest step that one graph of the layers serves."""
-
-    tokens: int
-    decodes: int
-    """Decode rows."""
-    chunks: int
-    """Rows that feed prompts; 0 = the graph is for decode steps, in which each row feeds W tokens."""
-    samples: int
-    """Rows that sample."""
-    width: int
-    """W."""
-    adapted: bool = False
-    """Rows may have adapters."""
-
-    @property
-    def rows(self) -> int:
-        return self.decodes + self.chunks
-
-    @property
-    def sections(self) -> GraphSections:
-        return GraphSections(self.decodes, self.chunks, self.samples)
-
-
 @dataclass(slots=True)
 class ForwardGraph:
     """Graph of the layers, for steps of one kind."""
@@ -140,29 +117,6 @@ class ForwardGraph:
     replay: Replay
     tokens: TokenLayout
     hidden: Hidden
-
-
-def batch_sizes(most: int) -> list[int]:
-    """Return the numbers of rows that get a graph. Padding is less than two fifths of the rows, above 8 rows less than
-    a third. Sizes above 128 are multiples of matmul tiles: a partly filled tile costs as much as a full one."""
-    sizes = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256]
-    while sizes[-1] < most:
-        sizes.append(sizes[-1] + (64 if sizes[-1] < 512 else 128))
-    return [*(size for size in sizes if size < most), most]
-
-
-def token_sizes(most: int) -> list[int]:
-    """Token counts of mixed steps with a graph: multiples of matmul tiles, but for small, weight-bound steps."""
-    sizes = [16, 32, 64]
-    while sizes[-1] < most:
-        sizes.append(sizes[-1] + (64 if sizes[-1] < 512 else 128))
-    return [*(size for size in sizes if size < most), most] if most else []
-
-
-def graph_sizes(most_rows: int, most_tokens: int, lookahead: int) -> list[int]:
-    """Return the numbers of tokens of all steps that get a graph."""
-    widths = {1, 1 + lookahead}
-    return sorted({size * width for size in batch_sizes(most_rows) for width in widths} | {*token_sizes(most_tokens)})
 
 
 class StepGraphs:
@@ -186,7 +140,9 @@ class StepGraphs:
         self.drafts, self.max_len = drafts, max_len
         self.widths = (1, 1 + drafts.lookahead) if drafts.lookahead else (1,)
         self.sizes, self._most_tokens = batch_sizes(most_rows), most_tokens
-        self.capacities = [Capacity(size * w, size, 0, size, w) for w in self.widths for size in self.sizes]
+        # Of graphs with equally many tokens, those of ragged rows are picked last.
+        self.capacities = [self._ragged(tokens) for tokens in self._ragged_sizes]
+        self.capacities += [Capacity(size * w, size, 0, size, w) for w in self.widths for size in self.sizes]
         self.capacities += [self._mixed(tokens) for tokens in token_sizes(most_tokens)]
         self._adapters, self._processors = adapters, processors
         self.draws = [draw for draw in DRAWS if processors or Draw.PROCESSED not in draw]
@@ -198,10 +154,17 @@ class StepGraphs:
             width: SampleInputs.empty(most_rows, width, build.spec.hidden, build.dtype, state.device)
             for width in self.widths
         }
+        self._ragged_inputs: SampleInputs | None = None
+        if self._ragged_sizes:
+            most = self._ragged(self._ragged_sizes[-1])
+            self._ragged_inputs = SampleInputs.empty_ragged(
+                most.tokens, most.samples, most.width, build.spec.hidden, build.dtype, state.device
+            )
+        self.draw_sizes = [DrawSize(width, size) for width in self.widths for size in self.sizes]
+        self.draw_sizes += [self._drawn(self._ragged(tokens)) for tokens in self._ragged_sizes]
         self._forward: list[ForwardGraph] = []
-        """Smallest first within a kind: decode steps of one width or mixed steps, with or without adapters."""
-        self._draws: dict[tuple[int, int, Draw], tuple[Replay, SampledRows]] = {}
-        """Keys are width, rows and what is drawn."""
+        """Smallest first."""
+        self._draws: dict[tuple[DrawSize, Draw], tuple[Replay, SampledRows]] = {}
         self._drafting: dict[int, tuple[Replay, torch.Tensor]] = {}
         """Drafting before mixed steps, and its draft rows, by number of rows."""
 
@@ -212,6 +175,19 @@ class StepGraphs:
         likely = tokens if tokens == self._most_tokens else tokens // 2
         decodes, chunks = min(most, likely), min(most, max(4, tokens // 32))
         return Capacity(tokens, decodes, chunks, self._size(min(most, decodes + chunks)), self.widths[-1])
+
+    @property
+    def _ragged_sizes(self) -> Seq[int]:
+        """Backends that serve no mixed steps need rows of equal lengths."""
+        return ragged_sizes(self.sizes[-1], self.drafts.lookahead) if self._most_tokens else ()
+
+    def _ragged(self, tokens: int) -> Capacity:
+        rows = min(self.sizes[-1], tokens * 2 // 3)
+        return Capacity(tokens, rows, 0, rows, self.widths[-1], ragged=True)
+
+    @staticmethod
+    def _drawn(ragged: Capacity) -> DrawSize:
+        return DrawSize(ragged.width, ragged.samples, ragged.tokens)
 
     def _size(self, rows: int) -> int:
         return next(size for size in self.sizes if size >= rows)
@@ -224,7 +200,7 @@ class StepGraphs:
     def capture(self, record: Record, progress: Progress) -> None:
         """Record all graphs, the largest first, so that smaller ones reuse its memory."""
         ordered = sorted(self.capacities, key=lambda capacity: -capacity.tokens)
-        drawn = [(width, size) for width in reversed(self.widths) for size in reversed(self.sizes)]
+        drawn = sorted(self.draw_sizes, key=lambda size: -(size.tokens or size.rows * size.width))
         share = 1 / (len(ordered) + len(drawn))
         for rows in reversed(self._draft_sizes):
             draft_rows_2D = self._draft_padding(rows)
@@ -235,10 +211,10 @@ class StepGraphs:
             sections, input_N = capacity.sections, self._padding(capacity)
             replay, (tokens, hidden) = record(partial(self._run, capacity, input_N))
             self._forward.insert(0, ForwardGraph(capacity, sections, input_N, replay, tokens, hidden))
-        for done, (width, size) in enumerate(drawn, len(ordered)):
+        for done, size in enumerate(drawn, len(ordered)):
             progress("capture graphs", done * share)
             for draw in self.draws:
-                self._draws[width, size, draw] = record(partial(self.launch_draw, width, size, draw))
+                self._draws[size, draw] = record(partial(self.launch_draw, size, draw))
 
     @torch.inference_mode()
     def capture_smallest(self, record: Record) -> None:
@@ -258,13 +234,12 @@ class StepGraphs:
         def between(size: int) -> bool:
             return size.bit_count() > 1
 
-        for size in sorted(self.sizes, key=between):
-            for width in self.widths:
-                for draw in self.draws:
-                    self.launch_draw(width, size, draw)
+        for size in sorted(self.draw_sizes, key=lambda size: between(size.tokens or size.rows)):
+            for draw in self.draws:
+                self.launch_draw(size, draw)
         for rows in self._draft_sizes:
             self._draft(self._draft_padding(rows))
-        for capacity in sorted(self.capacities, key=lambda c: between(c.tokens if c.chunks else c.decodes)):
+        for capacity in sorted(self.capacities, key=lambda c: between(c.tokens if c.chunks or c.ragged else c.decodes)):
             self._run(capacity, self._padding(capacity))
 
     def _padding(self, capacity: Capacity) -> torch.Tensor:
@@ -287,11 +262,12 @@ class StepGraphs:
         self.drafts.propose(slots_D, most_D, self.drafts.lookahead, bound=self.max_len)
 
     def draft_size(self, rows: Rows) -> int:
-        """Return the number of draft rows of a mixed step, padding included."""
+        """Return the number of draft rows of a step whose graph does not draft, padding included."""
         return self._size(rows.decodes)
 
     def draft(self, draft_rows_N: torch.Tensor) -> None:
-        """Draft before a mixed step. `draft_rows_N`: as row_sections.pack_draft_rows packs `draft_size` rows."""
+        """Draft before a step whose graph does not. `draft_rows_N`: `draft_size` rows, as
+        row_sections.pack_draft_rows packs them."""
         replay, draft_rows_2D = self._drafting[len(draft_rows_N) // 2]
         draft_rows_2D.copy_(draft_rows_N.view(2, -1))
         replay()
@@ -299,7 +275,7 @@ class StepGraphs:
     def _run(self, capacity: Capacity, input_N: torch.Tensor) -> tuple[TokenLayout, Hidden]:
         state, rows = self.state, capacity.rows
         slots_B, row_start_B1, chunks_N, samples_R3 = capacity.sections.unpack(input_N, capacity.width)
-        if self.drafts.on_device and capacity.width > 1 and not capacity.chunks:
+        if self.drafts.on_device and capacity.drafts:
             self.drafts.propose(slots_B, samples_R3[:, 2].contiguous(), capacity.width - 1, bound=self.max_len)
         counts = (capacity.width,) * capacity.decodes + (capacity.tokens,) * capacity.chunks
         host = HostBounds(counts, (self.max_len,) * rows, capacity.decodes)
@@ -311,15 +287,27 @@ class StepGraphs:
         self.drafts.observe(slots_B, row_start_B1, capacity.decodes, tokens, attn, hidden)
         if chunks_N is not None:
             advance_chunks(chunks_N, state.computed_S)
-        inputs = self.inputs[capacity.width].first(capacity.samples)
-        gather_samples(hidden.states, tokens.positions_T, samples_R3, inputs)
+        if capacity.ragged:
+            # All tokens are sampled, so they need no gathering.
+            inputs = self._inputs(self._drawn(capacity))
+            take_tokens(hidden.states, tokens.positions_T, tokens.slots_T, samples_R3, inputs)
+        else:
+            inputs = self._inputs(DrawSize(capacity.width, capacity.samples))
+            gather_samples(hidden.states, tokens.positions_T, samples_R3, inputs)
         return tokens, hidden
+
+    def _inputs(self, size: DrawSize) -> SampleInputs:
+        """Return the inputs of a graph that draws."""
+        if size.tokens:
+            assert self._ragged_inputs is not None
+            return self._ragged_inputs.first(size.rows, size.tokens)
+        return self.inputs[size.width].first(size.rows)
 
     def pick(self, rows: Rows, adapted: bool = False) -> ForwardGraph | None:
         """Return the smallest graph that serves these rows, if any. `adapted`: some row has an adapter."""
         decodes, moved = rows.decodes, len(rows) - len(rows.sampled)
         chunks = max(len(rows) - decodes, moved)
-        tokens, width = (sum(rows.counts), self.widths[-1]) if chunks else (0, self.width(rows))
+        tokens, width = sum(rows.counts), self.widths[-1] if chunks else self.width(rows)
         if sum(map(mul, rows.counts[decodes:], rows.bounds[decodes:])) > MOST_PAIRS:
             return None
         for graph in self._forward:
@@ -337,18 +325,21 @@ class StepGraphs:
 
     def starts(self, graph: ForwardGraph, rows: Rows) -> Seq[int]:
         """Return the index of each row's first token."""
-        # In decode steps rows with fewer drafts than W - 1 feed padding.
-        width = graph.capacity.width
-        return rows.starts if graph.capacity.chunks else range(0, len(rows) * width, width)
+        capacity = graph.capacity
+        if capacity.chunks or capacity.ragged:
+            return rows.starts
+        # Rows with fewer drafts than W - 1 feed padding.
+        return range(0, len(rows) * capacity.width, capacity.width)
 
     def section(self, graph: ForwardGraph, rows: Rows, starts: Seq[int]) -> Section:
         """Pack the graph's input."""
-        return graph.sections.pack(rows, starts, self.samples(rows, starts), self.state.scratch)
+        return graph.sections.pack(rows, starts, self.samples(rows, starts, graph), self.state.scratch)
 
-    def samples(self, rows: Rows, starts: Seq[int]) -> NDArray[np.int64]:
-        """Pack the sample rows, flat, with padding up to the size of the graph that draws."""
+    def samples(self, rows: Rows, starts: Seq[int], graph: ForwardGraph | None = None) -> NDArray[np.int64]:
+        """Pack the sample rows, flat, with padding up to the size of the graph that draws. `graph`: that of the layers;
+        None = they run without one."""
         sampled = len(rows.sampled)
-        padding = self._size(sampled) - sampled if sampled else 0
+        padding = self.draw_size(rows, graph).rows - sampled if sampled else 0
         return np.concatenate((pack_samples(rows, starts), self._padding_R3[:padding])).reshape(-1)
 
     def forward(self, graph: ForwardGraph, rows: Rows, section: torch.Tensor) -> tuple[Batch, Hidden]:
@@ -363,10 +354,16 @@ class StepGraphs:
         inputs = self.inputs[self.width(step.rows)].first(len(samples_R3))
         gather_samples(hidden.states, step.tokens.positions_T, samples_R3, inputs)
 
-    def draw(self, width: int, rows: int, draw: Draw, logprobs: int | None) -> SampledRows:
+    def draw_size(self, rows: Rows, graph: ForwardGraph | None) -> DrawSize:
+        """Return the size of the graph that draws for these rows. `graph`: that of the layers; None = none."""
+        if graph is not None and graph.capacity.ragged:
+            return self._drawn(graph.capacity)
+        return DrawSize(self.width(rows), self._size(len(rows.sampled)))
+
+    def draw(self, size: DrawSize, rows: int, draw: Draw, logprobs: int | None) -> SampledRows:
         """Draw and verify for `rows` rows that `draw` serves. `logprobs`: number of most likely tokens that some row
         reports; None = no row reports log-probabilities."""
-        replay, out = self._draws[width, self._size(rows), draw]
+        replay, out = self._draws[size, draw]
         replay()
         found = None
         if out.logprobs is not None and logprobs is not None:
@@ -381,9 +378,9 @@ class StepGraphs:
             found,
         )
 
-    def launch_draw(self, width: int, rows: int, draw: Draw) -> SampledRows:
-        """Launch what `draw` replays, for the first `rows` rows of `inputs`."""
-        state, at, top = self.state, self.inputs[width].first(rows), None
+    def launch_draw(self, size: DrawSize, draw: Draw) -> SampledRows:
+        """Launch what `draw` replays, for the first rows of the inputs."""
+        state, at, top = self.state, self._inputs(size), None
         params = SampleParams.of(state, at.slots_N, random=Draw.RANDOM in draw, filtered=Draw.FILTERED in draw)
         if Draw.FILTERED not in draw:
             drawn_N = sample_over_ranks(self.model, at.states_NC, at.position_N, params)
@@ -396,8 +393,11 @@ class StepGraphs:
                 ctx = LogitsContext(at.slots_N, at.position_N, *history)
                 logits_NV = process(raw_NV, self._processors, ctx, keep=True)
             drawn_N = sample(logits_NV, at.position_N, params)
-        tokens_RW = drawn_N.view(rows, width)
+        tokens_RW = at.by_row(drawn_N)
         lengths = state.tokens_SL, state.computed_S, state.drafts_S
         accepted = accept(tokens_RW, at.slots_R, at.base_R, at.limit_R, *lengths)
-        logprobs = None if top is None else logprobs_by_row(raw_NV, tokens_RW, top)
+        logprobs = None
+        if top is not None:
+            chosen, values, ids = (at.by_row(values_N) for values_N in token_logprobs(raw_NV, drawn_N, top))
+            logprobs = chosen, values, ids
         return SampledRows(tokens_RW, accepted.accepted_R, at.slots_R, accepted.lengths_R, accepted.drafted_R, logprobs)

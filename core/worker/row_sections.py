@@ -146,22 +146,30 @@ class GraphRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GraphSections:
-    """Input of one graph as a single section. The graph of a mixed step reads row slots, row starts, chunk rows and
-    sample rows; that of a decode step, whose rows all sample and have W tokens, reads sample rows only."""
+    """Input of one graph as a single section. The graph of a mixed step, or of a decode step with ragged rows, reads
+    row slots, row starts, chunk rows and sample rows; that of a decode step whose rows have W tokens each reads sample
+    rows only."""
 
     decodes: int
     chunks: int
     """0 = decode steps."""
     samples: int
+    ragged: bool = False
+    """Rows of decode steps have up to W tokens each."""
 
     @property
     def before_samples(self) -> int:
         """Index of the sample rows."""
-        return 2 * (self.decodes + self.chunks) + 1 + _CHUNK * self.chunks if self.chunks else 0
+        return 2 * (self.decodes + self.chunks) + 1 + _CHUNK * self.chunks if self._lists_rows else 0
+
+    @property
+    def _lists_rows(self) -> bool:
+        """Whether rows and their starts are in the section."""
+        return self.chunks > 0 or self.ragged
 
     def pack(self, rows: Rows, starts: Seq[int], samples_N: NDArray[np.int64], scratch: int) -> Section:
         """`samples_N`: the sample rows, flat, with padding."""
-        if not self.chunks:
+        if not self._lists_rows:
             return samples_N
         slots, decodes, moved = rows.slots, rows.decodes, pack_chunks(rows)
         padding, idle = self.decodes - decodes, self.chunks - (len(rows) - decodes)
@@ -182,7 +190,7 @@ class GraphSections:
         """`width`: W of a decode step."""
         rows, before = self.decodes + self.chunks, self.before_samples
         samples_R3 = view_samples(input_N[before:])
-        if self.chunks:
+        if self._lists_rows:
             slots_B, row_start_B1, chunks_N = input_N[:before].split((rows, rows + 1, _CHUNK * self.chunks))
             return GraphRows(slots_B, row_start_B1.int(), chunks_N, samples_R3)
         slots_B = samples_R3[:, 1].contiguous()

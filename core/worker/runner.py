@@ -206,8 +206,7 @@ class Runner:
             starts = rows.starts
             samples = pack_samples(rows, starts).reshape(-1) if graphs is None else graphs.samples(rows, starts)
             sections = StepSections.pack(rows, starts, samples)
-        # The graph of a decode step drafts too.
-        drafts = self.drafts.on_device and rows.width > 1 and (graph is None or bool(graph.capacity.chunks))
+        drafts = self.drafts.on_device and rows.width > 1 and (graph is None or not graph.capacity.drafts)
         if drafts:
             size = rows.decodes if graph is None else graphs.draft_size(rows)
             sections.append(pack_draft_rows(rows, size, state.scratch))
@@ -234,7 +233,9 @@ class Runner:
             return _ForwardedStep(began, batch, hidden, starts, sent[0][graph.sections.before_samples :], graph)
         step = StepSections(*sent)
         groups = self.drafts.groups_to_lay_out(parts.groups, chunks=rows.decodes < len(rows))
-        batch = build_batch(rows, step.slots_B, step.row_start_B1, state, groups, parts.attention)
+        batch = build_batch(
+            rows, step.slots_B, step.row_start_B1, state, groups, parts.attention, self.drafts.lookahead
+        )
         ctx = ForwardContext(batch.tokens.positions_T, batch.attn, batch.tokens.live_T)
         with adapting(parts.adapters if adapted else None, state.adapter_S, batch.tokens.slots_T):
             layers = parts.overlapped or parts.model.forward
@@ -251,7 +252,9 @@ class Runner:
         slots_B, most_B = draft_rows_N.view(2, -1).unbind(0)
         slots, bound = rows.slots[: rows.decodes], max(rows.bounds[: rows.decodes])
         random, filtered = (not kind.isdisjoint(slots) for kind in (self.slots.random, self.slots.filtered))
-        self.drafts.propose(slots_B, most_B, rows.width - 1, bound=bound, random=random, filtered=filtered)
+        # As many as graphs draft: further numbers would compile kernels while requests wait.
+        most = self.drafts.lookahead
+        self.drafts.propose(slots_B, most_B, most, bound=bound, random=random, filtered=filtered)
 
     def _join(self, plan: StepPlan, blobs: Blobs) -> list[SlotInfo]:
         """Apply the plan's leaves and joins on the host. Return the record of each join."""
@@ -290,10 +293,10 @@ class Runner:
         verify = parts.drafter.verify
         by_draws = verify == "draws" or rows.width == 1 or self.slots.random.isdisjoint(slots)
         if graphs is not None and draw is not None and late is None and by_draws:
-            width = graphs.width(rows)
-            if step.graph is None or step.graph.capacity.width != width:
+            size = graphs.draw_size(rows, step.graph)
+            if step.graph is None or step.graph.capacity.width != size.width:
                 graphs.gather(batch, hidden, step.samples_N)
-            return graphs.draw(width, len(slots), draw, self.slots.most_logprobs(slots))
+            return graphs.draw(size, len(slots), draw, self.slots.most_logprobs(slots))
         at = unpack_samples(step.samples_N, rows, batch.tokens.positions_T)
         states = hidden.states[at.token_RW.reshape(-1)]
         masks = None if late is None else upload_masks(late, rows, state.device)

@@ -132,7 +132,10 @@ def sample_step(
         accepted.accepted_R.index_fill_(0, masks.lacking_X, -1)
 
     # Masks leave the logits of tokens that can be drawn as they are.
-    logprobs = None if top is None else logprobs_by_row(raw_NV, tokens_RW, top)
+    logprobs = None
+    if top is not None:
+        chosen_N, values_Nn, ids_Nn = token_logprobs(raw_NV, tokens_RW.reshape(-1), top)
+        logprobs = chosen_N.view(rows, width), values_Nn.view(rows, width, -1), ids_Nn.view(rows, width, -1)
     return SampledRows(tokens_RW, accepted.accepted_R, at.slots_R, accepted.lengths_R, accepted.drafted_R, logprobs)
 
 
@@ -146,13 +149,12 @@ def process(
     return logits_NV
 
 
-def logprobs_by_row(
-    logits_NV: torch.Tensor, tokens_RW: torch.Tensor, top: BestLogprobs
+def token_logprobs(
+    logits_NV: torch.Tensor, tokens_N: torch.Tensor, top: BestLogprobs
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return SampledRows.logprobs. `logits_NV` are those of the model, to which `top` belongs."""
-    shape = *tokens_RW.shape, -1
-    chosen_N = logprobs_of(logits_NV, tokens_RW.reshape(-1), top.total_N)
-    return chosen_N.view(tokens_RW.shape), top.values_Nn.view(shape), top.ids_Nn.view(shape)
+    """Return (of the token, best values, best ids): [N], [N, n], [N, n]. `logits_NV` are those of the model, to which
+    `top` belongs."""
+    return logprobs_of(logits_NV, tokens_N, top.total_N), top.values_Nn, top.ids_Nn
 
 
 def warm_up_processors(processors: Mapping[str, LogitsProcessor], state: DeviceState, vocab: int) -> None:

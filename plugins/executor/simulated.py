@@ -75,6 +75,7 @@ class SimulatedExecutor(Executor):
         spec: ModelSpec = model.target().spec(model.config)
         self._vocab, self._hidden, self._ends = spec.vocab, spec.hidden, frozenset(spec.eos_ids)
         self._cost = bind_cost(composition, spec, "simulated")
+        self._lookahead: int = composition.build("spec_decode").lookahead
         max_len = spec.longest(engine.max_len)
         # Nothing is stored, so there are no planes.
         groups = group_layers(spec.windows or (0,) * spec.layers, (), engine.page_size)
@@ -88,7 +89,7 @@ class SimulatedExecutor(Executor):
             groups=groups,
             num_pages=pages,
             max_len=max_len,
-            lookahead=composition.build("spec_decode").lookahead,
+            lookahead=self._lookahead,
             device="simulated",
             phases={"read shapes": time.perf_counter() - began},
             notes=(f"executor=simulated: tokens are made up, and a step takes {cost}", *self._acceptance_note),
@@ -112,15 +113,14 @@ class SimulatedExecutor(Executor):
         if not plan.late:
             self._run({})
 
-    @staticmethod
-    def _seconds(plan: StepPlan, cost: CostModel) -> float:
+    def _seconds(self, plan: StepPlan, cost: CostModel) -> float:
         """Return the time of drafting and of the step."""
         drafted = [row for row in plan.rows if row.draft]
         if not drafted:
             return cost.seconds(plan)
         decodes = sum(bool(row.flags & DECODE) for row in plan.rows)
-        most, length = max(row.draft for row in drafted), max(row.bound for row in drafted)
-        return cost.draft_seconds(decodes, most, length) + cost.seconds(plan)
+        length = max(row.bound for row in drafted)
+        return cost.draft_seconds(decodes, self._lookahead, length) + cost.seconds(plan)
 
     def complete(self, late: LateInputs) -> None:
         self._ledger.complete(late)

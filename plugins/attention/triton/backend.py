@@ -134,7 +134,7 @@ class Triton(AttentionBackend):
     ) -> Bundle:
         host = ctx.host
         # A tile that holds all tokens of a row can write them itself. Longer rows would be written by several tiles.
-        longest = max(host.counts, default=0)
+        longest = host.widest_decode
         one_tile = longest <= 1 or longest * (layer.heads // layer.kv_heads) <= DECODE_ROWS
         if host.num_decode < len(host.counts) or not one_tile or ctx.meta.tree_mask_TW is not None:
             return super().write_and_attend(layer, ctx, qkv, rope, qk_norm, emit)
@@ -289,7 +289,7 @@ def _make_plan(
     launches: list[tuple[int, int, Tile, Gathered | None]] = []
     if decode:
         programs = decode * kv_heads / _processors(device)
-        launches.append((0, decode, tiles.decode(shape, max(host.counts[:decode]), programs), None))
+        launches.append((0, decode, tiles.decode(shape, host.widest_decode, programs), None))
     if decode < rows:
         gathered, bounds = None, host.bounds[decode:]
         fed = min(tokens - decode, sum(host.counts[decode:]))

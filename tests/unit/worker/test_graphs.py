@@ -22,7 +22,8 @@ from dovetail.core.testing.host_sync import NoHostSync
 from dovetail.core.worker.batch import Rows
 from dovetail.core.worker.device_state import DeviceState
 from dovetail.core.worker.drafts import Drafts
-from dovetail.core.worker.graphs import MOST_PAIRS, StepGraphs, batch_sizes, token_sizes
+from dovetail.core.worker.graph_sizes import DrawSize, batch_sizes, ragged_sizes, token_sizes
+from dovetail.core.worker.graphs import MOST_PAIRS, StepGraphs
 from dovetail.core.worker.loader import load_rank
 from dovetail.core.worker.runner import Runner
 from dovetail.core.worker.slots import DRAWS, Draw
@@ -51,6 +52,16 @@ def test_padding_tokens_fill_no_additional_tile() -> None:
         size = next(size for size in sizes if size >= tokens)
         tile = 128 if tokens > 512 else 64
         assert -(-size // tile) == -(-tokens // tile), (tokens, size)
+
+
+@pytest.mark.parametrize(("most", "lookahead"), [(1, 4), (5, 4), (100, 2), (256, 4), (256, 16)])
+def test_ragged_steps_have_little_padding(most: int, lookahead: int) -> None:
+    """In a step with more drafts than the largest such graph serves, all rows are padded to all drafts."""
+    sizes = [*ragged_sizes(most, lookahead), most * (1 + lookahead)]
+    assert sizes == sorted(set(sizes)) and len(sizes) < 20
+    for tokens in range(12, sizes[-1] + 1):
+        size = next(size for size in sizes if size >= tokens)
+        assert size - tokens <= size / 3, (tokens, size)
 
 
 class CountedModel:
@@ -270,14 +281,16 @@ def kinds(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         graph = picked[0] = pick(self, rows, adapted)
         kind = "none" if graph is None else "mixed" if graph.capacity.chunks else "decode"
         kinds[f"wide {kind}"] += graph is not None and graph.capacity.width > 1
+        kinds["ragged"] += graph is not None and graph.capacity.ragged
         kinds[f"adapted {kind}" if adapted else kind] += 1
         return graph
 
-    def drawn(self: StepGraphs, width: int, rows: int, what: Draw, logprobs: int | None) -> Any:
+    def drawn(self: StepGraphs, size: DrawSize, rows: int, what: Draw, logprobs: int | None) -> Any:
         kinds[str(what)] += 1
-        kinds["wide draw of log-probabilities"] += width > 1 and logprobs is not None
-        kinds["narrow draw after a wide graph"] += picked[0] is not None and picked[0].capacity.width > width
-        sampled = draw(self, width, rows, what, logprobs)
+        kinds["wide draw of log-probabilities"] += size.width > 1 and logprobs is not None
+        kinds["ragged draw of log-probabilities"] += size.tokens > 0 and logprobs is not None
+        kinds["narrow draw after a wide graph"] += picked[0] is not None and picked[0].capacity.width > size.width
+        sampled = draw(self, size, rows, what, logprobs)
         if sampled.logprobs is not None:
             # The next replay overwrites them; on a GPU they are copied before it.
             sampled.logprobs = tuple(values.clone() for values in sampled.logprobs)  # type: ignore[assignment]
@@ -300,8 +313,9 @@ def run(registry: Registry, rank: type[Bound], drafter: str, budget: int, **adap
         llm = LLM(composition=compose(words, registry=registry))
     with llm:
         if drafter != "none":
-            # Some steps verify drafts, and others, of the same sequences, have none.
-            llm.engine.scheduler.draft_tokens = lambda seq, ctx: 4 if ctx.step % 2 else 0  # type: ignore[attr-defined]
+            # Some steps verify all drafts, in others rows have unlike numbers, and some have none.
+            count = lambda seq, ctx: (0, 4, seq.uid % 5)[ctx.step % 3]  # noqa: E731
+            llm.engine.scheduler.draft_tokens = count  # type: ignore[attr-defined]
         texts = ["def fib(n):\n", "import os\n\nclass Path:\n    def __init__(self, ", "x", "for i in range(10):\n" * 3]
         texts += ['"""Return the', "class Node:\n"]
         params = [
@@ -344,6 +358,7 @@ def test_the_layout_of_graphs_changes_no_token(
     if drafter != "none":
         assert 3 < kinds["wide decode"] < kinds["decode"] - 3, kinds
         assert kinds["narrow draw after a wide graph"] > 2 and kinds["wide draw of log-probabilities"] > 2, kinds
+        assert kinds["ragged"] > 5 and kinds["ragged draw of log-probabilities"] > 2, kinds
 
 
 def test_steps_with_adapters_have_graphs_of_their_own(

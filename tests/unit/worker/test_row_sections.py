@@ -60,7 +60,7 @@ def test_sample_positions_repeat_a_row_s_last_draft() -> None:
 
 
 @pytest.mark.parametrize(("decodes", "chunks"), [(0, 2), (3, 1), (5, 4)])
-def test_a_graph_reads_the_rows_and_padding_between_them(decodes: int, chunks: int) -> None:
+def test_a_mixed_graph_reads_the_rows_and_padding_between_them(decodes: int, chunks: int) -> None:
     listed = some_rows(random.Random(chunks), decodes, chunks)
     rows, sections = Rows(listed), GraphSections(decodes=6, chunks=4, samples=10)
     samples = pack_samples(rows, rows.starts)
@@ -77,6 +77,19 @@ def test_a_graph_reads_the_rows_and_padding_between_them(decodes: int, chunks: i
     assert (samples_R3[len(samples) :, 1] == SCRATCH).all()
     moved = [(row.slot, row.count) for row in listed if not row.flags & SAMPLE]
     assert chunks_N.view(-1, 2).tolist() == [*map(list, moved), *[[SCRATCH, 0]] * (4 - len(moved))]
+
+
+def test_a_graph_of_ragged_rows_reads_rows_and_starts() -> None:
+    listed = some_rows(random.Random(3), 4, 0)
+    rows, sections = Rows(listed), GraphSections(decodes=6, chunks=0, samples=6, ragged=True)
+    samples = np.concatenate((pack_samples(rows, rows.starts), sample_padding(6 - len(rows.sampled), SCRATCH)))
+    input_N = sections.padding(SCRATCH, torch.device("cpu"))
+    packed = torch.tensor(sections.pack(rows, rows.starts, samples.reshape(-1), SCRATCH))
+    assert len(packed) == len(input_N)
+    slots_B, row_start_B1, chunks_N, samples_R3 = sections.unpack(packed, width=3)
+    assert slots_B.tolist() == [*(row.slot for row in listed), SCRATCH, SCRATCH] and not len(chunks_N)
+    assert row_start_B1.diff().tolist() == [*(row.count for row in listed), 0, 0]
+    assert samples_R3.tolist() == samples.tolist()
 
 
 @pytest.mark.parametrize("width", [1, 3])

@@ -64,7 +64,8 @@ Do = Callable[[Runner], None]
 
 def served(rng: random.Random, *overrides: str, drafts: int = 0) -> Iterator[Do]:
     """Yield the calls that a rank receives while requests come and go: few and many, of all kinds, in chunks and one
-    token per step. In two of three steps decode rows get `drafts` drafts, since the simulated device has none."""
+    token per step. In one of three steps decode rows get `drafts` drafts, and in one each row gets a number of its own,
+    since the simulated device has none."""
     engine = start_engine(compose([*SHAPES, *overrides, *SIMULATED]))
     calls: deque[Do] = deque()
     submit, complete = engine.executor.submit, engine.executor.complete
@@ -72,10 +73,10 @@ def served(rng: random.Random, *overrides: str, drafts: int = 0) -> Iterator[Do]
     def recorded_submit(plan, blobs):
         mine = deepcopy(plan), dict(blobs)
         if drafts and plan.step % 3:
-            mine[0].rows[:] = [
-                row._replace(count=1 + drafts, bound=row.bound + drafts, draft=drafts) if row.flags & DECODE else row
-                for row in plan.rows
-            ]
+            for i, row in enumerate(plan.rows):
+                if row.flags & DECODE:
+                    own = drafts if plan.step % 3 == 1 else row.slot % (1 + drafts)
+                    mine[0].rows[i] = row._replace(count=1 + own, bound=row.bound + own, draft=own)
         calls.append(lambda runner: runner.execute(*mine))
         submit(plan, blobs)
 

@@ -1,0 +1,84 @@
+"""Steps that get a CUDA graph: numbers of rows and tokens, and the largest step that each graph serves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dovetail.core.worker.row_sections import GraphSections
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Largest step that one graph of the layers serves."""
+
+    tokens: int
+    decodes: int
+    """Decode rows."""
+    chunks: int
+    """Rows that feed prompts; 0 = the graph is for decode steps."""
+    samples: int
+    """Rows that sample."""
+    width: int
+    """W."""
+    ragged: bool = False
+    """Decode rows feed up to W tokens each; False = exactly W in decode steps."""
+    adapted: bool = False
+    """Rows may have adapters."""
+
+    @property
+    def rows(self) -> int:
+        return self.decodes + self.chunks
+
+    @property
+    def sections(self) -> GraphSections:
+        return GraphSections(self.decodes, self.chunks, self.samples, self.ragged)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether the graph begins with the drafter's work."""
+        return self.width > 1 and not self.chunks and not self.ragged
+
+
+class DrawSize(NamedTuple):
+    """Rows and positions of one graph that draws."""
+
+    width: int
+    """W: most positions of a row."""
+    rows: int
+    tokens: int = 0
+    """Positions of all rows together; 0 = each row has W."""
+
+
+def batch_sizes(most: int) -> list[int]:
+    """Return the numbers of rows that get a graph. Padding is less than two fifths of the rows, above 8 rows less than
+    a third. Sizes above 128 are multiples of matmul tiles: a partly filled tile costs as much as a full one."""
+    sizes = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256]
+    while sizes[-1] < most:
+        sizes.append(sizes[-1] + (64 if sizes[-1] < 512 else 128))
+    return [*(size for size in sizes if size < most), most]
+
+
+def token_sizes(most: int) -> list[int]:
+    """Token counts of mixed steps with a graph: multiples of matmul tiles, but for small, weight-bound steps."""
+    sizes = [16, 32, 64]
+    while sizes[-1] < most:
+        sizes.append(sizes[-1] + (64 if sizes[-1] < 512 else 128))
+    return [*(size for size in sizes if size < most), most] if most else []
+
+
+def ragged_sizes(most_rows: int, lookahead: int) -> list[int]:
+    """Token counts of graphs for decode steps in which rows verify unlike numbers of drafts. Padding is at most a third
+    of the tokens. Smaller steps are weight-bound: all drafts take no longer than some."""
+    sizes, most = [16], most_rows * (1 + lookahead)
+    while sizes[-1] < most:
+        sizes.append(sizes[-1] * 3 // 2 if sizes[-1].bit_count() == 1 else sizes[-1] * 4 // 3)
+    return [size for size in sizes if size < most] if lookahead else []
+
+
+def graph_sizes(most_rows: int, most_tokens: int, lookahead: int) -> list[int]:
+    """Return the numbers of tokens of all steps that get a graph."""
+    sizes = {size * width for size in batch_sizes(most_rows) for width in (1, 1 + lookahead)}
+    if most_tokens:
+        sizes |= {*token_sizes(most_tokens), *ragged_sizes(most_rows, lookahead)}
+    return sorted(sizes)
