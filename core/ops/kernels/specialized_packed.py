@@ -20,14 +20,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.core.interfaces.weight import PackedWeight
-from dovetail.core.ops import packing
 from dovetail.core.ops.kernels.gluon import (
     LINE,
     PRODUCER_REGISTERS,
@@ -38,92 +35,14 @@ from dovetail.core.ops.kernels.gluon import (
     tensor_map,
 )
 from dovetail.core.ops.kernels.launch import dependent
+from dovetail.core.ops.kernels.packed_ring import LANES, fill, following, produce
 from dovetail.core.ops.padding import readable_rows
 from dovetail.core.ops.tiles import MatmulTile
 
-LANES = gl.constexpr(packing.LANES)
-"""Inputs of a strip."""
 WHOLE = 1 << 30
 """GROUP of a matrix with one scale for each row: a multiple of every block."""
-
-
 TOGETHER = gl.constexpr(4)
 """Partial sums that are loaded together."""
-
-
-@gluon.jit
-def _following(unit, blocks, t_tiles):
-    """Return the unit after (output tile, token tile, block), without divisions."""
-    o_tile, t_tile, block = unit
-    block += 1
-    wraps = block == blocks
-    block = gl.where(wraps, 0, block)
-    t_tile = gl.where(wraps, t_tile + 1, t_tile)
-    ends = t_tile == t_tiles
-    return gl.where(ends, o_tile + 1, o_tile), gl.where(ends, 0, t_tile), block
-
-
-@gluon.jit
-def _fetch_codes(source, ring, full, place, unit, BOXES: gl.constexpr, GROUPS: gl.constexpr, wanted):
-    """Start the copy of a block of codes, one box of LANES words for each warp group and box of inputs."""
-    o_tile, t_tile, block = unit
-    for box in gl.static_range(BOXES):
-        for group in gl.static_range(GROUPS):
-            at = [(o_tile * GROUPS + group) * source.block_type.shape[0], (block * BOXES + box) * LANES]
-            to = ring.index((place * BOXES + box) * GROUPS + group)
-            tma.async_copy_global_to_shared(source, at, full.index(place), to, pred=wanted)
-
-
-@gluon.jit
-def _fetch_x(source, ring, full, place, unit, X_BOXES: gl.constexpr, wanted):
-    """Start the copy of an input block."""
-    o_tile, t_tile, block = unit
-    WIDE: gl.constexpr = source.block_type.shape[1]
-    for box in gl.static_range(X_BOXES):
-        at = [t_tile * source.block_type.shape[0], (block * X_BOXES + box) * WIDE]
-        tma.async_copy_global_to_shared(source, at, full.index(place), ring.index(place * X_BOXES + box), pred=wanted)
-
-
-@gluon.jit
-def _fill(x_source, source, rings, work, begin, BOXES: gl.constexpr, X_BOXES: gl.constexpr, GROUPS: gl.constexpr,
-          PLACES: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
-    """Start the copies of the ring's first round, from the unit `begin`: those of codes before the preceding kernel has
-    ended. Return the unit after them."""
-    x, codes, full, empty = rings
-    lo, hi, blocks, t_tiles = work
-    BYTES: gl.constexpr = BOXES * GROUPS * source.block_type.nbytes + X_BOXES * x_source.block_type.nbytes
-    unit = begin
-    for i in gl.static_range(PLACES):
-        mbarrier.expect(full.index(i), BYTES, pred=lo + i < hi)
-        _fetch_codes(source, codes, full, i, unit, BOXES, GROUPS, lo + i < hi)
-        unit = _following(unit, blocks, t_tiles)
-    if PDL:
-        gdc_wait()
-    unit = begin
-    for i in gl.static_range(PLACES):
-        _fetch_x(x_source, x, full, i, unit, X_BOXES, lo + i < hi)
-        unit = _following(unit, blocks, t_tiles)
-    return unit
-
-
-@gluon.jit
-def _produce(x_source, source, rings, work, unit, BOXES: gl.constexpr, X_BOXES: gl.constexpr, GROUPS: gl.constexpr,
-             PLACES: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
-    """Fetch the blocks from `unit` on, which follow the first round, as consumers release places."""
-    x, codes, full, empty = rings
-    lo, hi, blocks, t_tiles = work
-    BYTES: gl.constexpr = BOXES * GROUPS * source.block_type.nbytes + X_BOXES * x_source.block_type.nbytes
-    place, phase = 0, 0
-    for _ in range(lo + PLACES, hi):
-        mbarrier.wait(empty.index(place), phase)
-        mbarrier.expect(full.index(place), BYTES)
-        _fetch_codes(source, codes, full, place, unit, BOXES, GROUPS, True)
-        _fetch_x(x_source, x, full, place, unit, X_BOXES, True)
-        place, phase = advance(place, phase, PLACES)
-        unit = _following(unit, blocks, t_tiles)
-    # The codes have been requested, so the next kernel may launch while the sums are reduced and written.
-    if PDL:
-        gdc_launch_dependents()
 
 
 @gluon.jit
@@ -299,7 +218,7 @@ def _consume(rings, work, begin, split, weight, epilogue, size, GROUP_O: gl.cons
             if is_last:
                 _write(total, row_o, row_t, epilogue, tokens, outputs, GROUP_O, BLOCK_T)
         unit += last - first
-        o_tile, t_tile, first = _following((o_tile, t_tile, blocks - 1), blocks, t_tiles)
+        o_tile, t_tile, first = following((o_tile, t_tile, blocks - 1), blocks, t_tiles)
 
 
 @gluon.jit(do_not_specialize=["tokens", "x_scale_st", "t_tiles", "blocks", "units"])
@@ -361,7 +280,7 @@ def packed_specialized(
     epilogue = (x_scale_ptr, x_scale_st, row_scale_ptr, bias_ptr, out_ptr)
     size = (tokens, outputs)
     split = (part_ptr, count_ptr, units)
-    unit = _fill(x_source, source, rings, work, begin, BOXES, X_BOXES, GROUPS, PLACES, PDL)
+    unit = fill(x_source, source, rings, work, begin, BOXES, X_BOXES, GROUPS, PLACES, PDL)
     # The partitions start after the wait, so all of them see what earlier kernels wrote.
     REGISTERS: gl.constexpr = consumer_registers(GROUPS, RESIDENTS)
     if GROUPS == 1:
@@ -369,7 +288,7 @@ def packed_specialized(
             [
                 (_consume, (rings, work, begin, split, weight, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES,
                             GROUPS, PLACES, BITS, GROUP, RUN, SUMS, DECODE, 0)),
-                (_produce, (x_source, source, rings, work, unit, BOXES, X_BOXES, GROUPS, PLACES, PDL)),
+                (produce, (x_source, source, rings, work, unit, BOXES, X_BOXES, GROUPS, PLACES, PDL)),
             ],
             [1],
             [PRODUCER_REGISTERS],
@@ -381,7 +300,7 @@ def packed_specialized(
                             GROUPS, PLACES, BITS, GROUP, RUN, SUMS, DECODE, 0)),
                 (_consume, (rings, work, begin, split, weight, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES,
                             GROUPS, PLACES, BITS, GROUP, RUN, SUMS, DECODE, 1)),
-                (_produce, (x_source, source, rings, work, unit, BOXES, X_BOXES, GROUPS, PLACES, PDL)),
+                (produce, (x_source, source, rings, work, unit, BOXES, X_BOXES, GROUPS, PLACES, PDL)),
             ],
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
@@ -397,7 +316,7 @@ def packed_specialized(
                             GROUPS, PLACES, BITS, GROUP, RUN, SUMS, DECODE, 2)),
                 (_consume, (rings, work, begin, split, weight, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES,
                             GROUPS, PLACES, BITS, GROUP, RUN, SUMS, DECODE, 3)),
-                (_produce, (x_source, source, rings, work, unit, BOXES, X_BOXES, GROUPS, PLACES, PDL)),
+                (produce, (x_source, source, rings, work, unit, BOXES, X_BOXES, GROUPS, PLACES, PDL)),
             ],
             [4, 4, 4, 1],
             [REGISTERS, REGISTERS, REGISTERS, PRODUCER_REGISTERS],
