@@ -167,13 +167,13 @@ def sentence(one: Mapping[str, Any], primary: str) -> str:
     change = one["changes"].get(primary)
     if change is None:
         return f"{name}: {metric.words} was not measured"
-    value, unit = _percent(change["value"], metric), "%" if metric.ratio else "points"
-    claim = f"{name} {'raises' if value > 0 else 'lowers'} {metric.words} by {abs(value):.3g} {unit}"
+    value = percent(change["value"], metric)
+    claim = f"{name} {'raises' if value > 0 else 'lowers'} {metric.words} by {abs(value):.3g} {unit(metric)}"
     if change["low"] is None or change["unit"] != "rounds":
         return f"{claim} in one round, which is no evidence"
-    low, high = _percent(change["low"], metric), _percent(change["high"], metric)
+    low, high = percent(change["low"], metric), percent(change["high"], metric)
     if low <= 0 <= high:
-        return f"{name} has no effect on {metric.words} larger than {max(-low, high):.2g} {unit}"
+        return f"{name} has no effect on {metric.words} larger than {max(-low, high):.2g} {unit(metric)}"
     least, most = sorted((abs(low), abs(high)))
     claim += f" [{least:.3g}, {most:.3g}]"
     if (tested := one.get("primary")) is None:
@@ -183,7 +183,12 @@ def sentence(one: Mapping[str, Any], primary: str) -> str:
     return f"{claim}, {how}" if tested["p"] < 1 - CONFIDENCE else f"{claim}, which is not significant ({how})"
 
 
-def _percent(value: float, metric: Metric) -> float:
+def unit(metric: Metric) -> str:
+    """Return the unit of `percent`."""
+    return "%" if metric.ratio else "points"
+
+
+def percent(value: float, metric: Metric) -> float:
     """Return a change in percent, or in percentage points of a share."""
     return 100 * (value - 1 if metric.ratio else value)
 

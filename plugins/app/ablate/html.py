@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from dovetail.plugins.app.ablate.compare import BY_PATH, METRICS, Metric, summary
-from dovetail.plugins.app.ablate.report import sentences
+from dovetail.plugins.app.ablate.compare import BY_PATH, METRICS, Metric, percent, summary, unit
+from dovetail.plugins.app.ablate.report import seen, sentences
 from dovetail.plugins.app.ablate.stats import CONFIDENCE
 from dovetail.plugins.app.tables import NONE, number, share
 
@@ -32,7 +32,8 @@ class Bar:
     low: float
     high: float
     text: str
-    significant: bool
+    verdict: str
+    """"better" or "worse" if significant, else ""."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ def write_report(path: str, result: Mapping[str, Any]) -> None:
 def _load(result: Mapping[str, Any], rate: float | None, primary: Metric) -> dict[str, Any]:
     rows = [one for one in result["comparisons"] if one["rate"] == rate]
     found = {variant["name"]: summary(variant, rate) for variant in result["variants"]}
+    repeats = {variant["name"] for variant in result["variants"] if variant.get("repeats")}
     metrics = [metric for metric in METRICS if any(metric.path in one for one in found.values())]
     return {
         "title": "" if rate is None else f"{rate:g} requests/s",
@@ -79,23 +81,25 @@ def _load(result: Mapping[str, Any], rate: float | None, primary: Metric) -> dic
         },
         "changes": [(one, [_cell(one["changes"].get(metric.path), metric) for metric in metrics]) for one in rows],
         "bars": list(_bars(rows, primary)),
-        "points": _points(found),
+        "points": _points({name: one for name, one in found.items() if name not in repeats}),
     }
 
 
-def _cell(change: Mapping[str, Any] | None, metric: Metric) -> str:
+def _cell(change: Mapping[str, Any] | None, metric: Metric) -> list[str]:
+    """Return the lines of a cell: change, interval, smallest effect to be seen."""
     if change is None:
-        return NONE
-    text = _value(change["value"], metric)
+        return [NONE]
+    lines = [_value(change["value"], metric)]
     if change["low"] is not None:
-        text += f" [{_value(change['low'], metric)}, {_value(change['high'], metric)}]"
+        low, high = (percent(change[edge], metric) for edge in ("low", "high"))
+        lines.append(f"[{low:+.1f}, {high:+.1f}]")
     if change["detectable"] is not None:
-        text += f" sees {100 * change['detectable']:.2g} {'%' if metric.ratio else 'points'}"
-    return text
+        lines.append(seen(change["detectable"], metric))
+    return lines
 
 
 def _value(value: float, metric: Metric) -> str:
-    return f"{100 * (value - 1):+.1f} %" if metric.ratio else f"{100 * value:+.1f} points"
+    return f"{percent(value, metric):+.1f} {unit(metric)}"
 
 
 def _bars(rows: Sequence[Mapping[str, Any]], metric: Metric) -> Iterator[Bar]:
@@ -108,11 +112,13 @@ def _bars(rows: Sequence[Mapping[str, Any]], metric: Metric) -> Iterator[Bar]:
         low, high = (change["value"] if change[edge] is None else change[edge] for edge in ("low", "high"))
         at, low, high = ((edge - least) * scale for edge in (change["value"], low, high))
         tested = one.get("primary")
-        significant = tested is not None and tested["p"] < 1 - CONFIDENCE and not one["gate"]
-        yield Bar(f"{one['variant']} / {one['baseline']}", at, low, high, _value(change["value"], metric), significant)
+        verdict = ""
+        if tested is not None and tested["p"] < 1 - CONFIDENCE and not one["gate"]:
+            verdict = "better" if (change["value"] > unchanged) == metric.more_is_better else "worse"
+        yield Bar(f"{one['variant']} / {one['baseline']}", at, low, high, _value(change["value"], metric), verdict)
     if known:
         zero = (unchanged - least) * scale
-        yield Bar("no change", zero, zero, zero, "", False)
+        yield Bar("no change", zero, zero, zero, "", "")
 
 
 def _points(found: Mapping[str, Mapping[str, float]]) -> list[Point]:

@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from dovetail.plugins.app.ablate.compare import METRICS, Metric, sentence, summary
+from dovetail.plugins.app.ablate.compare import BY_PATH, METRICS, Metric, sentence, summary, unit
 from dovetail.plugins.app.ablate.stats import CONFIDENCE, Estimate
 from dovetail.plugins.app.tables import NONE, console, figures_table, number, share
 
@@ -57,8 +57,14 @@ def sentences(result: Mapping[str, Any]) -> Iterator[str]:
         if one["repeats"]:
             continue
         least = one["changes"].get(primary, {}).get("detectable")
-        seen = "" if least is None else f" (smallest effect to be seen: {100 * least:.2g} %)"
-        yield f"{sentence(one, primary)}{seen}, against {one['baseline']}"
+        noise = "" if least is None else f" ({seen(least, BY_PATH[primary])})"
+        against = f", against {one['baseline']}" if result["design"] == "ladder" else ""
+        yield f"{sentence(one, primary)}{noise}{against}"
+
+
+def seen(least: float, metric: Metric) -> str:
+    """State the smallest effect that could have been seen."""
+    return f"sees {100 * least:.{0 if least >= 1 else 1}f} {unit(metric)}"
 
 
 def estimate_of(change: Mapping[str, Any]) -> Estimate:
@@ -151,7 +157,7 @@ def _change(metric: Metric, row: Mapping[str, Any]) -> Text:
     if estimate.low is not None and estimate.high is not None:
         cell += f"\n{words(estimate.low)} to {words(estimate.high)}"
     if change["detectable"] is not None:
-        cell += f"\nsees {100 * change['detectable']:.2g} " + ("%" if metric.ratio else "points")
+        cell += "\n" + seen(change["detectable"], metric).removesuffix(" points")
     tested = row.get("primary")
     if tested is None or tested["metric"] != metric.path or tested["p"] >= 1 - CONFIDENCE or row["gate"]:
         return Text(cell)
