@@ -6,16 +6,21 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import App
 from dovetail.core.parallel.process import order_for
 from dovetail.plugins.app.ablate.children import Child, Failure
 from dovetail.plugins.app.ablate.compare import comparisons
+from dovetail.plugins.app.ablate.conditions import Conditions, void
 from dovetail.plugins.app.ablate.config import AblateConfig
-from dovetail.plugins.app.ablate.host import Checked, check
+from dovetail.plugins.app.ablate.host import check
+from dovetail.plugins.app.ablate.html import write_report
 from dovetail.plugins.app.ablate.report import draw, show
+from dovetail.plugins.app.ablate.resume import restore
 from dovetail.plugins.app.ablate.stats import turns
 from dovetail.plugins.app.ablate.variants import Variant, make
 from dovetail.plugins.app.bench.app import check_writable
@@ -27,7 +32,7 @@ from dovetail.plugins.app.waiting import bar, in_words, line_console, phases_in_
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
 
-SCHEMA = "dovetail.ablate/1"
+SCHEMA = "dovetail.ablate/2"
 """Format version of the result file; changes when its readers have to change."""
 
 REFRESHES = 2
@@ -41,8 +46,13 @@ class AblateApp(App):
         config = self.config
         check_plot(config.plot, "ablate.plot")
         check_writable(config.out, "ablate.out")
+        check_writable(config.report, "ablate.report")
+        if composition.engine.record is not None:
+            raise ConfigError("engine.record: the starts of an ablation would all write to one file; use app=bench")
         make(config, composition)  # report composition errors before any process starts
         self.console = line_console()
+        self._gpu = False
+        """Whether the variants run on a GPU."""
         self._requests: dict[tuple[Any, int], str] = {}
         """(rate, run number) -> hash of the requests that the first variant got."""
         order: dict[str, Any] = {
@@ -54,8 +64,15 @@ class AblateApp(App):
         with bar(self.console, f"check {what}"), phases_in_lines(self.console, "check") as progress:
             progress(what, None)
             checked = check(config, composition, order)
+        self._gpu = bool(checked.machine["gpus"])
         rates = list(composition.part("workload").build().rates())
+        running = [*checked.running]
         records = [_record(variant) for variant in checked.variants]
+        if config.rounds > 1:
+            # The baseline runs twice in each round: the difference shows what noise does.
+            again = replace(running[0], name=f"{running[0].name}, again", baselines=(running[0].name,))
+            running.append(again)
+            records.append(_record(again) | {"repeats": True})
         result = describe(composition, checked.machine) | {
             "schema": SCHEMA,
             "workload": order["workload"],
@@ -64,10 +81,13 @@ class AblateApp(App):
             "quality": checked.quality,
             "interrupted": True,
             "variants": records,
+            "void_rounds": {},
             "comparisons": [],
         }
+        if config.resume:
+            restore(str(config.out), result)
         try:
-            self._measure(checked, result, order)
+            self._measure(running, result, order)
             result["interrupted"] = False
         finally:
             # Save and show what was measured, also after Ctrl-C.
@@ -76,12 +96,18 @@ class AblateApp(App):
                 show(result)
                 if config.plot is not None:
                     draw(config.plot, result)
-        return 1 if any(record["failure"] for record in records) else 0
+                if config.report is not None:
+                    write_report(config.report, result)
+        wrong = any(one["gate"] for one in result["comparisons"])
+        return 1 if wrong or any(record["failure"] for record in records) else 0
 
-    def _measure(self, checked: Checked, result: dict[str, Any], order: dict[str, Any]) -> None:
-        """Run the rounds. Each round starts every variant once."""
+    def _measure(self, running: Sequence[Variant], result: dict[str, Any], order: dict[str, Any]) -> None:
+        """Run the rounds. Each round starts every variant once, except those whose start was restored."""
         records = {record["name"]: record for record in result["variants"]}
-        running, plan = checked.running, checked.quality
+        for record in records.values():
+            for start in record["starts"]:
+                _check_runs(start, start["round"] * self.config.runs, self._requests)
+        plan = result["quality"]
         starts = self.config.rounds * len(running)
         with bar(self.console, "", starts, refresh_per_second=REFRESHES) as update:
             for number in range(self.config.rounds):
@@ -89,7 +115,7 @@ class AblateApp(App):
                     record = records[running[place].name]
                     title = f"round {number + 1} of {self.config.rounds}, {record['name']}"
                     update(description=title, completed=begun)
-                    if record["failure"] is None:
+                    if record["failure"] is None and all(start["round"] != number for start in record["starts"]):
                         self._start(running[place], record, number, order | {"quality": plan}, title, update)
                         # The first variant that answers samples the texts on which all others are scored.
                         windows = (record["quality"] or {}).pop("windows", None)
@@ -98,6 +124,17 @@ class AblateApp(App):
                         self._keep(result)
                 # Answers do not change between starts: one round is enough.
                 plan = None
+                self._void(number, result)
+
+    def _void(self, number: int, result: dict[str, Any]) -> None:
+        """Exclude a round in which the conditions of any start break the rule, for all variants alike."""
+        starts = [start for record in result["variants"] for start in record["starts"] if start["round"] == number]
+        reasons = [reason for start in starts if (reason := void(self.config.void, start.get("conditions", {})))]
+        if reasons:
+            result["void_rounds"][str(number)] = reasons[0]
+            for start in starts:
+                start["void"] = True
+            self._keep(result)
 
     def _start(
         self,
@@ -110,7 +147,12 @@ class AblateApp(App):
     ) -> None:
         """Run one start of a variant in a process; store its runs, or the failure, in the record."""
         began = time.monotonic()
-        with closing(Child("measure")) as child, phases_in_lines(self.console, record["name"]) as progress:
+        conditions = Conditions(self.config.void, gpu=self._gpu)
+        with (
+            conditions,
+            closing(Child("measure")) as child,
+            phases_in_lines(self.console, record["name"]) as progress,
+        ):
 
             def phase(name: str, share: float | None) -> None:
                 progress(name, share)
@@ -124,13 +166,16 @@ class AblateApp(App):
         if record["failure"] is None:
             answers = found.pop("quality")
             record["quality"] = record["quality"] or answers
-            record["starts"].append({"round": number, **found})
+            record["starts"].append({"round": number, **found, "conditions": conditions.found})
         if not self.console.is_terminal:
             how = "failed" if record["failure"] else "done"
             self.console.print(f"{title}: {how} in {time.monotonic() - began:.1f} s", markup=False)
 
     def _keep(self, result: dict[str, Any]) -> None:
-        result["comparisons"] = comparisons(result["variants"], result["rates"])
+        config = self.config
+        result["comparisons"] = comparisons(
+            result["variants"], result["rates"], config.primary, config.gate.model_dump()
+        )
         if self.config.out is not None:
             Path(self.config.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
@@ -141,6 +186,7 @@ def _record(variant: Variant) -> dict[str, Any]:
         "changes": list(variant.changes),
         "baselines": list(variant.baselines),
         "overrides": list(variant.composition.overrides),
+        "composition": variant.composition.nodes(),
         "skipped": variant.skipped,
         "failure": None,
         "starts": [],

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from statistics import median
 from typing import Any
 
-from dovetail.plugins.app.ablate.stats import mean, paired
+from dovetail.plugins.app.ablate.significance import detectable, holm, is_exact, sign_flip_p, t_p
+from dovetail.plugins.app.ablate.stats import CONFIDENCE, by_round, mean, paired
 from dovetail.plugins.app.bench.metrics import at
 
 
@@ -17,6 +19,8 @@ class Metric:
     path: str
     """Dotted path of the value in a run's record."""
     title: str
+    words: str
+    """Name in a sentence."""
     more_is_better: bool
     ratio: bool = True
     """True: compared as a ratio. False: the value is a share and is compared as a difference."""
@@ -25,22 +29,25 @@ class Metric:
 
 
 METRICS = (
-    Metric("output_tokens_per_s", "output/s", True),
-    Metric("ttft_ms.median", "TTFT p50", False),
-    Metric("ttft_ms.p95", "TTFT p95", False),
-    Metric("tpot_ms.median", "TPOT p50", False),
-    Metric("itl_ms.p99", "ITL p99", False),
-    Metric("goodput.requests_per_s", "goodput", True),
-    Metric("prefix_hit_rate", "hits", True, ratio=False),
-    Metric("kv_waste", "KV waste", False, ratio=False),
-    Metric("startup_s", "start-up s", False, of_start=True),
+    Metric("output_tokens_per_s", "output/s", "output tokens/s", True),
+    Metric("ttft_ms.median", "TTFT p50", "the median TTFT", False),
+    Metric("ttft_ms.p95", "TTFT p95", "the 95th percentile of TTFT", False),
+    Metric("tpot_ms.median", "TPOT p50", "the median TPOT", False),
+    Metric("itl_ms.p99", "ITL p99", "the 99th percentile of ITL", False),
+    Metric("goodput.requests_per_s", "goodput", "goodput", True),
+    Metric("prefix_hit_rate", "hits", "the share of prefix hits", True, ratio=False),
+    Metric("kv_waste", "KV waste", "KV waste", False, ratio=False),
+    Metric("startup_s", "start-up s", "the time to start", False, of_start=True),
 )
+BY_PATH = {metric.path: metric for metric in METRICS}
 
 
 def samples(variant: Mapping[str, Any], rate: float | None, metric: Metric) -> dict[int, list[float]]:
-    """Return round -> the values of its runs. A round in which a run lacks the value is left out."""
+    """Return round -> the values of its runs. A void round, and one in which a run lacks the value, is left out."""
     found = {}
     for start in variant["starts"]:
+        if start.get("void"):
+            continue
         runs = [start["startup"]] if metric.of_start else _runs(start, rate)
         values = [at(run, metric.path) for run in runs]
         if values and None not in values:
@@ -58,28 +65,132 @@ def summary(variant: Mapping[str, Any], rate: float | None) -> dict[str, float]:
     return {path: median(v for runs in by.values() for v in runs) for path, by in found.items() if by}
 
 
-def comparisons(variants: Sequence[Mapping[str, Any]], rates: Sequence[float | None]) -> list[dict[str, Any]]:
-    """Compare each variant with its baselines. One without figures is replaced by its own nearest that has some."""
+def comparisons(
+    variants: Sequence[Mapping[str, Any]],
+    rates: Sequence[float | None],
+    primary: str = METRICS[0].path,
+    gate: Mapping[str, float | None] | None = None,
+) -> list[dict[str, Any]]:
+    """Compare each variant with its baselines. One without figures is replaced by its own nearest that has some.
+    `primary`: path of the metric whose p values are corrected. `gate`: limits of `quality`, see `faults`."""
     by_name = {variant["name"]: variant for variant in variants}
+    again = next((variant for variant in variants if variant.get("repeats")), None)
     found = []
     for variant in variants:
         if not variant["starts"]:
             continue
         for baseline in _measured(variant["baselines"], by_name):
             other = by_name[baseline]
+            answers = quality(variant["quality"], other["quality"])
             for rate in rates:
-                values = {m: (samples(variant, rate, m), samples(other, rate, m)) for m in METRICS}
-                changes = {m.path: paired(*both, ratio=m.ratio) for m, both in values.items()}
                 found.append(
                     {
                         "variant": variant["name"],
                         "baseline": baseline,
                         "rate": rate,
-                        "changes": {path: asdict(change) for path, change in changes.items() if change is not None},
-                        "quality": quality(variant["quality"], other["quality"]),
+                        "repeats": bool(variant.get("repeats")),
+                        "changes": _changes(variant, other, rate, _noise(again, by_name, rate)),
+                        "quality": answers,
+                        "gate": faults(answers, gate or {}) if not variant.get("repeats") else [],
                     }
                 )
+    _correct([one for one in found if not one["repeats"]], primary)
     return found
+
+
+Noise = Mapping[str, Sequence[float]]
+"""Path of a metric -> changes between the two runs of the baseline, by round."""
+
+
+def _noise(again: Mapping[str, Any] | None, by_name: Mapping[str, Mapping[str, Any]], rate: float | None) -> Noise:
+    if again is None:
+        return {}
+    first = by_name[again["baselines"][0]]
+    return {m.path: by_round(samples(again, rate, m), samples(first, rate, m), ratio=m.ratio) for m in METRICS}
+
+
+def _changes(
+    variant: Mapping[str, Any], other: Mapping[str, Any], rate: float | None, noise: Noise
+) -> dict[str, dict[str, Any]]:
+    """Return path -> estimate, with the p values of "no change" and the least change that could have been seen."""
+    found = {}
+    for metric in METRICS:
+        both = samples(variant, rate, metric), samples(other, rate, metric)
+        if (estimate := paired(*both, ratio=metric.ratio)) is None:
+            continue
+        rounds = by_round(*both, ratio=metric.ratio)
+        least = detectable(noise.get(metric.path, ()), len(rounds))
+        found[metric.path] = asdict(estimate) | {
+            "p": t_p(rounds),
+            "exact_p": sign_flip_p(rounds) if len(rounds) > 1 else None,
+            "detectable": math.expm1(least) if least is not None and metric.ratio else least,
+        }
+    return found
+
+
+def _correct(family: Sequence[dict[str, Any]], primary: str) -> None:
+    """Add the corrected p value of the primary metric to each comparison that has one."""
+    tested = [one for one in family if one["changes"].get(primary, {}).get("p") is not None]
+    rounds = min((one["changes"][primary]["samples"] for one in tested), default=0)
+    exact = is_exact(rounds, len(tested))
+    ps = [one["changes"][primary]["exact_p" if exact else "p"] for one in tested]
+    for one, p in zip(tested, holm(ps), strict=True):
+        one["primary"] = {"metric": primary, "p": p, "comparisons": len(tested), "exact": exact}
+
+
+def faults(answers: Mapping[str, Any] | None, gate: Mapping[str, float | None]) -> list[str]:
+    """Return why answers do not pass a gate. An interval must lie within its limit as a whole."""
+    limits = {name: limit for name, limit in gate.items() if limit is not None}
+    if not limits:
+        return []
+    if answers is None:
+        return ["it has no answers to judge"]
+    found = []
+    for name, limit in limits.items():
+        value = answers[name]
+        if isinstance(value, Mapping):
+            value = value["value"] if value["high"] is None else value["high"]
+            if value > limit:
+                found.append(f"{name} may be {value:+.4f} nats/token, more than {limit:g}")
+        elif value < limit:
+            found.append(f"{name} is {value:.1%}, less than {limit:.1%}")
+    return found
+
+
+def sentence(one: Mapping[str, Any], primary: str) -> str:
+    """Return what was found about the primary metric."""
+    metric, name = BY_PATH[primary], one["variant"]
+    if one["rate"] is not None:
+        name += f" at {one['rate']:g} requests/s"
+    if one["gate"]:
+        return f"{name} does not pass the gate: {'; '.join(one['gate'])}"
+    change = one["changes"].get(primary)
+    if change is None:
+        return f"{name}: {metric.words} was not measured"
+    value = percent(change["value"], metric)
+    claim = f"{name} {'raises' if value > 0 else 'lowers'} {metric.words} by {abs(value):.3g} {unit(metric)}"
+    if change["low"] is None or change["unit"] != "rounds":
+        return f"{claim} in one round, which is no evidence"
+    low, high = percent(change["low"], metric), percent(change["high"], metric)
+    if low <= 0 <= high:
+        return f"{name} has no effect on {metric.words} larger than {max(-low, high):.2g} {unit(metric)}"
+    least, most = sorted((abs(low), abs(high)))
+    claim += f" [{least:.3g}, {most:.3g}]"
+    if (tested := one.get("primary")) is None:
+        return claim
+    several = f" after Holm's correction for {tested['comparisons']} comparisons" if tested["comparisons"] > 1 else ""
+    how = f"p = {tested['p']:.2g}{several}"
+    return f"{claim}, {how}" if tested["p"] < 1 - CONFIDENCE else f"{claim}, which is not significant ({how})"
+
+
+def unit(metric: Metric) -> str:
+    """Return the unit of `percent`."""
+    return "%" if metric.ratio else "points"
+
+
+def percent(value: float, metric: Metric) -> float:
+    """Return a change in percent, or in percentage points of a share."""
+    return 100 * (value - 1 if metric.ratio else value)
 
 
 def _measured(names: Sequence[str], by_name: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -28,6 +28,47 @@ class QualityConfig(Config):
     long, instead of on text sampled by the first variant. Needs a model with a tokenizer."""
 
 
+Primary = Literal[
+    "output_tokens_per_s",
+    "ttft_ms.median",
+    "ttft_ms.p95",
+    "tpot_ms.median",
+    "itl_ms.p99",
+    "goodput.requests_per_s",
+    "prefix_hit_rate",
+    "kv_waste",
+    "startup_s",
+]
+
+
+class GateConfig(Config):
+    """Limits for the answers of a variant, compared with its baseline's. null = no limit."""
+
+    nll_change: float | None = Field(None, allow_inf_nan=False)
+    """Greatest change of the negative log-likelihood, nats/token; the whole interval must be below it."""
+    greedy_tokens_equal: float | None = Field(None, ge=0, le=1)
+    """Least share of greedy tokens before the first difference."""
+    top1_agreement: float | None = Field(None, ge=0, le=1)
+    """Least share of positions with the same most likely token."""
+
+    @property
+    def limits(self) -> bool:
+        return any(value is not None for value in (self.nll_change, self.greedy_tokens_equal, self.top1_agreement))
+
+
+class VoidConfig(Config):
+    """Conditions under which a round does not count. They are fixed before the first start."""
+
+    throttled: bool = True
+    """A GPU was slowed down for its temperature or by a power brake."""
+    gpu_processes: bool = True
+    """Another process used a GPU."""
+    clock: float | None = Field(None, gt=0, le=1)
+    """Least clock of a busy GPU, as a share of its maximum; null = no limit."""
+    foreign_cpu: float | None = Field(None, ge=0, le=1)
+    """Greatest share of this machine's processors that other processes may use; null = no limit."""
+
+
 class AblateConfig(RunsConfig):
     """Swap parts and measure what each one changes: same requests for all, ratios with confidence intervals."""
 
@@ -45,10 +86,22 @@ class AblateConfig(RunsConfig):
     """Starts of each variant, each in a new process. Every round starts all variants once, in a different order."""
     runs: int = Field(2, ge=1)
     """Runs of the workload per start. Intervals are computed over rounds; more runs make each round more precise."""
+    primary: Primary = "output_tokens_per_s"
+    """The figure that decides, named before anything is measured. Its p values are corrected for the number of
+    comparisons (Holm); all other figures are exploratory."""
     quality: QualityConfig = QualityConfig()
     """How the answers of the variants are compared."""
+    gate: GateConfig = GateConfig()
+    """Limits for the answers; a variant outside them is reported as wrong, however fast it is."""
+    void: VoidConfig = VoidConfig()
+    """When a round does not count."""
     out: str | None = None
     """JSON file for all runs and comparisons, rewritten after each start."""
+    resume: bool = False
+    """Continue the ablation in `out`: starts that it has are not repeated, and failed variants are tried again. Parts,
+    options, versions and machine must be the same; `rounds` may be greater."""
+    report: str | None = None
+    """Report of one HTML file: sentences, tables, bars, Pareto plot, compositions, versions and seeds."""
     plot: str | None = None
     """Plot of the ratios with their intervals, for a ladder also of the cumulative ratio (png, svg or pdf). Needs the
     extra `bench`."""
@@ -57,4 +110,8 @@ class AblateConfig(RunsConfig):
     def _one_of_two(self) -> Self:
         if self.vary and self.ladder:
             raise ValueError("vary and ladder both define the variants: give one of them")
+        if self.resume and self.out is None:
+            raise ValueError("resume continues the ablation in `out`: set ablate.out")
+        if self.gate.limits and not self.quality.prompts:
+            raise ValueError("gate judges answers, and quality.prompts=0 asks for none")
         return self

@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from dovetail.plugins.app.ablate.compare import METRICS, Metric, summary
+from dovetail.plugins.app.ablate.compare import BY_PATH, METRICS, Metric, sentence, summary, unit
 from dovetail.plugins.app.ablate.stats import CONFIDENCE, Estimate
 from dovetail.plugins.app.tables import NONE, console, figures_table, number, share
 
@@ -25,6 +25,10 @@ def show(result: Mapping[str, Any]) -> None:
         out.print(table)
     for line in _tuned_otherwise(result):
         out.print(line)
+    for line in sentences(result):
+        out.print(line, markup=False)
+    for number_, reason in result["void_rounds"].items():
+        out.print(f"[bold red]round {int(number_) + 1}[/] does not count: {_plain(reason)}")
     for variant in result["variants"]:
         if variant["skipped"]:
             out.print(f"[bold]{_plain(variant['name'])}[/] was skipped: {_plain(variant['skipped'])}")
@@ -44,6 +48,27 @@ def _tuned_otherwise(result: Mapping[str, Any]) -> Iterator[str]:
             f"[bold red]{_plain(name)}[/] ran with tuning table {others}, {_plain(starts[0][0])} first with "
             f"{starts[0][1] or 'none'}: part of their difference comes from other choices of kernels"
         )
+
+
+def sentences(result: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what was found about each variant, and how large an effect had to be in order to be seen."""
+    primary = result["config"]["ablate"]["primary"]
+    for one in result["comparisons"]:
+        if one["repeats"]:
+            continue
+        least = one["changes"].get(primary, {}).get("detectable")
+        noise = "" if least is None else f" ({seen(least, BY_PATH[primary])})"
+        against = f", against {one['baseline']}" if result["design"] == "ladder" else ""
+        yield f"{sentence(one, primary)}{noise}{against}"
+
+
+def seen(least: float, metric: Metric) -> str:
+    """State the smallest effect that could have been seen."""
+    return f"sees {100 * least:.{0 if least >= 1 else 1}f} {unit(metric)}"
+
+
+def estimate_of(change: Mapping[str, Any]) -> Estimate:
+    return Estimate(**{field: change[field] for field in ("value", "low", "high", "samples", "unit")})
 
 
 def _plain(text: str) -> str:
@@ -97,24 +122,33 @@ def _changes(result: Mapping[str, Any], rate: float | None) -> Iterator[Table]:
             continue
         metrics = [metric for metric in METRICS if any(metric.path in row["changes"] for row in rows)]
         title = f"{against}: ratios (differences for shares), {CONFIDENCE:.0%} intervals"
-        table = _table(result, title, rate, (metric.title for metric in metrics))
+        primary = result["config"]["ablate"]["primary"]
+        heads = (metric.title + (" (primary)" if metric.path == primary else "") for metric in metrics)
+        table = _table(result, title, rate, heads)
         for row in rows:
-            cells = [_change(metric, row["changes"].get(metric.path)) for metric in metrics]
+            cells = [_change(metric, row) for metric in metrics]
             table.add_row(Text(row["variant"]), *cells)
-        estimates = [Estimate(**change) for row in rows for change in row["changes"].values()]
-        if any(estimate.unit == "runs" for estimate in estimates):
-            table.caption = "one round: intervals are over its runs and do not include the variation between starts"
-        elif any(estimate.low is None for estimate in estimates):
-            table.caption = "one sample each: no interval (ablate.rounds)"
+        table.caption = "\n".join(_captions([change for row in rows for change in row["changes"].values()]))
         table.caption_justify = "left"
         yield table
 
 
-def _change(metric: Metric, change: Mapping[str, Any] | None) -> Text:
-    """Format a cell with the interval on the line below its estimate; one line for both would be too wide."""
-    if change is None:
+def _captions(changes: list[Mapping[str, Any]]) -> Iterator[str]:
+    if any(change["unit"] == "runs" for change in changes):
+        yield "one round: intervals are over its runs and do not include the variation between starts"
+    elif any(change["low"] is None for change in changes):
+        yield "one sample each: no interval (ablate.rounds)"
+    if any(change["detectable"] is not None for change in changes):
+        yield "sees: smallest effect that would have been seen with probability 80 %, from the repeated baseline"
+    yield "all figures but the primary one are exploratory"
+
+
+def _change(metric: Metric, row: Mapping[str, Any]) -> Text:
+    """Format a cell with the interval on the line below its estimate; one line for both would be too wide. Only a
+    significant change of the primary metric has a colour."""
+    if (change := row["changes"].get(metric.path)) is None:
         return Text(NONE)
-    estimate = Estimate(**change)
+    estimate = estimate_of(change)
 
     def words(value: float) -> str:
         return f"{value:.3g}" if metric.ratio else f"{value * 100:+.1f}"
@@ -122,9 +156,12 @@ def _change(metric: Metric, change: Mapping[str, Any] | None) -> Text:
     cell = ("x" if metric.ratio else "") + words(estimate.value)
     if estimate.low is not None and estimate.high is not None:
         cell += f"\n{words(estimate.low)} to {words(estimate.high)}"
-    unchanged = 1.0 if metric.ratio else 0.0
-    if not estimate.excludes(unchanged):
+    if change["detectable"] is not None:
+        cell += "\n" + seen(change["detectable"], metric).removesuffix(" points")
+    tested = row.get("primary")
+    if tested is None or tested["metric"] != metric.path or tested["p"] >= 1 - CONFIDENCE or row["gate"]:
         return Text(cell)
+    unchanged = 1.0 if metric.ratio else 0.0
     return Text(cell, style="green" if (estimate.value > unchanged) == metric.more_is_better else "red")
 
 
@@ -176,7 +213,7 @@ def _ratios(
     axis: Any, names: list[str], rows: list[dict[str, Any]], metric: Metric, against: str, *, climb: bool = False
 ) -> None:
     axis.axvline(1.0, color="gray", linewidth=0.8)
-    known = [(row, Estimate(**row["changes"][metric.path])) for row in rows if metric.path in row["changes"]]
+    known = [(row, estimate_of(row["changes"][metric.path])) for row in rows if metric.path in row["changes"]]
     if climb:
         steps = [(1.0, 0), *((found.value, names.index(row["variant"])) for row, found in known)]
         axis.plot(*zip(*steps, strict=True), color="C0", linewidth=0.8)

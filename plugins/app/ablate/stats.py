@@ -34,30 +34,50 @@ class Estimate:
         return self.low is not None and self.high is not None and not self.low <= unchanged <= self.high
 
 
+def deviation(samples: Sequence[float]) -> float:
+    """Return the standard deviation of at least two samples."""
+    value = math.fsum(samples) / len(samples)
+    return math.sqrt(math.fsum((sample - value) ** 2 for sample in samples) / (len(samples) - 1))
+
+
 def mean(samples: Sequence[float], unit: Unit) -> Estimate:
     n = len(samples)
     value = math.fsum(samples) / n
     if n == 1:
         return Estimate(value, None, None, 1, unit)
-    deviation = math.sqrt(math.fsum((sample - value) ** 2 for sample in samples) / (n - 1))
-    half = t_quantile(n - 1) * deviation / math.sqrt(n)
+    half = t_quantile(n - 1) * deviation(samples) / math.sqrt(n)
     return Estimate(value, value - half, value + half, n, unit)
+
+
+def changes(
+    mine: Mapping[int, Sequence[float]], theirs: Mapping[int, Sequence[float]], *, ratio: bool
+) -> list[list[float]] | None:
+    """Return the log ratios (or differences) between run i of a variant and run i of its baseline, by round. Both
+    arguments map a round to the values of its runs. None = no common run, or a ratio of non-positive values."""
+    common = [number for number in mine if number in theirs]
+    pairs = [list(zip(mine[number], theirs[number], strict=True)) for number in common]
+    if not any(pairs) or (ratio and any(a <= 0 or b <= 0 for runs in pairs for a, b in runs)):
+        return None
+    return [[math.log(a / b) if ratio else a - b for a, b in runs] for runs in pairs if runs]
+
+
+def by_round(mine: Mapping[int, Sequence[float]], theirs: Mapping[int, Sequence[float]], *, ratio: bool) -> list[float]:
+    """Return the mean of `changes` in each round; empty if there are none."""
+    return [math.fsum(runs) / len(runs) for runs in changes(mine, theirs, ratio=ratio) or ()]
 
 
 def paired(
     mine: Mapping[int, Sequence[float]], theirs: Mapping[int, Sequence[float]], *, ratio: bool
 ) -> Estimate | None:
-    """Estimate the ratio (or difference) between run i of a variant and run i of its baseline. Both arguments map a
-    round to the values of its runs. None = no common run, or a ratio of non-positive values."""
-    common = [number for number in mine if number in theirs]
-    pairs = [list(zip(mine[number], theirs[number], strict=True)) for number in common]
-    if not any(pairs) or (ratio and any(a <= 0 or b <= 0 for runs in pairs for a, b in runs)):
+    """Estimate the ratio (or difference) from `changes`; None if there are none."""
+    found_changes = changes(mine, theirs, ratio=ratio)
+    if found_changes is None:
         return None
-    changes = [[math.log(a / b) if ratio else a - b for a, b in runs] for runs in pairs if runs]
-    if len(changes) > 1:
-        found = mean([math.fsum(runs) / len(runs) for runs in changes], "rounds")
+    if len(found_changes) > 1:
+        found = mean([math.fsum(runs) / len(runs) for runs in found_changes], "rounds")
     else:
-        found = mean(changes[0], "runs" if len(changes[0]) > 1 else "rounds")
+        (runs,) = found_changes
+        found = mean(runs, "runs" if len(runs) > 1 else "rounds")
     if not ratio:
         return found
     low, high = (None if edge is None else math.exp(edge) for edge in (found.low, found.high))

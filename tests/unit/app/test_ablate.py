@@ -6,6 +6,7 @@ import json
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def test_a_ladder_on_the_cpu(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     result = json.loads(out.read_text())
     assert result["workload"] == "latency", "the variant, not its component"
     plain, skipped, eight = result["variants"]
-    assert result["schema"] == "dovetail.ablate/1" and not result["interrupted"]
+    assert result["schema"] == "dovetail.ablate/2" and not result["interrupted"]
     assert (
         result["versions"]["torch"] and result["machine"]["gpus"] == [] and result["config"]["engine"]["max_len"] == 64
     )
@@ -63,6 +64,11 @@ def test_a_ladder_on_the_cpu(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     assert "on a gpu was skipped" in told and "one round: intervals are over its runs" in told and "NLL change" in told
 
 
+@cache
+def kv_cache_of(overrides: tuple[str, ...]) -> str:
+    return compose(overrides).part("kv_cache").name
+
+
 class FakeChild(Child):
     """Fake process with scripted results, chosen by the variant's KV cache and the start."""
 
@@ -79,7 +85,7 @@ class FakeChild(Child):
     def ask(self, order: Mapping[str, Any], phase: Phase = lambda name, share: None) -> dict[str, Any]:
         if order.get("machine"):
             return {"gpus": [], "cpu": "fake", "cores": 2, "cuda": None}
-        kv = compose(order["overrides"]).part("kv_cache").name
+        kv = kv_cache_of(tuple(order["overrides"]))
         if self.entry == "check":
             return {"requests": ["same"], "quality": None, **self.tricks.get((kv, -1), {})}
         number = order["first"] // 2
@@ -120,12 +126,13 @@ def ablate(tmp_path: Path, code: int, *overrides: str) -> dict[str, Any]:
 def test_rounds_and_turns(fake: type[FakeChild], tmp_path: Path) -> None:
     result = ablate(tmp_path, 0)
     orders = [[kv for kv, number in fake.asked if number == n] for n in range(3)]
-    assert all(sorted(order) == ["paged", "prefix_hash", "radix"] for order in orders)
+    assert all(sorted(order) == ["paged", "prefix_hash", "prefix_hash", "radix"] for order in orders)
     assert len({tuple(order) for order in orders}) == 3 and orders[0][0] == "prefix_hash"
-    paged, radix = (one["changes"]["output_tokens_per_s"] for one in result["comparisons"])
+    paged, radix, again = (one["changes"]["output_tokens_per_s"] for one in result["comparisons"])
     assert (paged["value"], paged["low"], paged["high"]) == pytest.approx((2.0, 2.0, 2.0)), "rounds are paired"
     assert (radix["value"], radix["samples"], radix["unit"]) == (pytest.approx(4.0), 3, "rounds")
-    assert fake.closed == 1 + 9, "each process is closed before the next"
+    assert (again["value"], again["detectable"]) == (1.0, 0.0), "the repeated baseline has no noise here"
+    assert fake.closed == 1 + 12, "each process is closed before the next"
 
 
 def test_a_failure_is_reported_and_the_others_go_on(
@@ -133,7 +140,7 @@ def test_a_failure_is_reported_and_the_others_go_on(
 ) -> None:
     fake.tricks["paged", 1] = Failure("its process was killed by SIGKILL; its last output:\n[out of memory]")
     result = ablate(tmp_path, 1)
-    assert [len(one["starts"]) for one in result["variants"]] == [3, 1, 3]
+    assert [len(one["starts"]) for one in result["variants"]] == [3, 1, 3, 3]
     assert result["variants"][1]["failure"] == {"round": 1, "reason": str(fake.tricks["paged", 1])}
     assert fake.asked.count(("paged", 2)) == 0, "it is not tried again"
     told = capsys.readouterr().out
@@ -154,7 +161,7 @@ def test_figures_that_cannot_be_compared_are_none(
     fake.tricks["radix", 0] = trick
     result = ablate(tmp_path, 1)
     assert words in result["variants"][2]["failure"]["reason"] and result["variants"][2]["starts"] == []
-    assert [one["variant"] for one in result["comparisons"]] == ["kv_cache=paged"]
+    assert [one["variant"] for one in result["comparisons"] if not one["repeats"]] == ["kv_cache=paged"]
 
 
 def test_a_variant_with_other_tuned_choices_is_marked(
@@ -192,6 +199,69 @@ def test_mistakes_that_only_the_host_can_find(fake: type[FakeChild], capsys: pyt
     fake.tricks["paged", -1] = fake.tricks["radix", -1] = {"unfit": "needs a GPU", "requests": None}
     assert main(list(VARY)) == 2, "with nothing to compare"
     assert "kv_cache=radix: needs a GPU" in capsys.readouterr().err
+
+
+def test_an_ablation_is_resumed_where_it_stopped(
+    fake: type[FakeChild], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = ablate(tmp_path, 0)
+    fake.tricks["radix", 1] = KeyboardInterrupt()
+    stopped = ablate(tmp_path, 130)
+    fake.tricks.clear()
+    done = {(one["name"], start["round"]) for one in stopped["variants"] for start in one["starts"]}
+    before = len(fake.asked)
+    resumed = ablate(tmp_path, 0, "ablate.resume=true")
+    assert len(fake.asked) - before == 12 - len(done) > 0 and not resumed["interrupted"]
+    assert resumed["comparisons"] == whole["comparisons"]
+    more = ablate(tmp_path, 0, "ablate.resume=true", "ablate.rounds=4")
+    assert [len(one["starts"]) for one in more["variants"]] == [4] * 4, "rounds may be added"
+    capsys.readouterr()
+    for other in ("ablate.runs=3", "engine.seed=5"):
+        assert main([*VARY, f"ablate.out={tmp_path / 'out.json'}", "ablate.resume=true", other]) == 2
+        told = capsys.readouterr().err
+        assert "out.json has another ablation" in told and "now" in told and len(told.splitlines()) == 1
+    assert json.loads((tmp_path / "out.json").read_text()) == more, "nothing is overwritten"
+    assert main([*VARY, "ablate.resume=true"]) == 2 and "set ablate.out" in capsys.readouterr().err
+    assert main([*VARY, f"ablate.out={tmp_path / 'none.json'}", "ablate.resume=true"]) == 2
+
+
+def test_a_void_round_does_not_count(
+    fake: type[FakeChild], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second round would change the result; in it, another process used the machine."""
+    fake.tricks["paged", 1] = {"output_tokens_per_s": 1.0}
+    busy = iter([0.0] * 4 + [0.1, 0.6] + [0.0] * 6)
+
+    def leave(self: Any, *error: object) -> None:
+        self.found = {"foreign_cpu": next(busy)}
+
+    monkeypatch.setattr(app_module.Conditions, "__exit__", leave)
+    result = ablate(tmp_path, 0, "ablate.void.foreign_cpu=0.5")
+    assert list(result["void_rounds"]) == ["1"]
+    speed = result["comparisons"][0]["changes"]["output_tokens_per_s"]
+    assert (speed["value"], speed["samples"]) == (pytest.approx(2.0), 2)
+    words = "round 2 does not count: other processes used 60% of the processors, more than 50%"
+    assert words in capsys.readouterr().out
+
+
+def test_a_variant_outside_the_gate_is_wrong_however_fast(
+    fake: type[FakeChild], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = ablate(tmp_path, 1, "ablate.gate.top1_agreement=0.99")
+    assert [one["gate"] for one in result["comparisons"]] == [["it has no answers to judge"]] * 2 + [[]]
+    assert "kv_cache=paged does not pass the gate: it has no answers" in capsys.readouterr().out
+    assert main([*VARY, "ablate.gate.nll_change=0.1", "ablate.quality.prompts=0"]) == 2
+    assert "gate judges answers" in capsys.readouterr().err
+
+
+def test_the_report_is_one_file_with_every_part(fake: type[FakeChild], tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    ablate(tmp_path, 0, f"ablate.report={path}")
+    text = path.read_text()
+    assert "kv_cache=radix raises output tokens/s by 300 % [300, 300]" in text
+    for part in ("Compositions", "page_size", "seed", "torch", "no change", "kv_cache=prefix_hash, again"):
+        assert part in text, part
+    assert "<script" not in text and "http" not in text.replace("http://www.w3.org", "")
 
 
 def test_each_round_has_requests_of_its_own() -> None:

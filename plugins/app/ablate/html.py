@@ -1,0 +1,137 @@
+"""Report of an ablation as one HTML file without scripts or external parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from dovetail.plugins.app.ablate.compare import BY_PATH, METRICS, Metric, percent, summary, unit
+from dovetail.plugins.app.ablate.report import seen, sentences
+from dovetail.plugins.app.ablate.stats import CONFIDENCE
+from dovetail.plugins.app.tables import NONE, number, share
+
+TEMPLATE = "report.html.j2"
+COST = "tpot_ms.median"
+"""Figure of the other axis of the Pareto plot."""
+GAIN = "output_tokens_per_s"
+WIDTH, HEIGHT = 520, 300
+"""Pixels of the plot."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A change and its interval on a common axis, in percent of the axis."""
+
+    name: str
+    at: float
+    low: float
+    high: float
+    text: str
+    verdict: str
+    """"better" or "worse" if significant, else ""."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    name: str
+    x: float
+    y: float
+    best: bool
+    """No other variant is better in both figures."""
+
+
+def write_report(path: str, result: Mapping[str, Any]) -> None:
+    folder = FileSystemLoader(Path(__file__).parent)
+    pages = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    config = result["config"]
+    primary = BY_PATH[config["ablate"]["primary"]]
+    loads = [_load(result, rate, primary) for rate in result["rates"]]
+    text = pages.get_template(TEMPLATE).render(
+        result=result,
+        primary=primary,
+        sentences=list(sentences(result)),
+        loads=loads,
+        variants=[
+            one | {"yaml": yaml.safe_dump(one["composition"], sort_keys=False, allow_unicode=True)}
+            for one in result["variants"]
+        ],
+        seed=config["engine"]["seed"],
+        width=WIDTH,
+        height=HEIGHT,
+    )
+    Path(path).write_text(text + "\n", encoding="utf-8")
+
+
+def _load(result: Mapping[str, Any], rate: float | None, primary: Metric) -> dict[str, Any]:
+    rows = [one for one in result["comparisons"] if one["rate"] == rate]
+    found = {variant["name"]: summary(variant, rate) for variant in result["variants"]}
+    repeats = {variant["name"] for variant in result["variants"] if variant.get("repeats")}
+    metrics = [metric for metric in METRICS if any(metric.path in one for one in found.values())]
+    return {
+        "title": "" if rate is None else f"{rate:g} requests/s",
+        "heads": [metric.title + (" (primary)" if metric is primary else "") for metric in metrics],
+        "medians": {
+            name: [(number if metric.ratio else share)(one.get(metric.path)) for metric in metrics]
+            for name, one in found.items()
+        },
+        "changes": [(one, [_cell(one["changes"].get(metric.path), metric) for metric in metrics]) for one in rows],
+        "bars": list(_bars(rows, primary)),
+        "points": _points({name: one for name, one in found.items() if name not in repeats}),
+    }
+
+
+def _cell(change: Mapping[str, Any] | None, metric: Metric) -> list[str]:
+    """Return the lines of a cell: change, interval, smallest effect to be seen."""
+    if change is None:
+        return [NONE]
+    lines = [_value(change["value"], metric)]
+    if change["low"] is not None:
+        low, high = (percent(change[edge], metric) for edge in ("low", "high"))
+        lines.append(f"[{low:+.1f}, {high:+.1f}]")
+    if change["detectable"] is not None:
+        lines.append(seen(change["detectable"], metric))
+    return lines
+
+
+def _value(value: float, metric: Metric) -> str:
+    return f"{percent(value, metric):+.1f} {unit(metric)}"
+
+
+def _bars(rows: Sequence[Mapping[str, Any]], metric: Metric) -> Iterator[Bar]:
+    known = [(one, one["changes"][metric.path]) for one in rows if metric.path in one["changes"]]
+    unchanged = 1.0 if metric.ratio else 0.0
+    edges = [edge for _, c in known for edge in (c["value"], c["low"], c["high"]) if edge is not None]
+    least, most = min([*edges, unchanged]), max([*edges, unchanged])
+    scale = 100 / ((most - least) or 1.0)
+    for one, change in known:
+        low, high = (change["value"] if change[edge] is None else change[edge] for edge in ("low", "high"))
+        at, low, high = ((edge - least) * scale for edge in (change["value"], low, high))
+        tested = one.get("primary")
+        verdict = ""
+        if tested is not None and tested["p"] < 1 - CONFIDENCE and not one["gate"]:
+            verdict = "better" if (change["value"] > unchanged) == metric.more_is_better else "worse"
+        yield Bar(f"{one['variant']} / {one['baseline']}", at, low, high, _value(change["value"], metric), verdict)
+    if known:
+        zero = (unchanged - least) * scale
+        yield Bar("no change", zero, zero, zero, "", "")
+
+
+def _points(found: Mapping[str, Mapping[str, float]]) -> list[Point]:
+    known = {name: (one[COST], one[GAIN]) for name, one in found.items() if COST in one and GAIN in one}
+    if not known:
+        return []
+    widest, highest = (1.1 * max(pair[i] for pair in known.values()) or 1.0 for i in (0, 1))
+    return [
+        Point(
+            f"{name}: {gain:.4g} output tokens/s at a median TPOT of {cost:.3g} ms",
+            WIDTH * cost / widest,
+            HEIGHT * (1 - gain / highest),
+            not any(c <= cost and g >= gain and (c, g) != (cost, gain) for c, g in known.values()),
+        )
+        for name, (cost, gain) in known.items()
+    ]

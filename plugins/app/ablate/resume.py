@@ -1,0 +1,58 @@
+"""Continues an ablation from its file of results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dovetail.core.errors import ConfigError
+from dovetail.core.files import read_object
+
+MAY_DIFFER = frozenset(("rounds", "out", "plot", "report", "resume", "primary", "gate"))
+"""Options that change how many rounds there are, or how they are shown."""
+
+
+def restore(path: str, result: dict[str, Any]) -> None:
+    """Take the starts of an earlier run of the same ablation. Raises ConfigError if it was another one."""
+    try:
+        earlier = read_object(Path(path))
+    except ConfigError as error:
+        raise ConfigError(f"ablate.resume: {error}") from None
+    if different := _differences(earlier, result):
+        what = "; ".join(different)
+        raise ConfigError(f"ablate.resume: {path} has another ablation, whose starts cannot be continued: {what}")
+    stored = {record["name"]: record for record in earlier["variants"]}
+    for record in result["variants"]:
+        # A failed variant is tried again.
+        record["starts"] = stored[record["name"]]["starts"]
+        record["quality"] = stored[record["name"]]["quality"]
+    result["quality"] = earlier["quality"]
+    result["when"] = earlier["when"]
+
+
+def _differences(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    found = [
+        f"{name} {_short(earlier.get(name))}, now {_short(now[name])}"
+        for name in ("schema", "workload", "rates", "design", "versions", "machine", "commit")
+        if earlier.get(name) != now[name]
+    ]
+    before, after = _settings(earlier), _settings(now)
+    changed = [name for name in after if before.get(name) != after[name]]
+    return found + [f"{name} {_short(before.get(name))}, now {_short(after[name])}" for name in changed]
+
+
+def _settings(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what determines the figures of a start."""
+    try:
+        options = {f"ablate.{k}": v for k, v in result["config"]["ablate"].items() if k not in MAY_DIFFER}
+        variants = {record["name"]: [record["overrides"], record["skipped"]] for record in result["variants"]}
+    except (KeyError, TypeError, AttributeError):
+        return {}
+    return options | {"the variants": variants}
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:77] + "..."
