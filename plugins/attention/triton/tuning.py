@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import asdict, fields, replace
 from functools import partial
-from itertools import cycle, islice, product
+from itertools import chain, cycle, islice, product, zip_longest
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from dovetail.plugins.attention.triton.tiles import (
     Shape,
     Tile,
     Tiles,
+    decode_tile,
     fit,
 )
 
@@ -43,6 +44,8 @@ GENERAL = (
 """(keys of a block, warps, stages, warps with keys of their own) of the kernel for all GPUs."""
 HOPPER = tuple(product((2, 4, 8), (2, 3, 4), (1, 2, 4)))
 """(warps, stages, slabs) of attend_decode."""
+MOST_COLUMNS = 16
+"""Query heads up to which warps of the kernel for all GPUs may have keys of their own."""
 TUNED_ROWS = frozenset({1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512})
 """Numbers of rows that are tuned; those in between use the next one's choice."""
 LIMITS = {
@@ -137,28 +140,33 @@ class DecodeTunable(Tunable):
         self.nbytes = each * sum(self.lengths)
 
     def candidates(self) -> Iterable[Choice]:
-        return map(choice_of, dict.fromkeys(self._tiles()))
-
-    def _tiles(self) -> Iterator[Tile]:
-        shape, group = self._shape, self.geometry.group
+        """Yield the choices nearest to the rules' first, of both kernels in turn."""
         programs = self.rows * self.geometry.kv_heads / self._processors
         # With many programs no row of these lengths is split.
         targets = (2,) if programs > MANY else (1, 2, 3, 4)
-        if shape.decodes:
-            heads = 8 if group <= 8 else DECODE_HEADS
-            for (warps, stages, slabs), target in product(HOPPER, targets):
-                tile = DecodeTile(heads, WARP_KEYS, warps, stages, target, least=128, slabs=slabs, root=16)
-                if shared(tile, shape) <= SHARE * shape.shared_bytes:
-                    yield tile
-        rows = 1 << max(4, (group - 1).bit_length())
+        kinds = [list(self._general(programs, targets))]
+        if self._shape.decodes:
+            kinds.insert(0, list(self._hopper(targets)))
+        usual: list[Tile] = [decode_tile(self._shape, programs)] if self._shape.decodes else []
+        usual.append(Tiles().decode(replace(self._shape, hopper=False), 1, programs))
+        for tiles, tile in zip(kinds, usual, strict=True):
+            tiles.sort(key=partial(_differences, tile))
+        mixed = chain.from_iterable(zip_longest(*kinds))
+        return (choice_of(tile) for tile in dict.fromkeys(mixed) if tile is not None)
+
+    def _hopper(self, targets: Iterable[int]) -> Iterator[Tile]:
+        heads = 8 if self.geometry.group <= 8 else DECODE_HEADS
+        for (warps, stages, slabs), target in product(HOPPER, targets):
+            tile = DecodeTile(heads, WARP_KEYS, warps, stages, target, least=128, slabs=slabs, root=16)
+            if shared(tile, self._shape) <= SHARE * self._shape.shared_bytes:
+                yield tile
+
+    def _general(self, programs: float, targets: Iterable[int]) -> Iterator[Tile]:
+        group, pairs, least = self.geometry.group, self._shape.reads_pairs, 128 if programs < 1 else 256
         for (keys, warps, stages, own), target in product(GENERAL, targets):
-            columns = 1 << max(3, (group - 1).bit_length())
-            if own and columns > 16:
-                continue
-            least = 128 if programs < 1 else 256
-            yield Tile(
-                columns if own else rows, keys, warps, stages, target, least, pairs=shape.reads_pairs, key_warps=own
-            )
+            rows = 1 << max(3 if own else 4, (group - 1).bit_length())
+            if not own or rows <= MOST_COLUMNS:
+                yield Tile(rows, keys, warps, stages, target, least, pairs=pairs, key_warps=own)
 
     def admits(self, choice: Choice) -> bool:
         try:
@@ -180,6 +188,10 @@ class DecodeTunable(Tunable):
         x_BI = torch.randn(self.rows, hidden, dtype=geometry.dtype, device=device)
         weight_II = torch.randn(hidden, min(hidden, 4096), dtype=geometry.dtype, device=device)
         return Trials(calls, run.exact, lambda: x_BI @ weight_II, tolerance=2e-2 if run.narrow else 1e-2)
+
+
+def _differences(usual: Tile, tile: Tile) -> int:
+    return sum(getattr(usual, field.name) != getattr(tile, field.name) for field in fields(tile))
 
 
 class Runs:
