@@ -9,7 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
+# How long inputs take to generate depends on the machine's load.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 # Tests share a machine; torch's own thread pool in each worker would only make them wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Tests use plain HTTP; without this each client of httpx loads all certificate authorities, for 25 ms of CPU time.

@@ -117,7 +117,7 @@ def test_windows(cut, window):
 def test_sinks_and_capped_scores(scores, kv_dtype):
     """In rows of one range and of many, and where several programs have the query heads of a kv head."""
     for cut in (None, CUTS["many ranges"]):
-        check(replace(LLAMA, **rows(*SOME, 9000), kv_dtype=kv_dtype, padding=3, **scores), cut)
+        check(replace(LLAMA, **rows(*SOME, 9000, padding=3), kv_dtype=kv_dtype, **scores), cut)
         check(replace(LLAMA, heads=(40, 2), dim=80, window=128, kv_dtype=kv_dtype, **scores), cut)
 
 

@@ -87,7 +87,7 @@ def test_windows(tile, window):
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 @pytest.mark.parametrize("scores", [{"sinks": True}, {"soft_cap": 0.7}, {"soft_cap": 2.0, "sinks": True}])
 def test_sinks_and_capped_scores(tile, scores):
-    check(replace(LLAMA, **rows((3000, 0), *FEW, (64, 20000)), **scores, padding=77), tile)
+    check(replace(LLAMA, **rows((3000, 0), *FEW, (64, 20000), padding=77), **scores), tile)
     check(replace(LLAMA, **rows((500, 9000), (20, 300)), heads=(14, 2), dim=80, window=128, **scores), tile)
 
 

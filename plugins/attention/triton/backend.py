@@ -165,9 +165,10 @@ class Triton(AttentionBackend):
         return ctx.state[geometry]
 
     def tunables(self, layer: AttentionLayer, build: BuildContext, rows: int) -> Sequence[Tunable]:
-        device = build.device
-        if device.type != "cuda" or rows not in TUNED_ROWS:
+        # Without weights, a model is built on the meta device.
+        if build.device.type == "cpu" or rows not in TUNED_ROWS:
             return ()
+        device = torch.device("cuda", torch.cuda.current_device())
         geometry = _geometry(layer, build.dtype, build.kv_dtype, build.page_tokens)
         shape = _shape(geometry, device, self.config.gluon and _has_hopper(device))
         make = partial(type(self), self.config)
