@@ -60,6 +60,7 @@ from dovetail.core.layers import (
 )
 from dovetail.core.memory.sizing import group_layers
 from dovetail.core.ops import gelu, gelu_and_mul, silu_and_mul
+from dovetail.core.startup_notes import note
 from dovetail.plugins.model.config import LlamaConfig
 from dovetail.plugins.model.llama.experts import SparseMLP
 from dovetail.plugins.model.llama.families import RUNNABLE, mtp_layers, read_model, spec_of
@@ -241,6 +242,8 @@ class Llama(Model):
                 f"model=llama has no compressed attention: {layout.architecture} works with app=plan only. "
                 f"It runs {', '.join(RUNNABLE)}"
             )
+        if layout.left_out:
+            note(f"model=llama: {layout.architecture} runs without its part for images: requests have text only")
         self._kv_groups = _kv_groups(build)
         group_of = {layer: group for group in self._kv_groups for layer in group.layers}
         full = local = build_rope(layout.rope, build.max_len, build.device)
@@ -351,6 +354,7 @@ class Llama(Model):
 
     def _named(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         """Return (name that layers use, tensor)."""
+        tensors = _of_text(tensors, self.layout)
         return tensors if self.build.spec.head else _with_prefix(tensors, self.layout.names)
 
     def _linears(self) -> Iterator[Linear]:
@@ -372,6 +376,14 @@ def _norm(name: str, build: BuildContext, layout: Layout) -> RMSNorm | LayerNorm
     if layout.norm == "layer":
         return LayerNorm(name, build, build.spec.hidden, layout.eps)
     return RMSNorm(name, build, build.spec.hidden, layout.eps, layout.norm_offset)
+
+
+def _of_text(tensors: Iterable[tuple[str, Tensor]], layout: Layout) -> Iterator[tuple[str, Tensor]]:
+    """Leave out tensors of parts other than the decoder, and rename the decoder's."""
+    for name, tensor in tensors:
+        if not name.startswith(layout.left_out):
+            beginning, new = next((pair for pair in layout.renames if name.startswith(pair[0])), ("", ""))
+            yield new + name.removeprefix(beginning), tensor
 
 
 def _with_prefix(tensors: Iterable[tuple[str, Tensor]], names: Names) -> Iterator[tuple[str, Tensor]]:

@@ -229,6 +229,7 @@ def read_model(hf: HF, where: str) -> tuple[ModelSpec, Layout]:
     config = ConfigJson(hf, where)
     architecture, family = _family(config)
     headless = architecture != config.get("architectures")[0]
+    config = _text_of(config, family)
     if config.get("is_causal") is False:
         raise config.wrong("is_causal", "attention to later tokens is not supported")
     keys = family.keys
@@ -259,6 +260,8 @@ def read_model(hf: HF, where: str) -> tuple[ModelSpec, Layout]:
     layout = Layout(
         architecture=architecture,
         names=family.names,
+        renames=family.renames,
+        left_out=family.left_out,
         ignored=family.ignored,
         block=family.block(config),
         embed_scale=hidden**0.5 if family.embed_scaled else 1.0,
@@ -314,6 +317,17 @@ def _family(config: ConfigJson) -> tuple[str, Family]:
     if not isinstance(architecture, str) or architecture not in FAMILIES:
         raise config.wrong("architectures", f"model=llama runs {', '.join(sorted(RUNNABLE))}")
     return architecture, FAMILIES[architecture]
+
+
+def _text_of(config: ConfigJson, family: Family) -> ConfigJson:
+    """Return the decoder's settings, with the family's defaults."""
+    own = config.section(family.text).values if family.text else config.values
+    # Generation is configured for the whole model.
+    shared = {key: config.get(key) for key in _SHARED if config.get(key) is not None}
+    return ConfigJson({**family.defaults, **own, **shared}, config.where)
+
+
+_SHARED = ("architectures", "bos_token_id", "eos_token_id", "dtype", "torch_dtype")
 
 
 def runs(hf: HF) -> bool:
