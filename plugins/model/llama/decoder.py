@@ -292,10 +292,10 @@ class Llama(Model):
 
     def check_checkpoint(self, checkpoint: Checkpoint) -> None:
         headers = dict(self._named(checkpoint.tensors().items()))
-        check_headers(self._weights(), headers, checkpoint, self._ignored, self._ignored_layers)
+        check_headers(self._weights(), headers, checkpoint, self._ignored, self._ignored_parts)
 
     def load(self, weights: Iterable[tuple[str, Callable[[], Any]]]) -> None:
-        load_weights(self._weights(), self._named(weights), self._ignored, self._ignored_layers)
+        load_weights(self._weights(), self._named(weights), self._ignored, self._ignored_parts)
         for linear in self._linears():
             linear.finish()
         for sparse in self._sparse():
@@ -346,15 +346,16 @@ class Llama(Model):
         return (*self.layout.ignored, *unused)
 
     @property
-    def _ignored_layers(self) -> tuple[str, ...]:
+    def _ignored_parts(self) -> tuple[str, ...]:
         """Beginnings of names of checkpoint tensors that have no use: layers for multi-token prediction, which follow
-        the last one."""
+        the last one, and parts other than the decoder."""
         count, layers = mtp_layers(self.build.spec.hf), self.build.spec.layers
-        return tuple(f"{self.layout.names.layer.format(layers + index)}." for index in range(count))
+        predictors = (f"{self.layout.names.layer.format(layers + index)}." for index in range(count))
+        return (*predictors, *self.layout.left_out)
 
     def _named(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         """Return (name that layers use, tensor)."""
-        tensors = _of_text(tensors, self.layout)
+        tensors = _renamed(tensors, self.layout)
         return tensors if self.build.spec.head else _with_prefix(tensors, self.layout.names)
 
     def _linears(self) -> Iterator[Linear]:
@@ -378,12 +379,11 @@ def _norm(name: str, build: BuildContext, layout: Layout) -> RMSNorm | LayerNorm
     return RMSNorm(name, build, build.spec.hidden, layout.eps, layout.norm_offset)
 
 
-def _of_text(tensors: Iterable[tuple[str, Tensor]], layout: Layout) -> Iterator[tuple[str, Tensor]]:
-    """Leave out tensors of parts other than the decoder, and rename the decoder's."""
+def _renamed(tensors: Iterable[tuple[str, Tensor]], layout: Layout) -> Iterator[tuple[str, Tensor]]:
+    """Give the tensors of a decoder within a larger model the names that they have on their own."""
     for name, tensor in tensors:
-        if not name.startswith(layout.left_out):
-            beginning, new = next((pair for pair in layout.renames if name.startswith(pair[0])), ("", ""))
-            yield new + name.removeprefix(beginning), tensor
+        beginning, new = next((pair for pair in layout.renames if name.startswith(pair[0])), ("", ""))
+        yield new + name.removeprefix(beginning), tensor
 
 
 def _with_prefix(tensors: Iterable[tuple[str, Tensor]], names: Names) -> Iterator[tuple[str, Tensor]]:

@@ -77,7 +77,7 @@ class Family:
     renames: tuple[tuple[str, str], ...] = ()
     """Beginnings of names in the checkpoint, and what takes their place."""
     left_out: tuple[str, ...] = ()
-    """Beginnings of names of tensors of the other parts."""
+    """Beginnings of names of the other parts, after `renames`."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values of keys that files may lack."""
     native: Callable[[ConfigJson], bool] = lambda config: True
