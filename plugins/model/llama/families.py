@@ -109,6 +109,14 @@ def _deepseek_mla(config: ConfigJson) -> MLA:
 
 
 LLAMA = Family(qkv_bias=attention_bias, o_bias=attention_bias, mlp_bias=lambda config: config.flag("mlp_bias"))
+GLM = Family(
+    names=Names(up=("mlp.gate_up_proj",) * 2),
+    eps=1.5625e-7,
+    head_dim=128,
+    qkv_bias=lambda config: config.flag("attention_bias", True),
+    rotary_dim=_half_by_default,
+    interleaved=True,
+)
 GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 
 FAMILIES: dict[str, Family] = {
@@ -139,14 +147,9 @@ FAMILIES: dict[str, Family] = {
         mlp_bias=lambda config: config.flag("bias"),
     ),
     **gemma.FAMILIES,
-    "Glm4ForCausalLM": Family(
-        names=Names(up=("mlp.gate_up_proj",) * 2),
-        block=lambda config: BlockLayout(after=("post_self_attn_layernorm", "post_mlp_layernorm")),
-        eps=1.5625e-7,
-        head_dim=128,
-        qkv_bias=lambda config: config.flag("attention_bias", True),
-        rotary_dim=_half_by_default,
-        interleaved=True,
+    "GlmForCausalLM": GLM,
+    "Glm4ForCausalLM": replace(
+        GLM, block=lambda config: BlockLayout(after=("post_self_attn_layernorm", "post_mlp_layernorm"))
     ),
     "Phi3ForCausalLM": Family(
         names=Names(qkv=("self_attn.qkv_proj",) * 3, up=("mlp.gate_up_proj",) * 2),
