@@ -123,6 +123,7 @@ class QKNorm:
     """RMSNorm over head_dim of q and k (Qwen 3), applied before the rotary embedding."""
 
     q_weight_D: torch.Tensor
+    """Both weights have the dtype of q, or float32, as in core.ops.rms_norm."""
     k_weight_D: torch.Tensor
     eps: float
 

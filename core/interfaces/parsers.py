@@ -23,7 +23,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Reasoning text that precedes the answer."""
+    """Reasoning text. It precedes the answer, unless the format lets both alternate."""
 
     text: str
 
@@ -123,4 +123,5 @@ class ReasoningParser(ABC):
 
     @abstractmethod
     def stream(self, prompt: str) -> ParserStream:
-        """Return the stream of one output: Reasoning, then Content. The rendered `prompt` may open the reasoning."""
+        """Return the stream of one output: Reasoning, then Content; in formats with channels (gpt-oss, 2025) both may
+        alternate. The rendered `prompt` may open the reasoning."""

@@ -356,6 +356,8 @@ class ReasoningParserContract(Checks):
 
     finds_reasoning: ClassVar[bool] = True
     """Whether the parser finds reasoning. False: it treats all text as content."""
+    alternates: ClassVar[bool] = False
+    """Whether the format allows more reasoning after the beginning of the answer, as one with channels does."""
 
     def render(self, reasoning: str, answer: str) -> tuple[str, str]:
         """Return the end of a prompt and the output that a model writes after it."""
@@ -383,7 +385,7 @@ class ReasoningParserContract(Checks):
             events = run(self.make().stream(prompt), data.draw(cuts(text)))
             kinds = [type(event) for event in events]
             ordered = kinds in ([], [Content], [Reasoning], [Reasoning, Content])
-            assert ordered, f"reasoning must come before content, got {events}"
+            assert ordered or self.alternates, f"reasoning must come before content, got {events}"
             texts = [event.text for event in events]  # type: ignore[union-attr]
             assert all(texts), f"the text of an event must not be empty: {events}"
             assert words("".join(texts)) == words(text), f"every word of {text!r} must be in an event"

@@ -221,7 +221,7 @@ def _note_choice(composition: Composition, spec: ModelSpec) -> None:
     choice, model = composition.choices.get("model"), composition.part("model")
     chooser = composition.registry.registered.get(("model", choice or ""))
     if chooser is not None and chooser.component.chooses is not None:
-        why = "which has" if model.component.reads is not None else "because no native model has"
+        why = "which has" if model.component.reads is not None else "because no native model runs this"
         note(f"model={choice} chose model={model.name}, {why} {spec.architecture}")
 
 

@@ -29,12 +29,6 @@ class HarmonyReasoningStream(TextStream):
         """Whether the message is reasoning."""
         self._calls = False
         """Whether the message is for a tool."""
-        self._answered = False
-        """Whether there was content. Reasoning precedes it, so later messages of any channel are content."""
-
-    def emit(self, event: ParserEvent) -> None:
-        self._answered = self._answered or (isinstance(event, Content) and bool(event.text))
-        super().emit(event)
 
     def parse(self) -> Steps[None]:
         while (yield from self.until(OPEN, self._piece)):
@@ -54,6 +48,6 @@ class HarmonyReasoningStream(TextStream):
                 return
         header = yield from read_header(self)
         self._calls = bool(header.recipient)
-        self._reasons = header.channel == "analysis" and not (self._calls or self._answered)
+        self._reasons = header.channel == "analysis" and not self._calls
         if self._calls:
             raise Malformed

@@ -12,6 +12,8 @@ import pytest
 
 from dovetail import LLM, Generation, SamplingParams
 
+from .models import dummy_llama
+
 PROMPTS, TOKENS = 64, 128
 NEAR_TIE = 0.25
 """Gap in nats between the reference's two best tokens below which 16-bit sums may fall either way. Logits of this model
@@ -47,3 +49,27 @@ def test_the_fast_path_gives_the_reference_tokens(dtype: str) -> None:
             parted.append((n, at, round(first - second, 4)))
     print(f"{dtype}: {len(parted)} of {PROMPTS} part; (prompt, token, gap in nats): {parted}")
     assert all(gap < (NEAR_TIE if dtype == "bfloat16" else 1e-4) for _, _, gap in parted)
+
+
+GEMMA = {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "query_pre_attn_scalar": 64,
+    "sliding_window": 48,
+    "sliding_window_pattern": 2,
+    "max_position_embeddings": 1024,
+}
+
+
+@pytest.mark.parametrize("name", ["Gemma2ForCausalLM", "Gemma3ForCausalLM"])
+def test_norms_of_outputs_caps_and_windows_give_the_reference_tokens(name: str) -> None:
+    found = []
+    for options in (FAST, REFERENCE):
+        model = dummy_llama(**GEMMA, architectures=f"[{name}]")
+        with LLM(overrides=[DEVICE, *model, "engine.kv_pages=1000", *options]) as llm:
+            params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+            rows = [[(7 * n + 3 * i) % 512 for i in range(20 + 30 * n)] for n in range(8)]
+            found.append([result.token_ids for result in llm.generate(rows, params)])
+    assert found[0] == found[1]

@@ -70,6 +70,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "falcon_1b": ("Falcon", OLD_FALCON),
     "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 6.0}),
     "gemma3": ("Gemma3", {**GEMMA3, "rope_parameters": GEMMA3_ROPE}),
+    "glm": ("Glm", {"head_dim": 16, "pad_token_id": 0}),
     "glm4": ("Glm4", {"head_dim": 16, "pad_token_id": 0}),
     "phi3": ("Phi3", {"pad_token_id": 0}),
     "phi3_window": ("Phi3", {"pad_token_id": 0, "sliding_window": 37, **PARTLY}),

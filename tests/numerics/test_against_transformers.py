@@ -7,7 +7,16 @@ import torch
 
 from dovetail import LLM, SamplingParams
 
-from .checkpoints import LEAST_GAP, VARIANTS, random_tokens, reference_logits, router_gap, save_random
+from .checkpoints import (
+    GEMMA,
+    LEAST_GAP,
+    SHAPE,
+    VARIANTS,
+    random_tokens,
+    reference_logits,
+    router_gap,
+    save_random,
+)
 from .driver import Driver, load_model
 
 TOLERANCE = 1e-4
@@ -127,3 +136,32 @@ def test_a_window_slides_over_few_pages(variant, pages, kv_cache, tmp_path):
     few = [f"kv_cache={kv_cache}", f"engine.kv_pages={pages}", "engine.max_seqs=3"]
     found = run(*few, "engine.depth=2", "engine.token_budget=24")
     assert found == run("kv_cache=paged", "engine.max_seqs=1")
+
+
+@pytest.mark.parametrize("published", [True, False])
+def test_the_text_part_of_gemma_3(published, tmp_path):
+    """Folders of Gemma 3 with images, as published and with the names of newer files."""
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    text = {**SHAPE, **GEMMA, "sliding_window_pattern": 2, "tie_word_embeddings": True}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=1)
+    torch.manual_seed(0)
+    model_class = transformers.Gemma3ForConditionalGeneration
+    model = model_class._from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    if not published:
+        tensors = {
+            name.replace("language_model.model.", "model.language_model.").replace("vision", "model.vision", 1): value
+            for name, value in tensors.items()
+            if not name.startswith("multi")
+        }
+        save_file(tensors, file)
+    assert any(name.startswith("language_model.model." if published else "model.language_model.") for name in tensors)
+    tokens = random_tokens(90, seed=1)
+    (logits_TV,) = Driver(load_model(tmp_path)).step([("a", tokens)])
+    torch.testing.assert_close(logits_TV, reference_logits(model, tokens), atol=TOLERANCE, rtol=0)

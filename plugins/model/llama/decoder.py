@@ -60,6 +60,7 @@ from dovetail.core.layers import (
 )
 from dovetail.core.memory.sizing import group_layers
 from dovetail.core.ops import gelu, gelu_and_mul, silu_and_mul
+from dovetail.core.startup_notes import note
 from dovetail.plugins.model.config import LlamaConfig
 from dovetail.plugins.model.llama.experts import SparseMLP
 from dovetail.plugins.model.llama.families import RUNNABLE, mtp_layers, read_model, spec_of
@@ -241,6 +242,8 @@ class Llama(Model):
                 f"model=llama has no compressed attention: {layout.architecture} works with app=plan only. "
                 f"It runs {', '.join(RUNNABLE)}"
             )
+        if layout.left_out:
+            note(f"model=llama: {layout.architecture} runs without its part for images: requests have text only")
         self._kv_groups = _kv_groups(build)
         group_of = {layer: group for group in self._kv_groups for layer in group.layers}
         full = local = build_rope(layout.rope, build.max_len, build.device)
@@ -289,10 +292,10 @@ class Llama(Model):
 
     def check_checkpoint(self, checkpoint: Checkpoint) -> None:
         headers = dict(self._named(checkpoint.tensors().items()))
-        check_headers(self._weights(), headers, checkpoint, self._ignored, self._ignored_layers)
+        check_headers(self._weights(), headers, checkpoint, self._ignored, self._ignored_parts)
 
     def load(self, weights: Iterable[tuple[str, Callable[[], Any]]]) -> None:
-        load_weights(self._weights(), self._named(weights), self._ignored, self._ignored_layers)
+        load_weights(self._weights(), self._named(weights), self._ignored, self._ignored_parts)
         for linear in self._linears():
             linear.finish()
         for sparse in self._sparse():
@@ -343,14 +346,16 @@ class Llama(Model):
         return (*self.layout.ignored, *unused)
 
     @property
-    def _ignored_layers(self) -> tuple[str, ...]:
+    def _ignored_parts(self) -> tuple[str, ...]:
         """Beginnings of names of checkpoint tensors that have no use: layers for multi-token prediction, which follow
-        the last one."""
+        the last one, and parts other than the decoder."""
         count, layers = mtp_layers(self.build.spec.hf), self.build.spec.layers
-        return tuple(f"{self.layout.names.layer.format(layers + index)}." for index in range(count))
+        predictors = (f"{self.layout.names.layer.format(layers + index)}." for index in range(count))
+        return (*predictors, *self.layout.left_out)
 
     def _named(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         """Return (name that layers use, tensor)."""
+        tensors = _renamed(tensors, self.layout)
         return tensors if self.build.spec.head else _with_prefix(tensors, self.layout.names)
 
     def _linears(self) -> Iterator[Linear]:
@@ -372,6 +377,13 @@ def _norm(name: str, build: BuildContext, layout: Layout) -> RMSNorm | LayerNorm
     if layout.norm == "layer":
         return LayerNorm(name, build, build.spec.hidden, layout.eps)
     return RMSNorm(name, build, build.spec.hidden, layout.eps, layout.norm_offset)
+
+
+def _renamed(tensors: Iterable[tuple[str, Tensor]], layout: Layout) -> Iterator[tuple[str, Tensor]]:
+    """Give the tensors of a decoder within a larger model the names that they have on their own."""
+    for name, tensor in tensors:
+        beginning, new = next((pair for pair in layout.renames if name.startswith(pair[0])), ("", ""))
+        yield new + name.removeprefix(beginning), tensor
 
 
 def _with_prefix(tensors: Iterable[tuple[str, Tensor]], names: Names) -> Iterator[tuple[str, Tensor]]:

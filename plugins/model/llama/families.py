@@ -109,6 +109,14 @@ def _deepseek_mla(config: ConfigJson) -> MLA:
 
 
 LLAMA = Family(qkv_bias=attention_bias, o_bias=attention_bias, mlp_bias=lambda config: config.flag("mlp_bias"))
+GLM = Family(
+    names=Names(up=("mlp.gate_up_proj",) * 2),
+    eps=1.5625e-7,
+    head_dim=128,
+    qkv_bias=lambda config: config.flag("attention_bias", True),
+    rotary_dim=_half_by_default,
+    interleaved=True,
+)
 GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 
 FAMILIES: dict[str, Family] = {
@@ -139,14 +147,9 @@ FAMILIES: dict[str, Family] = {
         mlp_bias=lambda config: config.flag("bias"),
     ),
     **gemma.FAMILIES,
-    "Glm4ForCausalLM": Family(
-        names=Names(up=("mlp.gate_up_proj",) * 2),
-        block=lambda config: BlockLayout(after=("post_self_attn_layernorm", "post_mlp_layernorm")),
-        eps=1.5625e-7,
-        head_dim=128,
-        qkv_bias=lambda config: config.flag("attention_bias", True),
-        rotary_dim=_half_by_default,
-        interleaved=True,
+    "GlmForCausalLM": GLM,
+    "Glm4ForCausalLM": replace(
+        GLM, block=lambda config: BlockLayout(after=("post_self_attn_layernorm", "post_mlp_layernorm"))
     ),
     "Phi3ForCausalLM": Family(
         names=Names(qkv=("self_attn.qkv_proj",) * 3, up=("mlp.gate_up_proj",) * 2),
@@ -229,6 +232,7 @@ def read_model(hf: HF, where: str) -> tuple[ModelSpec, Layout]:
     config = ConfigJson(hf, where)
     architecture, family = _family(config)
     headless = architecture != config.get("architectures")[0]
+    config = _text_of(config, family)
     if config.get("is_causal") is False:
         raise config.wrong("is_causal", "attention to later tokens is not supported")
     keys = family.keys
@@ -259,6 +263,8 @@ def read_model(hf: HF, where: str) -> tuple[ModelSpec, Layout]:
     layout = Layout(
         architecture=architecture,
         names=family.names,
+        renames=family.renames,
+        left_out=family.left_out,
         ignored=family.ignored,
         block=family.block(config),
         embed_scale=hidden**0.5 if family.embed_scaled else 1.0,
@@ -314,6 +320,17 @@ def _family(config: ConfigJson) -> tuple[str, Family]:
     if not isinstance(architecture, str) or architecture not in FAMILIES:
         raise config.wrong("architectures", f"model=llama runs {', '.join(sorted(RUNNABLE))}")
     return architecture, FAMILIES[architecture]
+
+
+def _text_of(config: ConfigJson, family: Family) -> ConfigJson:
+    """Return the decoder's settings, with the family's defaults."""
+    own = config.section(family.text).values if family.text else config.values
+    # Generation is configured for the whole model.
+    shared = {key: config.get(key) for key in _SHARED if config.get(key) is not None}
+    return ConfigJson({**family.defaults, **own, **shared}, config.where)
+
+
+_SHARED = ("architectures", "bos_token_id", "eos_token_id", "dtype", "torch_dtype")
 
 
 def runs(hf: HF) -> bool:

@@ -72,6 +72,14 @@ class Family:
     names: Names = Names()
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     """Suffixes of unused tensors in old checkpoints."""
+    text: str = ""
+    """Key of the decoder's settings in files of models that have other parts, too; "" = the file is the decoder's."""
+    renames: tuple[tuple[str, str], ...] = ()
+    """Beginnings of names in the checkpoint, and what takes their place."""
+    left_out: tuple[str, ...] = ()
+    """Beginnings of names of the other parts, after `renames`."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of keys that files may lack."""
     native: Callable[[ConfigJson], bool] = lambda config: True
     """Whether a config.json of the family has nothing that only model=transformers has."""
     block: Callable[[ConfigJson], BlockLayout] = lambda config: BlockLayout()
@@ -122,6 +130,8 @@ class Layout:
 
     architecture: str
     names: Names
+    renames: tuple[tuple[str, str], ...]
+    left_out: tuple[str, ...]
     ignored: tuple[str, ...]
     block: BlockLayout
     embed_scale: float

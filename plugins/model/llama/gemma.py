@@ -75,6 +75,15 @@ _GEMMA = Family(
     qkv_bias=attention_bias,
     o_bias=attention_bias,
 )
+_GEMMA3 = replace(
+    _GEMMA,
+    defaults={"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4},
+    max_len=131072,
+    windows=_gemma3_windows,
+    ropes=_gemma3_ropes,
+    caps=lambda config: (0.0, _cap(config, "final_logit_softcapping", 0.0)),
+    qk_norm=lambda config: True,
+)
 FAMILIES: dict[str, Family] = {
     "Gemma2ForCausalLM": replace(
         _GEMMA,
@@ -85,12 +94,16 @@ FAMILIES: dict[str, Family] = {
             _cap(config, "final_logit_softcapping", 30.0),
         ),
     ),
-    "Gemma3ForCausalLM": replace(
-        _GEMMA,
-        max_len=131072,
-        windows=_gemma3_windows,
-        ropes=_gemma3_ropes,
-        caps=lambda config: (0.0, _cap(config, "final_logit_softcapping", 0.0)),
-        qk_norm=lambda config: True,
+    "Gemma3ForCausalLM": _GEMMA3,
+    # Its images are left out. Published files and those of transformers 4.52 and later differ in names.
+    "Gemma3ForConditionalGeneration": replace(
+        _GEMMA3,
+        text="text_config",
+        renames=(
+            ("language_model.model.", "model."),
+            ("language_model.lm_head.", "lm_head."),
+            ("model.language_model.", "model."),
+        ),
+        left_out=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
     ),
 }

@@ -124,6 +124,7 @@ class TestThinkOpenedByThePrompt(TestThink):
 
 
 class TestHarmonyReasoning(ReasoningParserContract):
+    alternates = True
     marks = (
         *("<|channel|>analysis<|message|>", "<|channel|>final<|message|>", "<|end|>", "<|call|>", "<|start|>assistant"),
         "<|channel|>commentary to=functions.stop<|message|>",

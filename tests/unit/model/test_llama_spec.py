@@ -294,3 +294,12 @@ def test_capped_scores_are_required_of_attention():
     assert ("attention", "scores", "soft_cap") in {
         (one.kind, one.key, one.contains) for one in capabilities(config, Host()).requires
     }
+
+
+def test_the_text_part_of_a_model_with_images_has_the_defaults_of_its_family():
+    """A published file states few sizes of the decoder."""
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    hf = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text, "eos_token_id": [1, 106]}
+    spec = read_spec({**hf, "torch_dtype": "bfloat16"}, "config.json")
+    assert (spec.heads, spec.kv_heads, spec.head_dim, spec.vocab, spec.max_len) == (8, 4, 256, 262208, 131072)
+    assert (spec.dtype, spec.eos_ids, spec.tied, spec.windows[4:6]) == ("bfloat16", (1, 106), True, (1024, 0))

@@ -96,7 +96,7 @@ def test_the_start_up_says_what_runs_and_why(folder: Any) -> None:
         (result,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3, ignore_eos=True))
         notes = llm.info.notes
     assert len(result.token_ids) == 3
-    assert "model=auto chose model=transformers, because no native model has PhiForCausalLM" in notes
+    assert "model=auto chose model=transformers, because no native model runs this PhiForCausalLM" in notes
     assert "model=transformers runs PhiForCausalLM with 12 linear layers and 0 norms of this engine" in notes
 
 

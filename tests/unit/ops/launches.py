@@ -269,6 +269,7 @@ def attention(
     gluon: bool = True,
     soft_cap: float = 0.0,
     sinks: bool = False,
+    wide_norm: bool = False,
 ) -> None:
     if kv_dtype is E4M3 and not has_fp8():
         return  # The backend's capabilities refuse it.
@@ -295,7 +296,8 @@ def attention(
     layer = replace(layer, sinks=cuda(query_heads, dtype=FP32) if sinks else None)
     ctx = backend.plan_device(meta, host, backend.plan_host(host))
     rope = Rope(cuda(32768, rotary, dtype=FP32)) if rotary else None
-    weights = QKNorm(cuda(dim, dtype=dtype), cuda(dim, dtype=dtype), 1e-5) if norm else None
+    weight = cuda(dim, dtype=FP32 if wide_norm else dtype)
+    weights = QKNorm(weight, weight, 1e-5) if norm or wide_norm else None
     qkv = cuda(tokens, (query_heads + 2 * kv_heads) * dim, dtype=dtype)
     backend.write_and_attend(layer, ctx, qkv, rope, weights)
 
@@ -337,7 +339,10 @@ def attention_cases() -> Iterator[tuple[str, Callable[[], None]]]:
             host=MIXED, heads=(8, 4, 256), page=64, window=1024, soft_cap=50.0, sinks=True, norm=True
         ),
         "decode, sinks, capped": dict(
-            host=SCARCE, kv_dtype=E4M3, page=64, window=128, soft_cap=50.0, sinks=True, gluon=False
+            host=SCARCE, kv_dtype=E4M3, page=64, window=128, soft_cap=50.0, sinks=True, gluon=False, wide_norm=True
+        ),
+        "single tokens, capped, float32 norm": dict(
+            host=SCARCE, heads=(8, 4, 256), page=64, window=1024, soft_cap=50.0, wide_norm=True
         ),
         "drafts, sinks, capped": dict(host=DRAFTS, soft_cap=50.0, sinks=True, gluon=False),
         "keys per warp, sinks, capped": dict(

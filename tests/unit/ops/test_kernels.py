@@ -231,7 +231,9 @@ def test_rope_kv_write(dtype, heads, kv_heads, dim, rotary_dim, norm):
     layer = AttentionLayer(1, 0, 1, heads, kv_heads, dim, dim**-0.5)
     qkv = random(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
     rope = Rope(random(50, rotary_dim, dtype=torch.float32)) if rotary_dim else None
-    weights = (random(dim, dtype=dtype), random(dim, dtype=dtype))
+    # float32 weights multiply before the values are rounded.
+    weight_dtype = dtype if rotary_dim else torch.float32
+    weights = (random(dim, dtype=weight_dtype), random(dim, dtype=weight_dtype))
     qk_norm = QKNorm(*weights, 1e-6) if norm else None
     nothing = torch.empty(0, device=DEVICE)
     meta = BatchMeta(

@@ -28,8 +28,7 @@ REASONED = Reasoning("Look it up.")
         (ANALYSIS + FINAL, [REASONED, Content("Rain <|a|>.")]),
         (ANALYSIS + CALL, [REASONED, *CALLED]),
         (ANALYSIS + PREAMBLE + CALL, [REASONED, Content("One moment."), *CALLED]),
-        # Reasoning after the beginning of the answer is a part of it.
-        (PREAMBLE + ANALYSIS, [Content("One moment.Look it up.")]),
+        (PREAMBLE + "<|start|>assistant" + ANALYSIS + CALL, [Content("One moment."), REASONED, *CALLED]),
         # The output ends within the call, or its last token is not in the text.
         (ANALYSIS + CALL.removesuffix("<|call|>"), [REASONED, *CALLED]),
         (CALL[: CALL.index("Oslo")], [CALLED[0], ToolCallArguments(0, '{"place": "'), ToolCallEnd(0)]),
