@@ -147,7 +147,8 @@ class ExpertTests:
 
     def _experts(self, dtype: torch.dtype, rank: int = 0, size: int = 1) -> tuple[Experts, _Matrices]:
         """Return a layer of one rank and what it was loaded from, which is equal for all ranks."""
-        hidden = channels = max(inp for inp, _ in self.shapes)
+        inputs = [inp for inp, _ in self.shapes]
+        hidden, channels = max(inputs), 3 * min(inputs)
         if "_matrices" not in vars(self):
             ups = [self._weight(hidden, 2 * channels) * hidden**-0.5 for _ in range(EXPERTS)]
             downs = [self._weight(channels, hidden) * channels**-0.5 for _ in range(EXPERTS)]
