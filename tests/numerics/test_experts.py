@@ -12,6 +12,7 @@ from dovetail import LLM, SamplingParams
 from dovetail.core.checkpoint import open_checkpoint
 from dovetail.core.compose import cli
 from dovetail.core.errors import ConfigError, RequestError
+from dovetail.core.testing.rank_threads import on_threads
 from dovetail.plugins.adapter.config import LoRAConfig
 from dovetail.plugins.adapter.lora.adapters import LoRA
 from dovetail.plugins.model.config import LlamaConfig
@@ -26,13 +27,14 @@ EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 TOKENS = random_tokens(40, seed=3)
 
 
-def change(folder: Path, **changed: torch.Tensor | None) -> None:
-    """Replace tensors of a checkpoint, add some, or leave them out, and write it as a single file."""
+def change(folder: Path, drop: str = "\n", **changed: torch.Tensor | None) -> None:
+    """Replace tensors of a checkpoint, add some, or leave them out, as those with `drop` in their names, and write all
+    to a single file."""
     tensors: dict[str, torch.Tensor | None] = {}
     for file in folder.glob("*.safetensors"):
         tensors |= load_file(file)
         file.unlink()
-    tensors |= changed
+    tensors = {name: tensor for name, tensor in tensors.items() if drop not in name} | changed
     save_file({name: one for name, one in tensors.items() if one is not None}, folder / "model.safetensors")
 
 
@@ -98,6 +100,26 @@ def test_layers_for_multi_token_prediction_are_skipped(tmp_path):
     change(tmp_path, **{"model.layers.30.x.weight": torch.ones(2)})
     with pytest.raises(ConfigError, match=r"1 unexpected \('model.layers.30.x.weight'\)"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize("variant", ["mixtral", "glm4_moe"])
+def test_stacked_experts_are_read_too(variant, tmp_path):
+    """The layout of transformers' own modules: a tensor for each matrix of all experts, on one rank and on two."""
+    model = save_random(tmp_path, variant)
+    expected = Driver(load_model(tmp_path)).step([("a", TOKENS)])[0]
+    change(tmp_path, drop=".experts.", **{n: w.clone() for n, w in model.state_dict().items() if ".experts." in n})
+    checkpoint = open_checkpoint(tmp_path)
+    assert any(len(header.shape) == 3 for header in checkpoint.tensors().values())
+    build_model(LlamaConfig(path=str(tmp_path)), device="meta").check_checkpoint(checkpoint)
+    assert torch.equal(Driver(load_model(tmp_path)).step([("a", TOKENS)])[0], expected)
+    for got in on_threads(2, lambda ranks: Driver(load_model(tmp_path, collective=ranks)).step([("a", TOKENS)])[0]):
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+    (name, *_) = (name for name in checkpoint.tensors() if name.endswith("gate_up_proj"))
+    change(tmp_path, **{name: torch.zeros(3, 4, 5)})
+    with pytest.raises(
+        ConfigError, match=rf"model.safetensors: .*{name}' has shape \(3, 4, 5\) .* must have \d matrices"
+    ):
+        build_model(LlamaConfig(path=str(tmp_path)), device="meta").check_checkpoint(open_checkpoint(tmp_path))
 
 
 def test_uniform_routing_runs_in_the_engine():
