@@ -15,6 +15,7 @@ from dovetail.core.interfaces import (
     ActFormat,
     BuildContext,
     Bundle,
+    ExpertBias,
     ExpertPart,
     ExpertShape,
     GatedActivation,
@@ -23,6 +24,7 @@ from dovetail.core.interfaces import (
     RoutingRule,
 )
 from dovetail.core.interfaces.expert import PARTS
+from dovetail.core.interfaces.tensor_record import TensorRecord
 from dovetail.core.layers.linear import split_channels
 from dovetail.core.layers.looped_experts import LoopedExperts
 from dovetail.core.layers.share import Wanted, below, check_records, shares_of, stored_of
@@ -59,7 +61,10 @@ class ExpertRouter:
 
 
 class Experts:
-    """Gated experts of a layer, stored and multiplied by the quantizer's ExpertMethod. The output is a Partial."""
+    """Gated experts of a layer, stored and multiplied by the quantizer's ExpertMethod. The output is a Partial.
+
+    Each matrix is a tensor of its own in the checkpoint; `unstacked` separates those of other layouts.
+    """
 
     def __init__(
         self,
@@ -69,6 +74,7 @@ class Experts:
         hidden: int,
         intermediate: int,
         activation: GatedActivation = SWIGLU,
+        bias: bool = False,
     ) -> None:
         """`names`: checkpoint prefixes of each expert's gate, up, down. `intermediate`: channels of whole experts."""
         start, stop = split_channels(names[0][0], intermediate, build)
@@ -85,6 +91,12 @@ class Experts:
         )
         self.method = build.quantizer.experts(path, self.shape) or LoopedExperts(build.quantizer, path, self.shape)
         self.params = self.method.create(self.shape, build.device)
+        self.bias: ExpertBias | None = None
+        self.loads_down_bias = build.collective.rank == 0  # The sum over ranks would count it once per rank.
+        if bias:
+            sides = (2 * self.shape.intermediate, hidden)
+            up, down = (torch.zeros(len(names), side, dtype=build.dtype, device=build.device) for side in sides)
+            self.bias = ExpertBias(up, down)
 
     @property
     def input(self) -> ActFormat:
@@ -92,21 +104,28 @@ class Experts:
         return self.method.input
 
     def __call__(self, x: Bundle, routing: Routing) -> Partial:
-        return Partial(self.method.apply(self.params, x[self.input], routing, self.activation))
+        return Partial(self.method.apply(self.params, x[self.input], routing, self.activation, self.bias))
 
     def weights(self) -> Iterator[Taker]:
         for expert, names in enumerate(self.shape.names):
             for part, name in zip(PARTS, names, strict=True):
                 outputs, inputs = self._sides(part)
-                records = self.method.tensors_of(name)
+                records = self._records(name)
                 yield WeightSet(
                     stored_of(name, records, outputs.total, inputs.total),
                     partial(check_records, records, name, outputs=outputs.total, inputs=inputs.total),
                     partial(self._take, expert, part, name),
                 )
+                if self.bias is not None:
+                    take = partial(self._take_bias, self.bias, expert, part)
+                    yield Weight(f"{name}.bias", take, (outputs.total,), "zeros")
 
     def finish(self) -> None:
         self.method.finish(self.params)
+
+    def _records(self, name: str) -> list[TensorRecord]:
+        records = self.method.tensors_of(name)
+        return [record for record in records if self.bias is None or record.name != "bias"]
 
     def _sides(self, part: ExpertPart) -> tuple[Wanted, Wanted]:
         """Return this rank's outputs and inputs of a matrix."""
@@ -116,5 +135,12 @@ class Experts:
 
     def _take(self, expert: int, part: ExpertPart, name: str, tensors: Mapping[str, LazyTensor]) -> None:
         with below(name):
-            share = shares_of(name, self.method.tensors_of(name), tensors, *self._sides(part))
+            share = shares_of(name, self._records(name), tensors, *self._sides(part))
             self.method.load(self.params, expert, part, share)
+
+    def _take_bias(self, bias: ExpertBias, expert: int, part: ExpertPart, lazy: LazyTensor) -> None:
+        if part != "down":
+            gate, up = bias.up[expert].chunk(2)
+            (gate if part == "gate" else up).copy_(lazy[self.channels])
+        elif self.loads_down_bias:
+            bias.down[expert].copy_(lazy[:])

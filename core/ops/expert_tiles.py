@@ -56,10 +56,19 @@ def direct(tokens: int, active: int, experts: int) -> bool:
 
 
 def expert_tile(
-    rows: int, tiles: int, outputs: int, inputs: int, itemsize: int, gated: bool, processors: int, shared: int
+    rows: int,
+    tiles: int,
+    outputs: int,
+    inputs: int,
+    itemsize: int,
+    gated: bool,
+    processors: int,
+    shared: int,
+    group: int = 0,
 ) -> ExpertTile:
     """Return the tile for `rows` rows and about `tiles` tiles of rows. `outputs`: channels of the product, of gate and
     up each if `gated`. `itemsize`: bytes of a weight. `shared`: bytes of shared memory that a program may use.
+    `group`: inputs that share a scale of the weight; 0 = all. The sum of such a block is apart, which takes registers.
 
     With few rows, reading weights is the limit: programs are small enough that every SM has one, and that two fit on an
     SM, so that one reads while the other begins or ends. With many rows, tiles are as large as registers allow.
@@ -76,6 +85,9 @@ def expert_tile(
             most //= 2
         tile = ExpertTile(rows, most, 2 * BLOCK_BYTES // itemsize, warps=4, stages=4)
         shared //= 2
+    if group:
+        wide = tile.outputs if rows < 64 else tile.outputs // 2
+        tile = replace(tile, outputs=wide, inputs=min(tile.inputs, group))
     while inputs % tile.inputs and tile.inputs > 64:  # Columns past the end would be masked in every block.
         tile = replace(tile, inputs=tile.inputs // 2)
     while tile.shared_bytes(itemsize, gated) > shared and tile.stages > 2:

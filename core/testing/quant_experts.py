@@ -39,6 +39,7 @@ class _Matrices:
     """[E, 2F, C]: gate, then up."""
     down: torch.Tensor
     """[E, C, F]"""
+    bias: ExpertBias
 
     def exact(
         self, x_TC: torch.Tensor, routing: Routing, activation: GatedActivation, bias: ExpertBias | None = None
@@ -114,11 +115,11 @@ class ExpertTests:
         self._check(got, matrices.exact(x_TC, routing, CLAMPED, bias), factor=3.0)
 
     def test_experts_of_two_ranks_add_up(self) -> None:
-        """Each rank has half of the channels of every expert."""
+        """Each rank has half of the channels of every expert. Biases of the second product count once."""
         (first, matrices), (second, _) = (self._experts(torch.float32, rank, 2) for rank in range(2))
         x_TC, routing = self._x(5, first.shape.hidden), self._routing([[1, 0], [2, 3], [-1, -1], [0, 2], [3, 1]])
-        one, other = (self._apply(layer, x_TC, routing).double() for layer in (first, second))
-        self._check(one + other, matrices.exact(x_TC, routing, SWIGLU), factor=3.0)
+        one, other = (self._apply(layer, x_TC, routing, bias=layer.bias).double() for layer in (first, second))
+        self._check(one + other, matrices.exact(x_TC, routing, SWIGLU, matrices.bias), factor=3.0)
 
     def test_experts_do_not_wait_for_the_device(self) -> None:
         layer, _ = self._experts(self.dtypes[-1])
@@ -147,11 +148,13 @@ class ExpertTests:
 
     def _experts(self, dtype: torch.dtype, rank: int = 0, size: int = 1) -> tuple[Experts, _Matrices]:
         """Return a layer of one rank and what it was loaded from, which is equal for all ranks."""
-        hidden = channels = max(inp for inp, _ in self.shapes)
+        inputs = [inp for inp, _ in self.shapes]
+        hidden, channels = max(inputs), 3 * min(inputs)
         if "_matrices" not in vars(self):
             ups = [self._weight(hidden, 2 * channels) * hidden**-0.5 for _ in range(EXPERTS)]
             downs = [self._weight(channels, hidden) * channels**-0.5 for _ in range(EXPERTS)]
-            vars(self)["_matrices"] = _Matrices(torch.stack(ups), torch.stack(downs))
+            bias = ExpertBias(torch.randn(EXPERTS, 2 * channels) / 8, torch.randn(EXPERTS, hidden) / 8)
+            vars(self)["_matrices"] = _Matrices(torch.stack(ups), torch.stack(downs), bias)
         matrices: _Matrices = vars(self)["_matrices"]
         collective = Alone(None)
         collective.rank, collective.size = rank, size
@@ -160,7 +163,7 @@ class ExpertTests:
         names = [(f"{expert}.gate", f"{expert}.up", f"{expert}.down") for expert in range(EXPERTS)]
         stored: dict[str, torch.Tensor] = {}
         with poisoned_memory():
-            layer = Experts("layers.0.mlp.experts", names, build, hidden, channels)
+            layer = Experts("layers.0.mlp.experts", names, build, hidden, channels, bias=True)
             for expert in range(EXPERTS):
                 gate, up = matrices.up[expert].chunk(2)
                 linears = self._linears(layer, quantizer, expert)
@@ -168,6 +171,8 @@ class ExpertTests:
                     method = linears[part == "down"]
                     for name, tensor in self.checkpoint(method, weight_OI).items():
                         stored[f"{expert}.{part}.{name}"] = tensor
+                biases = (*matrices.bias.up[expert].chunk(2), matrices.bias.down[expert])
+                stored |= {f"{expert}.{part}.bias": bias for part, bias in zip(PARTS, biases, strict=True)}
             load_weights(layer.weights(), ((name, partial(Lazy, tensor)) for name, tensor in stored.items()))
             layer.finish()
         return layer, matrices

@@ -103,11 +103,21 @@ def _multiply(acc, x, weight, SWAP: tl.constexpr, IMPRECISE: tl.constexpr, PRECI
 
 
 @triton.jit
+def _multiply_block(acc, x, weight, scale_O, SWAP: tl.constexpr):
+    """Return acc + (x @ weight^T) * scale of one block of inputs."""
+    if SWAP:
+        return acc + tl.dot(weight, x.T) * scale_O[:, None]
+    else:
+        return acc + tl.dot(x, weight.T) * scale_O[None, :]
+
+
+@triton.jit
 def _complete(acc_TO, x_scale_T, scale_ptr, bias_ptr, at_O, inside_O):
     """Apply scales and bias. Pointers are to the expert's first output."""
+    if x_scale_T is not None:
+        acc_TO = acc_TO * x_scale_T[:, None]
     if scale_ptr is not None:
-        scale_O = tl.load(scale_ptr + at_O, mask=inside_O, other=0.0)
-        acc_TO = acc_TO * x_scale_T[:, None] * scale_O[None, :]
+        acc_TO = acc_TO * tl.load(scale_ptr + at_O, mask=inside_O, other=0.0)[None, :]
     if bias_ptr is not None:
         acc_TO += tl.load(bias_ptr + at_O, mask=inside_O, other=0.0).to(tl.float32)[None, :]
     return acc_TO
@@ -139,6 +149,8 @@ def _expert_matmul(
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
     GROUP: tl.constexpr,
+    GROUP_O: tl.constexpr,
+    GROUP_I: tl.constexpr,
     EVEN: tl.constexpr,
     SWAP: tl.constexpr,
     IMPRECISE: tl.constexpr,
@@ -147,7 +159,8 @@ def _expert_matmul(
 ):
     """One tile. GATED: the first product, from rows of x by token to rows by place in the sorted order; otherwise the
     second one, from there to rows by pair. With tiles_ptr None, each pair is a tile and places are pairs. EVEN: blocks
-    divide the inputs."""
+    divide the inputs. GROUP_O, GROUP_I: outputs and inputs that share a scale of the weight; 0 = a scale per output.
+    Blocks divide GROUP_I."""
     wait(PDL)
     o_tiles = (outputs + BLOCK_O - 1) // BLOCK_O
     program = tl.program_id(0)
@@ -178,29 +191,44 @@ def _expert_matmul(
     acc = tl.zeros((BLOCK_O, ROWS) if SWAP else (ROWS, BLOCK_O), tl.float32)
     if GATED:
         acc_up = tl.zeros((BLOCK_O, ROWS) if SWAP else (ROWS, BLOCK_O), tl.float32)
+    if GROUP_I > 0:
+        groups_O = (outputs + GROUP_O - 1) // GROUP_O
+        groups_I = (inputs + GROUP_I - 1) // GROUP_I
+        scale_row = expert * groups_O * (2 if GATED else 1) + at_O // GROUP_O
     for start in range(0, inputs, BLOCK_I):
         columns = start + tl.arange(0, BLOCK_I)
         x_TI = _load_rows(x_ptr, row_T, columns, inside_T, inputs, EVEN, "evict_last")
         weight_OI = _load_rows(ours, row_O, columns, inside_O, inputs, EVEN, "evict_first")
-        acc = _multiply(acc, x_TI, weight_OI, SWAP, IMPRECISE, PRECISION)
+        if GROUP_I > 0:
+            scales = scale_ptr + scale_row * groups_I + start // GROUP_I
+            acc = _multiply_block(acc, x_TI, weight_OI, tl.load(scales, mask=inside_O, other=0.0), SWAP)
+        else:
+            acc = _multiply(acc, x_TI, weight_OI, SWAP, IMPRECISE, PRECISION)
         if GATED:
             weight_OI = _load_rows(ours, outputs + row_O, columns, inside_O, inputs, EVEN, "evict_first")
-            acc_up = _multiply(acc_up, x_TI, weight_OI, SWAP, IMPRECISE, PRECISION)
+            if GROUP_I > 0:
+                scales += groups_O * groups_I
+                acc_up = _multiply_block(acc_up, x_TI, weight_OI, tl.load(scales, mask=inside_O, other=0.0), SWAP)
+            else:
+                acc_up = _multiply(acc_up, x_TI, weight_OI, SWAP, IMPRECISE, PRECISION)
     announce(PDL)
     if SWAP:
         acc = acc.T
     x_scale_T = None
     if x_scale_ptr is not None:
         x_scale_T = tl.load(x_scale_ptr + row_T * x_scale_st, mask=inside_T, other=0.0)
+    # Scales of blocks are in the sum already.
+    outer_ptr = None
     if scale_ptr is not None:
-        scale_ptr += expert_O
+        if GROUP_I == 0:
+            outer_ptr = scale_ptr + expert_O
     if bias_ptr is not None:
         bias_ptr += expert_O
-    y_TO = _complete(acc, x_scale_T, scale_ptr, bias_ptr, at_O, inside_O)
+    y_TO = _complete(acc, x_scale_T, outer_ptr, bias_ptr, at_O, inside_O)
     if GATED:
         if SWAP:
             acc_up = acc_up.T
-        up_TO = _complete(acc_up, x_scale_T, scale_ptr, bias_ptr, outputs + at_O, inside_O)
+        up_TO = _complete(acc_up, x_scale_T, outer_ptr, bias_ptr, outputs + at_O, inside_O)
         if LIMITED:
             y_TO = tl.minimum(y_TO, limit)
             up_TO = tl.minimum(tl.maximum(up_TO, -limit), limit)
@@ -262,15 +290,20 @@ def gated_experts_triton(
     if not tokens:
         return out_TC
     pairs = _sorted(routing, experts, None if chosen is None else chosen[0].rows)
+    # Outputs and inputs of each product that share a scale.
+    of_c, of_f = weights.block or (0, 0)
     first, second = chosen or (
-        _tile(pairs, product, gated, device) for product, gated in ((weights.up, True), (weights.down, False))
+        _tile(pairs, weights.up, True, of_c, device),
+        _tile(pairs, weights.down, False, of_f, device),
     )
     inner_PF = torch.empty(tokens * active, channels, dtype=dtype, device=device)
     up_bias, down_bias = (None, None) if bias is None else (bias.up, bias.down)
-    _multiply_pairs(x, weights.up, weights.up_scale, up_bias, pairs, first, inner_PF, activation, fast_accum)
+    up = weights.up, weights.up_scale, up_bias, (of_f, of_c)
+    _multiply_pairs(x, *up, pairs, first, inner_PF, activation, fast_accum)
     inner = encode(inner_PF, (between,))[between]
     down_PC = torch.empty(tokens * active, hidden, dtype=dtype, device=device)
-    _multiply_pairs(inner, weights.down, weights.down_scale, down_bias, pairs, second, down_PC, None, fast_accum)
+    down = weights.down, weights.down_scale, down_bias, (of_c, of_f)
+    _multiply_pairs(inner, *down, pairs, second, down_PC, None, fast_accum)
     block = min(1024, triton.next_power_of_2(hidden))
     _sum_pairs[(tokens, triton.cdiv(hidden, block))](
         down_PC,
@@ -317,13 +350,15 @@ def _multiply_pairs(
     weight_EOI: torch.Tensor,
     scale_EO: torch.Tensor | None,
     bias_EO: torch.Tensor | None,
+    block: tuple[int, int],
     pairs: Sorted,
     tile: ExpertTile,
     out: torch.Tensor,
     activation: GatedActivation | None,
     fast_accum: bool,
 ) -> None:
-    """Launch the first product, which ends in `activation`, or the second one (None)."""
+    """Launch the first product, which ends in `activation`, or the second one (None). `block`: outputs and inputs that
+    share a scale; 0 = a scale per output."""
     outputs, inputs = out.shape[1], weight_EOI.shape[2]
     precise = weight_EOI.element_size() == 1 and (tile.rows < MOST_ROWS or not fast_accum)
     limit = activation.limit if activation is not None else None
@@ -352,6 +387,8 @@ def _multiply_pairs(
         BLOCK_O=tile.outputs,
         BLOCK_I=tile.inputs,
         GROUP=GROUPED,
+        GROUP_O=block[0],
+        GROUP_I=block[1],
         EVEN=inputs % tile.inputs == 0,
         SWAP=tile.rows < 64,
         IMPRECISE=min(IMPRECISE, tile.inputs) if precise else None,
@@ -362,10 +399,11 @@ def _multiply_pairs(
     )
 
 
-def _tile(pairs: Sorted, weight_EOI: torch.Tensor, gated: bool, device: torch.device) -> ExpertTile:
+def _tile(pairs: Sorted, weight_EOI: torch.Tensor, gated: bool, group: int, device: torch.device) -> ExpertTile:
+    """`group`: inputs that share a scale of the weight; 0 = all."""
     _, outputs, inputs = weight_EOI.shape
     facts = pairs.rows, pairs.tiles, outputs // (1 + gated), inputs, weight_EOI.element_size(), gated
     if device.type != "cuda":  # Triton's interpreter
-        return expert_tile(*facts, processors=132, shared=64 << 10)
+        return expert_tile(*facts, processors=132, shared=64 << 10, group=group)
     _, processors, _, shared = device_facts(device)
-    return expert_tile(*facts, processors, shared)
+    return expert_tile(*facts, processors, shared, group)

@@ -57,6 +57,8 @@ from dovetail.core.layers import (
     one_of_each,
     rehearsing,
     run_layers,
+    unstacked,
+    unstacked_headers,
 )
 from dovetail.core.memory.sizing import group_layers
 from dovetail.core.ops import gelu, gelu_and_mul, silu_and_mul
@@ -292,10 +294,17 @@ class Llama(Model):
 
     def check_checkpoint(self, checkpoint: Checkpoint) -> None:
         headers = dict(self._named(checkpoint.tensors().items()))
+        if self.layout.experts is not None:
+            names, experts = self.layout.experts.names, self.build.spec.moe.experts
+            headers = dict(unstacked_headers(headers.items(), names.stacked, experts))
         check_headers(self._weights(), headers, checkpoint, self._ignored, self._ignored_parts)
 
     def load(self, weights: Iterable[tuple[str, Callable[[], Any]]]) -> None:
-        load_weights(self._weights(), self._named(weights), self._ignored, self._ignored_parts)
+        weights = self._named(weights)
+        if self.layout.experts is not None:
+            names, experts = self.layout.experts.names, self.build.spec.moe.experts
+            weights = unstacked(weights, names.stacked, experts)
+        load_weights(self._weights(), weights, self._ignored, self._ignored_parts)
         for linear in self._linears():
             linear.finish()
         for sparse in self._sparse():

@@ -34,6 +34,12 @@ class ExpertNames:
     )
     """gate, up and down of the experts that process every token, which are one MLP."""
 
+    @property
+    def stacked(self) -> dict[str, tuple[str, ...]]:
+        """Names of stacked tensors -> names of the matrices in them (core.layers.unstacked)."""
+        gate, up, down = (f"{name}.weight" for name in self.matrices)
+        return {"mlp.experts.gate_up_proj": (gate, up), "mlp.experts.down_proj": (down,)}
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayout:

@@ -33,7 +33,14 @@ from dovetail.plugins.quant.base import StoredOrRounded
 from dovetail.plugins.quant.config import FP8Config
 from dovetail.plugins.quant.fp8.checkpoint import Stored, read_stored
 from dovetail.plugins.quant.fp8.checkpoint import stored as measure
-from dovetail.plugins.quant.fp8.experts import FP8Experts, check_scales, records_of
+from dovetail.plugins.quant.fp8.experts import (
+    LEAST_GROUP,
+    BlockFP8Experts,
+    FP8Experts,
+    check_scales,
+    records_of,
+    step_of,
+)
 from dovetail.plugins.quant.fp8.format import E4M3, FP8_TENSOR, FP8_TOKEN, decode_e8m0, quantize_rows, quantize_tensor
 
 MULTIPLE = 16
@@ -61,11 +68,14 @@ class FP8(StoredOrRounded[Stored]):
 
     def quantized_experts(self, path: str, shape: ExpertShape) -> ExpertMethod | None:
         # The others have products of single matrices only.
-        blocks = self.stored is not None and bool(self.stored.blocks)
         on_gpu = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         plain = self.config.activations == "plain" or not _multiplies_fp8(on_gpu)
-        if blocks or plain or self.config.scales != "row":
+        if plain or self.config.scales != "row":
             return None
+        if self.stored is not None and self.stored.blocks:
+            outputs, inputs = self.stored.block
+            fits = outputs == inputs and not self.stored.plain_inputs and step_of(shape, inputs) >= LEAST_GROUP
+            return BlockFP8Experts(self.stored) if fits else None
         for linear in linear_shapes(shape, 0):
             linear.check_multiple(MULTIPLE, "quant=fp8", path, self.config.skip if self.stored is None else None)
         return FP8Experts(self.config.fast_accum, self.stored)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -30,6 +31,9 @@ def experts(cuda: Callable[..., torch.Tensor], has_fp8: Callable[[], bool], ever
         multiply(cuda, tokens, 128, 8, 2048, 768, BF16)
         if has_fp8():
             multiply(cuda, tokens, 128, 8, 2048, 768, E4M3)
+    if has_fp8():
+        for tokens in (1, 64, 8192):
+            multiply(cuda, tokens, 128, 8, 2048, 768, E4M3, blocks=True)
     # Tiles of 64 rows, a clamped activation, biases, and channels that no block divides.
     multiply(cuda, 128, 8, 2, 2880, 1440, BF16, GatedActivation(1.702, 7.0, 1.0), biased=True)
     multiply(cuda, 16, 8, 2, 72, 40, FP16)
@@ -45,6 +49,7 @@ def multiply(
     dtype: torch.dtype,
     activation: GatedActivation = SWIGLU,
     biased: bool = False,
+    blocks: bool = False,
 ) -> None:
     model = BF16 if dtype is E4M3 else dtype
     fmt = FP8_TOKEN if dtype is E4M3 else PLAIN
@@ -55,6 +60,10 @@ def multiply(
         cuda(count, 2 * channels, dtype=FP32) if scaled else None,
         cuda(count, hidden, dtype=FP32) if scaled else None,
     )
+    if blocks:
+        of_c, of_f = hidden // 128, channels // 128
+        scales = cuda(count, 2 * of_f, of_c, dtype=FP32), cuda(count, of_c, of_f, dtype=FP32)
+        weights = replace(weights, up_scale=scales[0], down_scale=scales[1], block=(128, 128))
     bias = ExpertBias(cuda(count, 2 * channels, dtype=model), cuda(count, hidden, dtype=model)) if biased else None
     x = Activation(fmt, cuda(tokens, hidden, dtype=dtype), cuda(tokens, 1, dtype=FP32) if scaled else None)
     routing = Routing(cuda(tokens, active, dtype=torch.int32), cuda(tokens, active, dtype=FP32))

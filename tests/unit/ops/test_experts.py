@@ -243,6 +243,11 @@ def test_the_kernels_are_near_the_exact_sum(tokens, experts, active, hidden, cha
     check(got.cpu(), exact(x_TC, routing, up, down, activation, bias), 1e-5 if dtype is torch.float32 else 5e-3)
 
 
+def on_device(weights: ExpertWeights) -> ExpertWeights:
+    tensors = ("up", "down", "up_scale", "down_scale")
+    return replace(weights, **{name: getattr(weights, name).to(DEVICE) for name in tensors})
+
+
 @kernels
 @pytest.mark.parametrize(("tokens", "routed"), [(1, "random"), (20, "some padding"), (70, "random")])
 def test_fp8_kernels_equal_the_reference(tokens, routed):
@@ -257,7 +262,7 @@ def test_fp8_kernels_equal_the_reference(tokens, routed):
         quantized[1][1].view(down.shape[:2]),
     )
     x = encode(x_TC.to(DEVICE), (FP8_TOKEN,))[FP8_TOKEN]
-    placed = ExpertWeights(*(getattr(weights, name).to(DEVICE) for name in weights.__slots__))
+    placed = on_device(weights)
     on = Routing(routing.experts_TK.to(DEVICE), routing.weights_TK.to(DEVICE))
     with poisoned_memory():
         got = gated_experts_triton(x, on, placed, SWIGLU, None, FP8_TOKEN, DTYPE, True)
@@ -265,6 +270,51 @@ def test_fp8_kernels_equal_the_reference(tokens, routed):
     want = gated_experts(x_cpu, routing, weights, SWIGLU, between=FP8_TOKEN, dtype=DTYPE)
     assert row_error(got.cpu().float(), want.float()) < 2e-2
     check(want.float(), exact(x_TC, routing, up, down, SWIGLU, None), 0.25)
+
+
+@kernels
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "channels", "block"),
+    [(1, 64, 48, (32, 16)), (20, 96, 80, (64, 32)), (150, 64, 64, (32, 64))],
+)
+def test_blocks_with_scales(tokens, hidden, channels, block):
+    """The last group of channels may be smaller."""
+    from dovetail.core.ops.kernels.experts import gated_experts_triton
+
+    weights = blocks_of(3, hidden, channels, block)
+    x_TC, routing, *_ = case(tokens, 3, 2, hidden, channels, "random", torch.float32)
+    x = encode(x_TC.to(DEVICE), (FP8_TOKEN,))[FP8_TOKEN]
+    on = Routing(routing.experts_TK.to(DEVICE), routing.weights_TK.to(DEVICE))
+    with poisoned_memory():
+        got = gated_experts_triton(x, on, on_device(weights), SWIGLU, None, FP8_TOKEN, DTYPE, True)
+    x_cpu = replace(x, values=x.values.cpu(), scale=x.scale.cpu())
+    want = gated_experts(x_cpu, routing, weights, SWIGLU, between=FP8_TOKEN, dtype=DTYPE)
+    assert row_error(got.cpu().float(), want.float()) < 2e-2
+
+
+def blocks_of(experts: int, hidden: int, channels: int, block: tuple[int, int]) -> ExpertWeights:
+    """Random E4M3 matrices with random scales."""
+    c, f = -(-hidden // block[0]), -(-channels // block[1])
+    up, down = torch.randn(experts, 2 * channels, hidden), torch.randn(experts, hidden, channels)
+    scales = torch.rand(experts, 2 * f, c) + 0.5, torch.rand(experts, c, f) + 0.5
+    return ExpertWeights(up.to(torch.float8_e4m3fn), down.to(torch.float8_e4m3fn), *scales, block=block)
+
+
+def test_the_reference_applies_the_scale_of_each_block():
+    weights = blocks_of(3, 40, 24, (32, 16))
+    x_TC, routing, *_ = case(7, 3, 2, 40, 24, "random", torch.float32)
+    x = encode(x_TC, (FP8_TOKEN,))[FP8_TOKEN]
+    got = gated_experts(x, routing, weights, SWIGLU, between=FP8_TOKEN, dtype=torch.float32)
+    up, down = weights.up.double(), weights.down.double()
+    for expert in range(3):
+        for row in range(48):
+            half, channel = divmod(row, 24)
+            for column in range(40):
+                up[expert, row, column] *= weights.up_scale[expert, 2 * half + channel // 16, column // 32]
+                if row < 24:
+                    down[expert, column, row] *= weights.down_scale[expert, column // 32, row // 16]
+    plain_TC = x.values.double() * x.scale.double()
+    check(got, exact(plain_TC, routing, up, down, SWIGLU, None), 0.2)
 
 
 def test_tiles_suffice_for_every_routing():

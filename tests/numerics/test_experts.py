@@ -1,0 +1,132 @@
+"""Models with experts beyond their logits: what is refused, quantized experts, and uniform routing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dovetail import LLM, SamplingParams
+from dovetail.core.checkpoint import open_checkpoint
+from dovetail.core.compose import cli
+from dovetail.core.errors import ConfigError, RequestError
+from dovetail.core.testing.rank_threads import on_threads
+from dovetail.plugins.adapter.config import LoRAConfig
+from dovetail.plugins.adapter.lora.adapters import LoRA
+from dovetail.plugins.model.config import LlamaConfig
+from dovetail.plugins.quant.config import FP8Config, Int8Config
+from dovetail.plugins.quant.fp8.quantizer import FP8
+from dovetail.plugins.quant.int8.quantizer import Int8
+
+from .checkpoints import random_tokens, save_random
+from .driver import CPU, Driver, build_model, load_model
+
+EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
+TOKENS = random_tokens(40, seed=3)
+
+
+def change(folder: Path, drop: str = "\n", **changed: torch.Tensor | None) -> None:
+    """Replace tensors of a checkpoint, add some, or leave them out, as those with `drop` in their names, and write all
+    to a single file."""
+    tensors: dict[str, torch.Tensor | None] = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= load_file(file)
+        file.unlink()
+    tensors = {name: tensor for name, tensor in tensors.items() if drop not in name} | changed
+    save_file({name: one for name, one in tensors.items() if one is not None}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [
+        (None, rf"describes: 1 missing \('{EXPERT}'\)"),
+        (
+            torch.zeros(48, 63),
+            rf"\.safetensors: tensor '{EXPERT}' has shape \(48, 63\) .*48 outputs and 64 inputs",
+        ),
+        (torch.zeros(48, 64, dtype=torch.int8), rf"\.safetensors: tensor '{EXPERT}' is int8 in the checkpoint"),
+    ],
+    ids=["missing", "truncated", "integers"],
+)
+def test_an_expert_that_does_not_fit_is_named_with_its_file(tensor, words, tmp_path, capsys):
+    save_random(tmp_path, "qwen3_moe")
+    change(tmp_path, **{EXPERT: tensor})
+    model = build_model(LlamaConfig(path=str(tmp_path)), device="meta")
+    with pytest.raises(ConfigError, match=words):
+        model.check_checkpoint(open_checkpoint(tmp_path))
+
+
+def test_adapters_of_experts_are_refused(tmp_path):
+    """The adapter has matrices of experts; attention's would work."""
+    save_random(tmp_path, "mixtral")
+    lora = LoRA(LoRAConfig(slots=1), CPU, torch.float32)
+    model = load_model(tmp_path, adapters=lora)
+    lora.allocate()
+    name = "base_model.model.model.layers.0.block_sparse_moe.experts.1.w1.lora_{}.weight"
+    (adapter := tmp_path / "adapter").mkdir()
+    save_file(
+        {name.format("A"): torch.ones(4, 64), name.format("B"): torch.ones(96, 4)},
+        adapter / "adapter_model.safetensors",
+    )
+    (adapter / "adapter_config.json").write_text(
+        '{"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["w1"]}'
+    )
+    with pytest.raises(RequestError, match="no linear layer 'model.layers.0.block_sparse_moe.experts.1.w1' to adapt"):
+        lora.read("a@1", adapter)
+    assert model.build.adapters is lora
+
+
+@pytest.mark.parametrize("variant", ["mixtral", "qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize("quantizer", [FP8(FP8Config()), Int8(Int8Config())], ids=["fp8", "int8"])
+def test_quantized_experts_are_near_plain_ones(quantizer, variant, tmp_path):
+    """FP8 by products of all experts, INT8 by the default loop. Errors are those of 8 bits; later tokens attend to
+    those that selected another expert."""
+    save_random(tmp_path, variant)
+    expected = Driver(load_model(tmp_path)).step([("a", TOKENS)])[0]
+    got = Driver(load_model(tmp_path, quantizer=quantizer)).step([("a", TOKENS)], padding=3)[0]
+    error_T = ((got - expected).norm(dim=1) / expected.norm(dim=1))[:9]
+    assert 1e-4 < error_T.median() < 0.25
+
+
+def test_layers_for_multi_token_prediction_are_skipped(tmp_path):
+    """GLM-4.5 has them behind the last layer."""
+    save_random(tmp_path, "glm4_moe")
+    expected = Driver(load_model(tmp_path)).step([("a", TOKENS)])[0]
+    behind = ("model.layers.3.eh_proj.weight", "model.layers.3.mlp.gate.weight")
+    change(tmp_path, **{name: torch.ones(2, 2) for name in behind})
+    assert torch.equal(Driver(load_model(tmp_path)).step([("a", TOKENS)])[0], expected)
+    change(tmp_path, **{"model.layers.30.x.weight": torch.ones(2)})
+    with pytest.raises(ConfigError, match=r"1 unexpected \('model.layers.30.x.weight'\)"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("variant", ["mixtral", "glm4_moe"])
+def test_stacked_experts_are_read_too(variant, tmp_path):
+    """The layout of transformers' own modules: a tensor for each matrix of all experts, on one rank and on two."""
+    model = save_random(tmp_path, variant)
+    expected = Driver(load_model(tmp_path)).step([("a", TOKENS)])[0]
+    change(tmp_path, drop=".experts.", **{n: w.clone() for n, w in model.state_dict().items() if ".experts." in n})
+    checkpoint = open_checkpoint(tmp_path)
+    assert any(len(header.shape) == 3 for header in checkpoint.tensors().values())
+    build_model(LlamaConfig(path=str(tmp_path)), device="meta").check_checkpoint(checkpoint)
+    assert torch.equal(Driver(load_model(tmp_path)).step([("a", TOKENS)])[0], expected)
+    for got in on_threads(2, lambda ranks: Driver(load_model(tmp_path, collective=ranks)).step([("a", TOKENS)])[0]):
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+    (name, *_) = (name for name in checkpoint.tensors() if name.endswith("gate_up_proj"))
+    change(tmp_path, **{name: torch.zeros(3, 4, 5)})
+    with pytest.raises(
+        ConfigError, match=rf"model.safetensors: .*{name}' has shape \(3, 4, 5\) .* must have \d matrices"
+    ):
+        build_model(LlamaConfig(path=str(tmp_path)), device="meta").check_checkpoint(open_checkpoint(tmp_path))
+
+
+def test_uniform_routing_runs_in_the_engine():
+    words = "model=qwen3_30b_a3b model.routing=uniform model.hf.num_hidden_layers=2 model.hf.hidden_size=64 "
+    words += "model.hf.num_attention_heads=2 model.hf.num_key_value_heads=1 model.hf.head_dim=32 engine.device=cpu "
+    words += "model.hf.moe_intermediate_size=16 model.hf.num_experts=16 engine.max_len=64 engine.kv_pages=64"
+    with LLM(overrides=words.split()) as llm:
+        (result,) = llm.generate([[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
+    assert len(result.token_ids) == 4
+    assert cli.main([*words.split(), "model.load=auto"]) == 2
