@@ -54,6 +54,8 @@ class _Watched(Drafter):
         self.inner = drafter
         self.ctx: DraftContext | None = None
         self.draft: Draft | None = None
+        self.observed: tuple[FedTokens, Hidden] | None = None
+        """Latest arguments of `observe`."""
         self.changed = False
         """Whether `propose` changed one of its inputs."""
 
@@ -68,6 +70,7 @@ class _Watched(Drafter):
         self.inner.join(slots_J, computed_J)
 
     def observe(self, fed: FedTokens, hidden: Hidden) -> None:
+        self.observed = fed, hidden
         self.inner.observe(fed, hidden)
 
     def propose(self, ctx: DraftContext) -> Draft:

@@ -234,6 +234,16 @@ class DrafterContract:
             with torch.inference_mode(), NoHostSync("propose"):
                 bench.drafter.propose(bench.watched.ctx)
 
+    def test_observe_does_not_wait_for_the_device(self) -> None:
+        bench = self.bench()
+        for chunk, histories in enumerate(self.loads(), start=1):
+            bench.seat(histories, chunk=chunk)
+            for drafts in (True, False):
+                bench.verify({}, drafts=drafts)
+                if bench.lookahead:
+                    with torch.inference_mode(), NoHostSync("observe"):
+                        bench.drafter.observe(*bench.watched.observed)
+
     # Steps
 
     def test_rejected_drafts_leave_nothing_behind(self) -> None:

@@ -27,18 +27,18 @@ class MedusaShape:
 
     @property
     def spec(self) -> ModelSpec | None:
-        """The heads as a model without attention; None = their size is not stated."""
+        """The heads as a layer whose attention has no channels, so no KV; None = their size is not stated."""
         if self.hidden is None or self.vocab is None:
             return None
         blocks = self.heads * self.layers * self.hidden
         return ModelSpec(
             architecture="medusa",
             vocab=self.vocab,
-            layers=0,
+            layers=1,
             hidden=self.hidden,
             heads=1,
             kv_heads=1,
-            head_dim=self.hidden,
+            head_dim=0,
             intermediate=self.hidden,
             max_len=1,
             dtype="float16",

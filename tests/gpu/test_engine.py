@@ -43,7 +43,7 @@ def test_float32_tokens_equal_the_cpu_reference(reference: list[list[int]], dept
 
 
 @pytest.mark.parametrize("graphs", ["true", "false"])
-@pytest.mark.parametrize("drafter", ["none", "ngram", "draft_model"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "draft_model", "eagle_tiny"])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_graphs_and_paged_kernels_give_the_reference_tokens(
     reference: list[list[int]], depth: int, drafter: str, graphs: str
@@ -72,7 +72,7 @@ def test_drafts_of_the_target_itself_are_accepted(budget: int) -> None:
     assert counters.drafted > 100 and counters.accepted > 0.97 * counters.drafted
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram", "draft_model"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "draft_model", "eagle3_tiny", "medusa_tiny"])
 @pytest.mark.parametrize("budget", [24, 200])
 def test_graphs_of_mixed_steps_give_the_reference_tokens(
     reference: list[list[int]], drafter: str, budget: int, monkeypatch: pytest.MonkeyPatch

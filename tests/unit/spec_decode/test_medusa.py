@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dovetail.core.compose import Host
+from dovetail.core.compose import Host, compose
+from dovetail.core.engine.cost import bind_cost
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import FedTokens, Hidden
 from dovetail.core.testing.draft_bench import Bench
@@ -90,5 +91,12 @@ def test_its_size_is_planned(own: bool, tmp_path: Path) -> None:
     part = small_composition(*words).part("spec_decode")
     facts = part.facts()
     assert facts.spec.parameters.total == sum(t.numel() for t in medusa_tensors(own=own).values())
-    assert (facts.lookahead, facts.weight_bits) == (3, 8.0)
+    assert (facts.lookahead, facts.weight_bits, facts.spec.kv_bytes_per_token(2)) == (3, 8.0, 0)
     assert part.capabilities(Host(device="cpu")).provides["drafts"] is True
+
+
+def test_the_time_of_drafting_is_predicted() -> None:
+    """A cost model counts a pass over all heads for each draft."""
+    composition = compose(["app=plan", "cost=h200", "model=llama3_8b", "spec_decode=medusa_llama3_8b"])
+    cost = bind_cost(composition, composition.part("model").facts(), "cuda")
+    assert cost is not None and 1e-3 < cost.draft_seconds(1, 4, 1000) < 4 * cost.decode_seconds(1, 1000)
