@@ -58,7 +58,7 @@ def card(site, tmp_path_factory):
     check = words(
         "app=check", "check.package=acme", engine, "check.rounds=0", "check.out=card.json", "check.html=a.html"
     )
-    ((code, out),) = run_all(work, check, path=(site,))
+    ((code, out),) = run_all(work, check, path=(site,), timeout=1000 if ALL else 220)
     assert code == 0, out
     assert "report card of acme 0.1.0" in out and out.rstrip().endswith("passed")
     assert "<h1>Report card of acme 0.1.0</h1>" in (work / "a.html").read_text()
@@ -92,7 +92,7 @@ def test_one_installs_with_pip_and_runs(generated, tmp_path):
     site, small = pip_install(generated["scheduler"], tmp_path / "site"), ("engine.device=cpu", "engine.kv_pages=128")
     run = words("scheduler=acme_scheduler_variant", "generate.max_tokens=2", *small)
     check = words("app=check", "check.package=dovetail-acme-scheduler", "check.rounds=2", "check.out=a.json", *small)
-    (ran, out), *checked = run_all(tmp_path, run, *([check] if ALL else []), path=(site,))
+    (ran, out), *checked = run_all(tmp_path, run, *([check] if ALL else []), path=(site,), timeout=600)
     assert ran == 0, out
     for code, out in checked:
         assert code == 0, out
