@@ -95,13 +95,13 @@ def composing(*these: str, **env: str) -> Words:
     return words(*these, "--cfg", "job", **env)
 
 
-def run_all(folder: Path, *lines: Words, path: tuple[Path, ...] = ()) -> list[tuple[int, str]]:
+def run_all(folder: Path, *lines: Words, path: tuple[Path, ...] = (), timeout: float = 220) -> list[tuple[int, str]]:
     """Run command lines in one process with these folders on the path; return the exit code and output of each."""
     files = folder / "jobs.json", folder / "results.json"
     files[0].write_text(json.dumps([{**line.job, "cwd": str(line.cwd or folder)} for line in lines]))
     argv = [sys.executable, str(ROOT / "tests" / "driver.py"), *map(str, files)]
     done = subprocess.run(
-        argv, cwd=folder, env=environment(path), capture_output=True, text=True, timeout=220, check=False
+        argv, cwd=folder, env=environment(path), capture_output=True, text=True, timeout=timeout, check=False
     )
     assert done.returncode == 0, done.stderr
     return [(result["code"], result["out"]) for result in json.loads(files[1].read_text())]

@@ -64,8 +64,8 @@ def site(tmp_path):
 def test_faults_are_in_the_report_card(dovetail, site, tmp_path):
     check = words("app=check", "check.package=faulty", "check.rounds=0", "check.out=card.json", "check.html=card.html")
     refused = {
-        "check.package=broken": "it registers no component that works: entry point broken: ModuleNotFoundError",
-        "check.package=empty": "no such package registers a component",
+        "check.package=broken": "it provides nothing that works: entry point broken: ModuleNotFoundError",
+        "check.package=empty": "no such package provides anything",
         "check.package=faulti": "Did you mean `faulty`?",
         "check.package=dovetail": "is built in",
         "check.component=scheduler/fcfs": "is built in",

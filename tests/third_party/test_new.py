@@ -58,7 +58,7 @@ def card(site, tmp_path_factory):
     check = words(
         "app=check", "check.package=acme", engine, "check.rounds=0", "check.out=card.json", "check.html=a.html"
     )
-    ((code, out),) = run_all(work, check, path=(site,))
+    ((code, out),) = run_all(work, check, path=(site,), timeout=1000 if ALL else 220)
     assert code == 0, out
     assert "report card of acme 0.1.0" in out and out.rstrip().endswith("passed")
     assert "<h1>Report card of acme 0.1.0</h1>" in (work / "a.html").read_text()
@@ -88,19 +88,16 @@ def test_each_kind_passes_as_generated(card, kind):
 
 
 def test_one_installs_with_pip_and_runs(generated, tmp_path):
-    """Its report card includes runs in an engine; the nightly script's also a benchmark, which starts processes."""
-    site, rounds = pip_install(generated["scheduler"], tmp_path / "site"), 2 if ALL else 0
-    small = ("engine.device=cpu", "engine.kv_pages=128")
-    check = words(
-        "app=check", "check.package=dovetail-acme-scheduler", f"check.rounds={rounds}", "check.out=a.json", *small
-    )
+    """CI checks a package that pip installed with docs/first-plugin.md, the nightly script here, with a benchmark."""
+    site, small = pip_install(generated["scheduler"], tmp_path / "site"), ("engine.device=cpu", "engine.kv_pages=128")
     run = words("scheduler=acme_scheduler_variant", "generate.max_tokens=2", *small)
-    (code, out), (ran, said) = run_all(tmp_path, check, run, path=(site,))
-    assert (code, ran) == (0, 0), out + said
-    card = json.loads((tmp_path / "a.json").read_text())
-    assert [group["title"].rpartition(": ")[2] for group in card["groups"][1:]] == ["contract", "in an engine"]
-    for benchmark in card["benchmarks"]:
-        (row,) = benchmark["rows"]
+    check = words("app=check", "check.package=dovetail-acme-scheduler", "check.rounds=2", "check.out=a.json", *small)
+    (ran, out), *checked = run_all(tmp_path, run, *([check] if ALL else []), path=(site,), timeout=600)
+    assert ran == 0, out
+    for code, out in checked:
+        assert code == 0, out
+        card = json.loads((tmp_path / "a.json").read_text())
+        ((row,),) = (benchmark["rows"] for benchmark in card["benchmarks"])
         assert (row["variant"], row["greedy_tokens_equal"]) == ("scheduler=acme_scheduler", 1.0)
         assert row["changes"]["output_tokens_per_s"]["low"] > 0
 

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from dovetail.core.compose import KINDS, Composition, Registered, Registry
+from dovetail.core.compose import KINDS, Composition, Package, Registered, Registry
 from dovetail.core.compose.wording import did_you_mean, listing
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces.app import App
@@ -28,21 +28,21 @@ class CheckApp(App):
         config, registry = self.config, composition.registry
         check_writable(config.out, "check.out")
         check_writable(config.html, "check.html")
-        found = of_package(registry, config.package) if config.package else [one(registry, config.component or "")]
+        package = of_name(registry, config.package) if config.package else None
+        found = components(registry, package) if package else [one(registry, config.component or "")]
         _check_beside(registry, config.beside, found)
-        package = str(found[0].package) if config.package else None
         card: dict[str, Any] = {
             "schema": SCHEMA,
-            "checked": package or config.component,
+            "checked": str(package) if package else config.component,
             "dovetail": version("dovetail"),
-            "packages": sorted({str(registered.package) for registered in found}),
+            "package": str(package or found[0].package),
             "confidence": CONFIDENCE,
             "benchmarks": [],
         }
         console = line_console()
         with bar(console, "tests"), phases_in_lines(console, "check") as progress:
             progress("tests", None)
-            chosen = groups(found[0].package.name if config.package else None, found, engine=config.engine)
+            chosen = groups(package.name if package else None, found, engine=config.engine)
             card["groups"] = run(chosen, config.timeout)
             if config.rounds and not failed(card):
                 progress("benchmark", None)
@@ -51,25 +51,34 @@ class CheckApp(App):
             print(json.dumps(card, indent=1))
         else:
             print_card(card)
-        for path, text in ((config.out, json.dumps(card, indent=1) + "\n"), (config.html, html(card))):
-            if path is not None:
-                Path(path).write_text(text, encoding="utf-8")
+        if config.out is not None:
+            Path(config.out).write_text(json.dumps(card, indent=1) + "\n", encoding="utf-8")
+        if config.html is not None:
+            Path(config.html).write_text(html(card), encoding="utf-8")
         return 1 if failed(card) else 0
 
 
-def of_package(registry: Registry, package: str) -> list[Registered]:
-    """Return the components of a package, in the order of the kinds. Raises ConfigError if it has none."""
-    found = [r for r in registry.registered.values() if r.package.name == package]
-    _refuse_builtin(found, f"check.package={package}")
-    if not found:
-        reasons = [p.reason for p in registry.problems if p.package.partition(" ")[0] == package]
-        if reasons:
-            raise ConfigError(f"check.package={package}: it registers no component that works: {'; '.join(reasons)}")
-        there = sorted({r.package.name for r in registry.registered.values() if not r.package.is_builtin})
-        raise ConfigError(
-            f"check.package={package}: no such package registers a component.{did_you_mean(package, there)} "
-            f"Packages: {listing(there)}."
-        )
+def of_name(registry: Registry, name: str) -> Package:
+    """Return the package of this name. Raises ConfigError if it provides nothing that works."""
+    provided = (*registry.config_dirs, *registry.tuning_tables, *registry.checkpoint_readers)
+    found = {package.name: package for package, _ in provided}
+    found |= {r.package.name: r.package for r in registry.registered.values()}
+    if name in found:
+        if found[name].is_builtin:
+            raise _builtin(f"check.package={name}")
+        return found[name]
+    if reasons := [problem.reason for problem in registry.problems if problem.package.partition(" ")[0] == name]:
+        raise ConfigError(f"check.package={name}: it provides nothing that works: {'; '.join(reasons)}")
+    there = sorted(other for other, package in found.items() if not package.is_builtin)
+    raise ConfigError(
+        f"check.package={name}: no such package provides anything.{did_you_mean(name, there)} "
+        f"Packages: {listing(there)}."
+    )
+
+
+def components(registry: Registry, package: Package) -> list[Registered]:
+    """Return what a package registers, in the order of the kinds."""
+    found = [r for r in registry.registered.values() if r.package == package]
     return sorted(found, key=lambda r: list(KINDS).index(r.component.kind))
 
 
@@ -82,13 +91,13 @@ def one(registry: Registry, component: str) -> Registered:
             f"Kinds: {listing(KINDS)}."
         )
     found = registry.get(kind, name)
-    _refuse_builtin([found], f"check.component={component}")
+    if found.package.is_builtin:
+        raise _builtin(f"check.component={component}")
     return found
 
 
-def _refuse_builtin(found: Sequence[Registered], what: str) -> None:
-    if found and found[0].package.is_builtin:
-        raise ConfigError(f"{what} is built in: its own tests are in tests/contract")
+def _builtin(what: str) -> ConfigError:
+    return ConfigError(f"{what} is built in: its own tests are in tests/contract")
 
 
 def _check_beside(registry: Registry, beside: Sequence[str], found: Sequence[Registered]) -> None:
