@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
-DECODERS = ("_from", "_integer", "decode_uint4", "decode_int4", "decode_e2m1", "decode_nf4")
+DECODERS = (
+    *("_from", "_integer", "decode_uint4", "decode_int4", "decode_e2m1", "decode_nf4"),
+    *("_byte", "decode_uint8", "decode_int8", "decode_int6", "decode_e4m3_code"),
+)
 ELSEWHERE = {
     "dovetail.core.ops.kernels.e4m3:decode_e4m3_words": "inline assembly: unit/ops/test_kernels.py on a GPU",
     **dict.fromkeys(

@@ -36,6 +36,8 @@ class WeightFormat:
     """Whether each group has a zero, in units of decoded values."""
     e4m3: bool = False
     """Whether decoded values, less uint8 zeros up to the largest code, are exact in E4M3."""
+    narrow_words: bool = False
+    """Whether `decode_words` also serves E4M3. Others are decoded to fp16 first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.host import shared_bytes
 from dovetail.core.ops.tile_choice import MOST_ROWS, choose
 from dovetail.core.ops.tiles import MatmulTile
@@ -20,8 +21,10 @@ from dovetail.core.ops.tiles import MatmulTile
 log = logging.getLogger(__name__)
 
 HOPPER = (9, 0)
-KINDS = {torch.bfloat16: "bf16", torch.float16: "bf16", torch.float8_e4m3fn: "fp8"}
-"""Weight dtypes for which the kernel was tuned."""
+KINDS = {torch.bfloat16: "bf16", torch.float16: "bf16", torch.float8_e4m3fn: "fp8", torch.int8: "int8"}
+"""Weight dtypes for which the kernel has tiles."""
+LEAST_INT8_ROWS, INT8_MULTIPLE = 24, 8
+"""The library multiplies int8 matrices of at least so many rows, and of a multiple."""
 IMPRECISE = 128
 """Number of 8-bit products that the tensor core sums in its accumulator of fewer bits before adding to float32."""
 MOST_UNSCALED = 256
@@ -80,6 +83,29 @@ def scaled_matmul(
         use_fast_accum=fast_accum,
     ).to(dtype)
     return y_TO if bias_O is None or fused is not None else y_TO + bias_O
+
+
+def int8_matmul(
+    x_TI: torch.Tensor,
+    weight_OI: torch.Tensor,
+    x_scale_T1: torch.Tensor,
+    weight_scale_O: torch.Tensor,
+    bias_O: torch.Tensor | None,
+    dtype: torch.dtype,
+    counts: torch.Tensor,
+) -> torch.Tensor:
+    """(x @ weight^T) * x_scale * weight_scale + bias of int8 x and weight, in `dtype`. `counts`: as in
+    scaled_matmul."""
+    if not x_TI.is_cuda:
+        y_TO = torch._int_mm(x_TI, weight_OI.t()) * x_scale_T1 * weight_scale_O
+        return (y_TO if bias_O is None else y_TO + bias_O).to(dtype)
+    from dovetail.core.ops.kernels.matmul import matmul_triton, rescale_triton
+
+    if (tile := _tile(x_TI, weight_OI)) is not None:
+        return matmul_triton(x_TI, weight_OI, tile, counts, x_scale_T1, weight_scale_O, bias_O, dtype)
+    rows = max(LEAST_INT8_ROWS, ceil_div(len(x_TI), INT8_MULTIPLE) * INT8_MULTIPLE)
+    sums_TO = torch._int_mm(F.pad(x_TI, (0, 0, 0, rows - len(x_TI))), weight_OI.t())[: len(x_TI)]
+    return rescale_triton(sums_TO, x_scale_T1, weight_scale_O, bias_O, dtype)
 
 
 def unscaled_matmul(

@@ -88,10 +88,11 @@ def multiplies_e4m3(packed: PackedWeight) -> bool:
 
 
 def specializes(packed: PackedWeight, dtype: torch.dtype) -> bool:
-    """Return whether Hopper's kernel can multiply x of this dtype: codes of 4 bits with whole zeros, strips of LANES
-    inputs that share a scale, and rows of x that a tensor map can read."""
+    """Return whether Hopper's kernel can multiply x of this dtype: words that can be decoded, whole zeros, strips of
+    LANES inputs or half as many that share a scale, and rows of x that a tensor map can read."""
     whole_zeros = packed.zero is None or packed.zero.dtype is torch.uint8
-    strips = packed.format.decode_words is not None and packed.group % LANES == 0
+    whole_strips = packed.group % LANES == 0 or (packed.group == LANES // 2 and dtype is not E4M3)
+    strips = packed.format.decode_words is not None and whole_strips
     return whole_zeros and strips and dtype is not torch.float32 and packed.inputs * dtype.itemsize % 16 == 0
 
 

@@ -37,8 +37,9 @@ SHAPES = (
 )
 """Tokens of a tile, consumer warp groups, and programs of an SM for which threads of specialized_packed have enough
 registers."""
-SPILLING_SUMS = {(64, 2, 2), (128, 1, 2)}
-"""Those where E4M3, which keeps the sums of groups apart, needs more registers."""
+SPILLING = {(64, 2, 2), (128, 1, 2)}
+"""Those where E4M3, which keeps the sums of groups apart, needs more registers, and so do the scales of groups smaller
+than a strip. The latter leave room for two programs of an SM at most, and one box of a block."""
 CYCLES = {16: 1.0, 32: 1.1, 64: 1.4, 128: 2.1}
 """Relative time to decode a weight and to multiply it with so many tokens."""
 SPLIT, SPLIT_SUM = 32 << 10, 8
@@ -81,7 +82,7 @@ def _choose(
         if tile is None or (tile.tma and not hopper):
             return None if tile is None else packed_tile(*shape, *how)
         return tile if tile.fits_32_bits(*shape) else None
-    return (specialized_tile(*shape, *how) if hopper else None) or packed_tile(*shape, *how)
+    return (specialized_tile(*shape, *how, facts["group"]) if hopper else None) or packed_tile(*shape, *how)
 
 
 def packed_tile(
@@ -106,7 +107,7 @@ def packed_tile(
 
 
 def specialized_tile(
-    rows: int, outputs: int, inputs: int, bits: int, itemsize: int, processors: int, shared: int
+    rows: int, outputs: int, inputs: int, bits: int, itemsize: int, processors: int, shared: int, group: int = 0
 ) -> MatmulTile | None:
     """Return the rule's tile for specialized_packed: the one that gives the busiest SM the least to decode, in cycles
     as they were measured on an H100 (app=tune measures others)."""
@@ -131,20 +132,23 @@ def specialized_tile(
 
     tiles = [
         tile
-        for tile in specialized_tiles(rows, outputs, inputs, bits, itemsize, processors, shared)
+        for tile in specialized_tiles(rows, outputs, inputs, bits, itemsize, processors, shared, group)
         if tile.inputs == WORDS * 32 // bits
     ]
     return min(tiles, key=cycles, default=None)
 
 
 def specialized_tiles(
-    rows: int, outputs: int, inputs: int, bits: int, itemsize: int, processors: int, shared: int
+    rows: int, outputs: int, inputs: int, bits: int, itemsize: int, processors: int, shared: int, group: int = 0
 ) -> Iterator[MatmulTile]:
     """Yield specialized_packed's tiles with as many blocks in flight as fit, and the ways to distribute their work:
     tiles as a whole or in equal parts, at most as many as run at a time, or equal ranges of all units (Stream-K)."""
     most = max(16, 1 << (rows - 1).bit_length())
     for (tokens, groups, residents), boxes in product(SHAPES, (1, 2)):
-        if tokens > most or tokens < min(most, 64) or (itemsize == 1 and (tokens, groups, residents) in SPILLING_SUMS):
+        fine, spills = 0 < group < WORDS, (tokens, groups, residents) in SPILLING
+        if tokens > most or tokens < min(most, 64) or ((itemsize == 1 or fine) and spills):
+            continue
+        if fine and (boxes > 1 or residents > 2):
             continue
         base = MatmulTile(*(tokens, 64 * groups, boxes * WORDS * 32 // bits, 4 * groups), tma=True, residents=residents)
         room = (SM_SHARED if shared >= HOPPER_SHARED else shared) // residents - RESERVED

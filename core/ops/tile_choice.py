@@ -33,11 +33,11 @@ def choose(
 ) -> MatmulTile | None:
     """Return the kernel's tile for x [rows, inputs] @ weight [outputs, inputs]^T, or None if the library is faster.
 
-    `kind` is the weight's: "fp8" or "bf16". `device` and `processors` are the GPU's name and number of SMs. The
-    installed entry with the next higher number of rows applies. For shapes without entries, fp8 follows a rule, since
-    the library is slow for few rows with per-row scales, and bf16 uses the library. With `prefetch` false, the GPU
-    cannot run Hopper's kernels, and the rule replaces their tiles. `shared`: bytes of shared memory that a program may
-    use.
+    `kind` is the weight's: "fp8", "int8" or "bf16". `device` and `processors` are the GPU's name and number of SMs. The
+    installed entry with the next higher number of rows applies. For shapes without entries, 8 bits follow a rule,
+    since the library is slow for few rows with per-row scales, and bf16 uses the library. With `prefetch` false, the
+    GPU cannot run Hopper's kernels, and the rule replaces their tiles. `shared`: bytes of shared memory that a program
+    may use.
     """
     return _choose(installed(), rows, outputs, inputs, kind, device, processors, prefetch, shared)
 
@@ -55,7 +55,7 @@ def _choose(
     shared: int,
 ) -> MatmulTile | None:
     key = matmul_key(kind, outputs, inputs)
-    ruled = by_rule(rows, outputs, processors, shared) if kind == "fp8" else None
+    ruled = None if kind == "bf16" else by_rule(rows, outputs, processors, shared)
     tile = ruled
     if choices.tuned(OP, device, key):
         choice = choices.find(OP, device, key, rows)
@@ -66,7 +66,7 @@ def _choose(
 
 
 def by_rule(rows: int, outputs: int, processors: int, shared: int) -> MatmulTile | None:
-    """Return the tile for FP8 and few rows: 64 outputs, and split in two if the tiles fill at most half of the SMs.
+    """Return the tile for 8 bits and few rows: 64 outputs, and split in two if the tiles fill at most half of the SMs.
     Where each SM runs several programs, and where shared memory is small, fewer blocks are in flight."""
     if rows > MOST_ROWS:
         return None

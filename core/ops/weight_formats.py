@@ -47,10 +47,12 @@ INT4 = WeightFormat(
     *("int4", 4, 4, partial(_integer, offset=8), _decoder("decode_int4"), _decoder("decode_int4_words")), e4m3=True
 )
 """Codes are offset by 8."""
-INT6 = WeightFormat("int6", 6, 8, partial(_integer, offset=32), _decoder("decode_int6"))
+INT6 = WeightFormat("int6", 6, 8, partial(_integer, offset=32), _decoder("decode_int6"), _decoder("decode_int6_words"))
 """Codes are offset by 32, as in Q6_K of GGUF."""
-UINT8 = WeightFormat("uint8", 8, 8, partial(_integer, offset=0), _decoder("decode_uint8"), zero=True)
-INT8 = WeightFormat("int8", 8, 8, partial(_integer, offset=128), _decoder("decode_int8"))
+UINT8 = WeightFormat(
+    "uint8", 8, 8, partial(_integer, offset=0), _decoder("decode_uint8"), _decoder("decode_uint8_words"), zero=True
+)
+INT8 = WeightFormat("int8", 8, 8, partial(_integer, offset=128), _decoder("decode_int8"), _decoder("decode_int8_words"))
 """Codes are offset by 128."""
 E2M1 = WeightFormat(
     "e2m1",
@@ -73,4 +75,8 @@ BITSANDBYTES_FP4 = WeightFormat(
     _decoder("decode_bitsandbytes_fp4"),
     e4m3=True,
 )
-E4M3 = WeightFormat("e4m3", 8, 8, _e4m3, _decoder("decode_e4m3_code"), e4m3=True)
+E4M3 = WeightFormat(
+    *("e4m3", 8, 8, _e4m3, _decoder("decode_e4m3_code"), _decoder("decode_e4m3_code_words")),
+    e4m3=True,
+    narrow_words=True,
+)

@@ -63,8 +63,9 @@ class PackedMatmulTunable(Tunable):
     def candidates(self) -> Iterable[Choice]:
         facts = self.packed.format.stored_bits, self.itemsize, self.gpu.processors, self.gpu.shared
         hopper = self.gpu.hopper and specializes(self.packed, multiplied_dtype(self.x_dtype, self.packed))
-        ruled = [specialized_tile(*self.shape, *facts) if hopper else None, packed_tile(*self.shape, *facts)]
-        tiles = [*(specialized_tiles(*self.shape, *facts) if hopper else self._tiles())]
+        group = self.packed.group
+        ruled = [specialized_tile(*self.shape, *facts, group) if hopper else None, packed_tile(*self.shape, *facts)]
+        tiles = [*(specialized_tiles(*self.shape, *facts, group) if hopper else self._tiles())]
         return map(choice_of, dict.fromkeys(tile for tile in [*ruled, *tiles] if tile and self.admits(choice_of(tile))))
 
     def _tiles(self) -> Iterator[MatmulTile]:

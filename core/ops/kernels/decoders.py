@@ -100,6 +100,85 @@ def decode_int8(code, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _byte_words(words, AT: tl.constexpr, OFFSET: tl.constexpr, DTYPE: tl.constexpr):
+    """Return codes of 8 bits less OFFSET, which is 0, 32 or 128, two at a time."""
+    PLACE: tl.constexpr = AT // 8
+    # 2^23 and 1024, and the same plus the offset.
+    BIG: tl.constexpr = "0f4B000000" if OFFSET == 0 else "0f4B000020" if OFFSET == 32 else "0f4B000080"
+    SMALL: tl.constexpr = "0x64006400" if OFFSET == 0 else "0x64206420" if OFFSET == 32 else "0x64806480"
+    # A byte below the upper bytes of 2^23.
+    UNDER: tl.constexpr = ("0x7440", "0x7441", "0x7442", "0x7443")[PLACE]
+    BOTH: tl.constexpr = ("0x0040", "0x0051", "0x0062", "0x0073")[PLACE]
+    # bfloat16 has too few bits for the constant.
+    TO_BF16: tl.constexpr = (
+        "prmt.b32 x, $1, 0x4b000000, " + UNDER + "; prmt.b32 y, $2, 0x4b000000, " + UNDER
+        + "; mov.b32 a, x; mov.b32 b, y; sub.f32 a, a, " + BIG + "; sub.f32 b, b, " + BIG
+        + "; cvt.rn.bf16x2.f32 $0, b, a; "
+    )  # fmt: skip
+    TO_FP16: tl.constexpr = (
+        "prmt.b32 x, $1, $2, " + BOTH + "; prmt.b32 x, x, 0x64646464, 0x4140; mov.b32 y, " + SMALL
+        + "; sub.f16x2 $0, x, y; "
+    )  # fmt: skip
+    VALUES: tl.constexpr = TO_BF16 if DTYPE == tl.bfloat16 else TO_FP16
+    return tl.inline_asm_elementwise(
+        "{.reg .b32 x, y; .reg .f32 a, b; " + VALUES + "}", "=r,r,r", [words], dtype=DTYPE.value, is_pure=True, pack=2
+    )
+
+
+@triton.jit
+def decode_uint8_words(words, AT: tl.constexpr, DTYPE: tl.constexpr):
+    return _byte_words(words, AT, 0, DTYPE)
+
+
+@triton.jit
+def decode_int8_words(words, AT: tl.constexpr, DTYPE: tl.constexpr):
+    return _byte_words(words, AT, 128, DTYPE)
+
+
+@triton.jit
+def decode_int6_words(words, AT: tl.constexpr, DTYPE: tl.constexpr):
+    return _byte_words(words, AT, 32, DTYPE)
+
+
+@triton.jit
+def decode_e4m3_code_words(words, AT: tl.constexpr, DTYPE: tl.constexpr):
+    """No code may be NaN. E4M3 takes a multiple of four words per thread."""
+    PLACE: tl.constexpr = AT // 8
+    if DTYPE == tl.float8e4nv:
+        BOTH: tl.constexpr = ("0x0040; ", "0x0051; ", "0x0062; ", "0x0073; ")[PLACE]
+        return tl.inline_asm_elementwise(
+            "{.reg .b32 a, b; prmt.b32 a, $1, $2, " + BOTH + "prmt.b32 b, $3, $4, " + BOTH
+            + "prmt.b32 $0, a, b, 0x5410;}",
+            "=r,r,r,r,r",
+            [words],
+            dtype=tl.float8e4nv,
+            is_pure=True,
+            pack=4,
+        )  # fmt: skip
+    else:
+        BF16: tl.constexpr = DTYPE == tl.bfloat16
+        # To the upper byte of each half.
+        UPPER: tl.constexpr = ("0x4400; ", "0x5511; ", "0x6622; ", "0x7733; ")[PLACE]
+        FIELD: tl.constexpr = (
+            "shr.u32 field, code, 4; and.b32 field, field, 0x07f007f0; "
+            if BF16
+            else "shr.u32 field, code, 1; and.b32 field, field, 0x3f803f80; "
+        )
+        # 2^120 and 2^8, the ratios of the exponents' biases; the summand is -0.
+        RATIO: tl.constexpr = "mov.b32 none, 0x80008000; mov.b32 ratio, " + ("0x7b807b80; " if BF16 else "0x5c005c00; ")
+        TIMES: tl.constexpr = "fma.rn.bf16x2" if BF16 else "fma.rn.f16x2"
+        return tl.inline_asm_elementwise(
+            "{.reg .b32 code, field, ratio, none; prmt.b32 code, $1, $2, " + UPPER + FIELD
+            + "lop3.b32 field, code, 0x80008000, field, 0xea; " + RATIO + TIMES + " $0, field, ratio, none;}",
+            "=r,r,r",
+            [words],
+            dtype=DTYPE.value,
+            is_pure=True,
+            pack=2,
+        )  # fmt: skip
+
+
+@triton.jit
 def decode_e2m1(code, DTYPE: tl.constexpr):
     """FP4: a sign, 2 bits of exponent and 1 of mantissa."""
     if DTYPE == tl.bfloat16:

@@ -40,6 +40,7 @@ def _load(source, row, column, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.co
 @triton.jit
 def _write(acc, row_o, row_t, epilogue, size, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr):
     """Scale acc_OT, add the bias, round once and store."""
+    acc = acc.to(tl.float32)
     x_scale_ptr, x_scale_st, weight_scale_ptr, weight_scale_so, bias_ptr, out_ptr = epilogue
     tokens, outputs, _ = size
     o = row_o + tl.arange(0, BLOCK_O)
@@ -63,9 +64,9 @@ def _add(acc, x, weight, row_o, row_t, row_i, size, BLOCK_T: tl.constexpr, BLOCK
     w_OI = _load(weight, row_o, row_i, outputs, inputs, BLOCK_O, BLOCK_I, EVEN, TMA, "evict_first")
     x_TI = _load(x, row_t, row_i, tokens, inputs, BLOCK_T, BLOCK_I, EVEN, TMA, "evict_last")
     if SWAP:
-        acc = tl.dot(w_OI, x_TI.T, acc, max_num_imprecise_acc=IMPRECISE, input_precision=PRECISION)
+        acc = tl.dot(w_OI, x_TI.T, acc, max_num_imprecise_acc=IMPRECISE, input_precision=PRECISION, out_dtype=acc.dtype)
     else:
-        acc = tl.dot(x_TI, w_OI.T, acc, max_num_imprecise_acc=IMPRECISE, input_precision=PRECISION)
+        acc = tl.dot(x_TI, w_OI.T, acc, max_num_imprecise_acc=IMPRECISE, input_precision=PRECISION, out_dtype=acc.dtype)
     return acc
 
 
@@ -84,7 +85,7 @@ def _reduce_split(
     tl.debug_barrier()
     if tl.atomic_add(count_ptr + tile, done, sem="acq_rel") + done == blocks:
         tl.store(count_ptr + tile, 0)
-        total = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
+        total = tl.zeros((BLOCK_O, BLOCK_T), part_ptr.dtype.element_ty)
         first = ((start + 1) * programs - 1) // units
         last = ((start + blocks) * programs - 1) // units
         for program in range(first, last + 1):
@@ -96,13 +97,14 @@ def _reduce_split(
 @triton.jit
 def _run_units(x, weight, first, last, part_ptr, count_ptr, epilogue, size, cut, BLOCK_T: tl.constexpr,
                BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, SWAP: tl.constexpr,
-               IMPRECISE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+               IMPRECISE: tl.constexpr, PRECISION: tl.constexpr, SUM: tl.constexpr,
+               PDL: tl.constexpr):  # fmt: skip
     """Process units [first, last) of one tile."""
     t_tiles, blocks, units, programs = cut
     tile = first // blocks
     row_o = tile // t_tiles * BLOCK_O
     row_t = tile % t_tiles * BLOCK_T
-    acc = tl.zeros((BLOCK_O, BLOCK_T) if SWAP else (BLOCK_T, BLOCK_O), tl.float32)
+    acc = tl.zeros((BLOCK_O, BLOCK_T) if SWAP else (BLOCK_T, BLOCK_O), SUM)
     for block in range(first - tile * blocks, last - tile * blocks):
         acc = _add(acc, x, weight, row_o, row_t, block * BLOCK_I, size, BLOCK_T, BLOCK_O, BLOCK_I, EVEN, TMA, SWAP,
                    IMPRECISE, PRECISION)  # fmt: skip
@@ -169,9 +171,11 @@ def _matmul(
         first_lines = weight_ptr + row.to(tl.int64) * inputs + column
         prefetch(first_lines, (row < outputs) & (column < inputs))
     wait(PDL)
+    # Integers are summed as such.
+    SUM: tl.constexpr = tl.int32 if weight_ptr.dtype.element_ty == tl.int8 else tl.float32
     if ONE_TILE:
         _run_units(x, weight, lo, hi, part_ptr, count_ptr, epilogue, size, cut, BLOCK_T, BLOCK_O, BLOCK_I, EVEN, TMA,
-                   SWAP, IMPRECISE, PRECISION, PDL)  # fmt: skip
+                   SWAP, IMPRECISE, PRECISION, SUM, PDL)  # fmt: skip
     else:
         # The end of a tile begun by another program, whole tiles, and the beginning of a tile that another program
         # ends. Whole tiles form one loop, so the last matmuls of a tile overlap with the first loads of the next.
@@ -180,8 +184,8 @@ def _matmul(
         if part_ptr is not None:
             if whole_lo > lo:
                 _run_units(x, weight, lo, whole_lo, part_ptr, count_ptr, epilogue, size, cut, BLOCK_T, BLOCK_O, BLOCK_I,
-                           EVEN, TMA, SWAP, IMPRECISE, PRECISION, False)  # fmt: skip
-        acc = tl.zeros((BLOCK_O, BLOCK_T) if SWAP else (BLOCK_T, BLOCK_O), tl.float32)
+                           EVEN, TMA, SWAP, IMPRECISE, PRECISION, SUM, False)  # fmt: skip
+        acc = tl.zeros((BLOCK_O, BLOCK_T) if SWAP else (BLOCK_T, BLOCK_O), SUM)
         for unit in range(whole_lo, whole_hi):
             tile = unit // blocks
             block = unit - tile * blocks
@@ -192,11 +196,46 @@ def _matmul(
             if block == blocks - 1:
                 total = acc if SWAP else acc.T
                 _write(total, row_o, row_t, epilogue, size, BLOCK_T, BLOCK_O)
-                acc = tl.zeros((BLOCK_O, BLOCK_T) if SWAP else (BLOCK_T, BLOCK_O), tl.float32)
+                acc = tl.zeros((BLOCK_O, BLOCK_T) if SWAP else (BLOCK_T, BLOCK_O), SUM)
         if part_ptr is not None:
             if whole_hi < hi:
                 _run_units(x, weight, whole_hi, hi, part_ptr, count_ptr, epilogue, size, cut, BLOCK_T, BLOCK_O, BLOCK_I,
-                           EVEN, TMA, SWAP, IMPRECISE, PRECISION, False)  # fmt: skip
+                           EVEN, TMA, SWAP, IMPRECISE, PRECISION, SUM, False)  # fmt: skip
+
+
+@triton.jit
+def _rescale(
+    sums_ptr, x_scale_ptr, weight_scale_ptr, bias_ptr, out_ptr, outputs, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    announce(PDL)
+    o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = o < outputs
+    scale = tl.load(weight_scale_ptr + o, mask=inside, other=0.0)
+    bias = 0.0
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + o, mask=inside, other=0.0).to(tl.float32)
+    wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    sums = tl.load(sums_ptr + row * outputs + o, mask=inside, other=0).to(tl.float32)
+    y = sums * tl.load(x_scale_ptr + row) * scale + bias
+    tl.store(out_ptr + row * outputs + o, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def rescale_triton(
+    sums_TO: torch.Tensor,
+    x_scale_T1: torch.Tensor,
+    weight_scale_O: torch.Tensor,
+    bias_O: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return int32 sums * x_scale * weight_scale + bias, in `dtype`."""
+    tokens, outputs = sums_TO.shape
+    out_TO = torch.empty(tokens, outputs, dtype=dtype, device=sums_TO.device)
+    block = min(2048, triton.next_power_of_2(outputs))
+    _rescale[(tokens, triton.cdiv(outputs, block))](
+        sums_TO, x_scale_T1, weight_scale_O, bias_O, out_TO, outputs, BLOCK=block, num_warps=4, **dependent(sums_TO)
+    )
+    return out_TO
 
 
 def matmul_triton(
@@ -224,7 +263,8 @@ def matmul_triton(
         have, need = 0 if counts is None else counts.numel(), tile.counters(tokens, outputs, inputs)
         if have < need:
             raise ValueError(f"split tiles need {need} counters; `counts` has {have}")
-        parts = torch.empty(2 * programs * tile.tokens * tile.outputs, dtype=torch.float32, device=x_TI.device)
+        sums = torch.int32 if weight_OI.dtype is torch.int8 else torch.float32
+        parts = torch.empty(2 * programs * tile.tokens * tile.outputs, dtype=sums, device=x_TI.device)
     scales = (x_scale, _step(x_scale), weight_scale, _step(weight_scale))
     if tile.specialized:
         from dovetail.core.ops.kernels import specialized_matmul

@@ -46,7 +46,7 @@ def of_strip(source_ptr, o, outputs, groups, first, GROUP: tl.constexpr, STRIP: 
 def _range_of_tile(x_ptr, codes_ptr, scale_ptr, zero_ptr, first, last, row_o, row_t, size, words, groups,
                    BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, EVEN: tl.constexpr,
                    BITS: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, STRIP: tl.constexpr, RUN: tl.constexpr,
-                   SUMS: tl.constexpr, DECODE: tl.constexpr, WORDS: tl.constexpr,
+                   SUMS: tl.constexpr, DECODE: tl.constexpr, WORDS: tl.constexpr, NARROW: tl.constexpr,
                    PRECISION: tl.constexpr):  # fmt: skip
     """Return weight @ x^T of input blocks [first, last), float32 [BLOCK_O, BLOCK_T]. RUN: strips summed together."""
     tokens, outputs, inputs = size
@@ -54,11 +54,12 @@ def _range_of_tile(x_ptr, codes_ptr, scale_ptr, zero_ptr, first, last, row_o, ro
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     SCALE: tl.constexpr = scale_ptr.dtype.element_ty
     # E4M3 has no arithmetic, so words are decoded to float16, which holds its numbers.
-    CODE: tl.constexpr = tl.float16 if DTYPE == tl.float8e4nv and (WORDS or zero_ptr is not None) else DTYPE
+    WIDER: tl.constexpr = (WORDS and not NARROW) or zero_ptr is not None
+    CODE: tl.constexpr = tl.float16 if DTYPE == tl.float8e4nv and WIDER else DTYPE
     # Whole zeros are exact in 16 bits, and the product with a scale of few bits is rounded once.
     WHOLE_ZEROS: tl.constexpr = zero_ptr is None or zero_ptr.dtype.element_ty == tl.uint8
-    NARROW: tl.constexpr = WHOLE_ZEROS and (SUMS or SCALE == DTYPE or SCALE == tl.float8e4nv)
-    VALUE: tl.constexpr = CODE if NARROW else tl.float32
+    SHORT: tl.constexpr = WHOLE_ZEROS and (SUMS or SCALE == DTYPE or SCALE == tl.float8e4nv)
+    VALUE: tl.constexpr = CODE if SHORT else tl.float32
     FACTOR: tl.constexpr = tl.float32 if SUMS else VALUE
     o = row_o + tl.arange(0, BLOCK_O)
     t = row_t + tl.arange(0, BLOCK_T)
@@ -140,11 +141,12 @@ def _packed_matmul(
     SUMS: tl.constexpr,
     DECODE: tl.constexpr,
     WORDS: tl.constexpr,
+    NARROW: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """EVEN: the block width divides the number of inputs. GROUP: inputs of a scale. WORDS: whether DECODE
-    takes words and the bit of its codes in them."""
+    takes words and the bit of its codes in them. NARROW: whether it also returns E4M3."""
     epilogue = (x_scale_ptr, x_scale_st, row_scale_ptr, 1, bias_ptr, out_ptr)
     size = (tokens, outputs, inputs)
     cut = (t_tiles, blocks, units, programs)
@@ -164,7 +166,7 @@ def _packed_matmul(
         row_t = tile % t_tiles * BLOCK_T
         total = _range_of_tile(x_ptr, codes_ptr, scale_ptr, zero_ptr, first, last, row_o, row_t, size, words, groups,
                                BLOCK_T, BLOCK_O, BLOCK_I, EVEN, BITS, GROUP, LANES, STRIP, RUN, SUMS, DECODE,
-                               WORDS, PRECISION)  # fmt: skip
+                               WORDS, NARROW, PRECISION)  # fmt: skip
         if part_ptr is None:
             _write(total, row_o, row_t, epilogue, size, BLOCK_T, BLOCK_O)
         elif last - first == blocks:
@@ -249,6 +251,7 @@ def packed_matmul_triton(
         SUMS=group % LANES == 0 and (fp8 or 2 * tile.tokens <= LANES * run),
         DECODE=packed.format.decode_words if by_words else packed.format.decode,
         WORDS=by_words,
+        NARROW=packed.format.narrow_words,
         PRECISION="ieee" if x_TI.dtype == torch.float32 else "tf32",
         num_warps=tile.warps,
         num_stages=tile.stages,

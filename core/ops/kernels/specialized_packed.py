@@ -118,10 +118,12 @@ def _reduce_split(acc, tile, done, cut, part_ptr, count_ptr, GROUP_O: gl.constex
 
 
 @gluon.jit
-def _decode(words, strip: gl.constexpr, zero, scale, DECODE: gl.constexpr, DTYPE: gl.constexpr, BITS: gl.constexpr):
-    """Return a strip of the left operand [O, I]. `zero`, `scale`: [O] or None."""
+def _decode(words, strip: gl.constexpr, zero, scale, DECODE: gl.constexpr, DTYPE: gl.constexpr, BITS: gl.constexpr,
+            NARROW: gl.constexpr):  # fmt: skip
+    """Return a strip of the left operand [O, I]. `zero`, `scale`: [O] or None. NARROW: codes are E4M3, and DECODE
+    returns them as they are."""
     # E4M3 has no arithmetic, so words are decoded to float16, which holds its numbers.
-    CODE: gl.constexpr = gl.float16 if DTYPE == gl.float8e4nv else DTYPE
+    CODE: gl.constexpr = gl.float16 if DTYPE == gl.float8e4nv and not NARROW else DTYPE
     value = DECODE(words, strip * BITS, CODE)
     if zero is not None:
         # Whole zeros are exact in 16 bits.
@@ -135,10 +137,20 @@ def _decode(words, strip: gl.constexpr, zero, scale, DECODE: gl.constexpr, DTYPE
 
 
 @gluon.jit
+def _load_words(box, LEFT: gl.constexpr, PIECES: gl.constexpr):
+    """Return the words of a box as left operands of the same width: the first inputs of all strips, and so on."""
+    WIDE: gl.constexpr = LANES // PIECES
+    words = ()
+    for piece in gl.static_range(PIECES):
+        words += (box.slice(piece * WIDE, WIDE, 1).load(LEFT),)  # type: ignore[assignment]
+    return words
+
+
+@gluon.jit
 def _consume(rings, work, begin, split, weight, epilogue, size, GROUP_O: gl.constexpr,
              BLOCK_T: gl.constexpr, BOXES: gl.constexpr, X_BOXES: gl.constexpr, GROUPS: gl.constexpr,
              PLACES: gl.constexpr, BITS: gl.constexpr, GROUP: gl.constexpr, RUN: gl.constexpr, SUMS: gl.constexpr,
-             DECODE: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
+             STRIP: gl.constexpr, DECODE: gl.constexpr, NARROW: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
     """Consumer warp group for outputs [GROUP_O * WHICH, GROUP_O * (WHICH + 1)) of each tile."""
     x, codes, full, empty = rings
     lo, hi, blocks, t_tiles = work
@@ -147,8 +159,9 @@ def _consume(rings, work, begin, split, weight, epilogue, size, GROUP_O: gl.cons
     tokens, outputs = size
     DTYPE: gl.constexpr = x.dtype
     STRIPS: gl.constexpr = 32 // BITS
-    RUNS: gl.constexpr = STRIPS * BOXES // RUN
-    STEP: gl.constexpr = RUN * LANES
+    PIECES: gl.constexpr = LANES // STRIP
+    RUNS: gl.constexpr = STRIPS * BOXES * PIECES // RUN
+    STEP: gl.constexpr = RUN * STRIP
     X_STRIPS: gl.constexpr = STRIPS * BOXES // X_BOXES
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_T, 256 // DTYPE.primitive_bitwidth])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 32 // DTYPE.primitive_bitwidth)
@@ -179,17 +192,19 @@ def _consume(rings, work, begin, split, weight, epilogue, size, GROUP_O: gl.cons
             sums = acc
             for run in gl.static_range(RUNS):
                 before = sums
-                for strip in gl.static_range(run * RUN, run * RUN + RUN):
-                    if strip % STRIPS == 0:
-                        words = codes.index((place * BOXES + strip // STRIPS) * GROUPS + WHICH).load(LEFT)
+                for at in gl.static_range(run * RUN, run * RUN + RUN):
+                    if at % (STRIPS * PIECES) == 0:
+                        box = codes.index((place * BOXES + at // (STRIPS * PIECES)) * GROUPS + WHICH)
+                        words = _load_words(box, LEFT, PIECES)
                     zero = None if zero_ptr is None else zeros[run]
                     scale = None if SUMS else scales[run]
-                    w_OI = _decode(words, strip % STRIPS, zero, scale, DECODE, DTYPE, BITS)
-                    box = x.index(place * X_BOXES + strip // X_STRIPS)
-                    x_IT = box.slice(strip % X_STRIPS * LANES, LANES, 1).permute((1, 0))
+                    strip_words = words[at % PIECES]
+                    w_OI = _decode(strip_words, at // PIECES % STRIPS, zero, scale, DECODE, DTYPE, BITS, NARROW)
+                    x_box = x.index(place * X_BOXES + at // (X_STRIPS * PIECES))
+                    x_IT = x_box.slice(at % (X_STRIPS * PIECES) * STRIP, STRIP, 1).permute((1, 0))
                     if SUMS:
                         nothing = gl.zeros([GROUP_O, BLOCK_T], gl.float32, ACC)
-                        if strip == run * RUN:
+                        if at == run * RUN:
                             sums = warpgroup_mma(w_OI, x_IT, nothing, use_acc=False, is_async=True)
                         else:
                             sums = warpgroup_mma(w_OI, x_IT, sums, is_async=True)
@@ -248,12 +263,15 @@ def packed_specialized(
     GROUP: gl.constexpr,
     RUN: gl.constexpr,
     SUMS: gl.constexpr,
+    STRIP: gl.constexpr,
     DECODE: gl.constexpr,
+    NARROW: gl.constexpr,
     RESIDENTS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """A block has BOXES boxes of LANES words and X_BOXES of x. GROUPS: consumer warp groups, 1, 2 or 4. PLACES:
-    blocks in the ring. GROUP: inputs of a scale. RUN: strips that are summed together."""
+    blocks in the ring. GROUP: inputs of a scale. STRIP: inputs that are decoded together, LANES or half as many. RUN:
+    strips that are summed together."""
     GROUP_O: gl.constexpr = source.block_type.shape[0]
     BLOCK_T: gl.constexpr = x_source.block_type.shape[0]
     codes = gl.allocate_shared_memory(gl.int32, [PLACES * BOXES * GROUPS, GROUP_O, LANES], source.layout)
@@ -287,7 +305,7 @@ def packed_specialized(
         gl.warp_specialize(
             [
                 (_consume, (rings, work, begin, split, weight, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES,
-                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, DECODE, 0)),
+                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, STRIP, DECODE, NARROW, 0)),
                 (produce, (x_source, source, rings, work, unit, BOXES, X_BOXES, GROUPS, PLACES, PDL)),
             ],
             [1],
@@ -297,9 +315,9 @@ def packed_specialized(
         gl.warp_specialize(
             [
                 (_consume, (rings, work, begin, split, weight, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES,
-                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, DECODE, 0)),
+                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, STRIP, DECODE, NARROW, 0)),
                 (_consume, (rings, work, begin, split, weight, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES,
-                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, DECODE, 1)),
+                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, STRIP, DECODE, NARROW, 1)),
                 (produce, (x_source, source, rings, work, unit, BOXES, X_BOXES, GROUPS, PLACES, PDL)),
             ],
             [4, 1],
@@ -309,13 +327,13 @@ def packed_specialized(
         gl.warp_specialize(
             [
                 (_consume, (rings, work, begin, split, weight, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES,
-                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, DECODE, 0)),
+                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, STRIP, DECODE, NARROW, 0)),
                 (_consume, (rings, work, begin, split, weight, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES,
-                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, DECODE, 1)),
+                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, STRIP, DECODE, NARROW, 1)),
                 (_consume, (rings, work, begin, split, weight, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES,
-                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, DECODE, 2)),
+                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, STRIP, DECODE, NARROW, 2)),
                 (_consume, (rings, work, begin, split, weight, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES,
-                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, DECODE, 3)),
+                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, STRIP, DECODE, NARROW, 3)),
                 (produce, (x_source, source, rings, work, unit, BOXES, X_BOXES, GROUPS, PLACES, PDL)),
             ],
             [4, 4, 4, 1],
@@ -339,8 +357,10 @@ def launch_packed(
     warp_groups = tile.warps // 4
     t_tiles, tiles, blocks, programs = tile.launch(tokens, outputs, inputs)
     fp8 = x_TI.dtype is torch.float8_e4m3fn
+    strip = min(packed.group or LANES.value, LANES.value)
     # More FP8 products than a line has would lose bits in the tensor core's accumulator.
-    run = min(gcd(packed.group, tile.inputs) // LANES.value, LINE.value // LANES.value if fp8 else tile.inputs)
+    run = min(gcd(packed.group, tile.inputs) // strip, LINE.value // strip if fp8 else tile.inputs)
+    sums = fp8 or 4 * tile.tokens <= strip * run
     packed_specialized[(programs,)](
         tensor_map(x_TI, tile.tokens, readable_rows(x_TI, tile.tokens)),
         tensor_map(packed.codes, tile.outputs // warp_groups, outputs),
@@ -366,8 +386,10 @@ def launch_packed(
         BITS=packed.format.stored_bits,
         GROUP=packed.group or WHOLE,
         RUN=run,
-        SUMS=fp8 or 4 * tile.tokens <= LANES.value * run,
+        SUMS=sums,
+        STRIP=strip,
         DECODE=packed.format.decode_words,
+        NARROW=fp8 and packed.format.narrow_words,
         RESIDENTS=tile.residents,
         num_warps=4,
         maxnreg=launch_registers(warp_groups, tile.residents),

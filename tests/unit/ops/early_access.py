@@ -15,6 +15,7 @@ CONSTANTS = {
     "dovetail.core.ops.kernels.norm:_rms_norm": {"weight_ptr", "after_ptr"},
     "dovetail.core.ops.kernels.layernorm:_layer_norm": {"weight_ptr", "bias_ptr"},
     "dovetail.core.ops.kernels.matmul:_matmul": {"weight_ptr"},
+    "dovetail.core.ops.kernels.matmul:_rescale": {"weight_scale_ptr", "bias_ptr"},
     "dovetail.core.ops.kernels.packed_matmul:_packed_matmul": {"codes_ptr"},
     "dovetail.core.ops.kernels.prefetch_matmul:matmul_prefetching": {"weight_source", "weight_ptr"},
     "dovetail.core.ops.kernels.specialized_matmul:matmul_specialized": {"weight_source"},

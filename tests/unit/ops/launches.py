@@ -41,7 +41,7 @@ from dovetail.core.ops.gated import gelu_and_mul, silu_and_mul
 from dovetail.core.ops.kernels.matmul import matmul_triton
 from dovetail.core.ops.layernorm import layer_norm
 from dovetail.core.ops.logprobs import best_logprobs, logprobs_of
-from dovetail.core.ops.matmul import matmul, scaled_matmul
+from dovetail.core.ops.matmul import int8_matmul, matmul, scaled_matmul
 from dovetail.core.ops.norm import rms_norm
 from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
 from dovetail.core.testing.compiling import resources
@@ -194,6 +194,10 @@ def products() -> None:
     for outputs in (1280, 200064) if has_fp8() else ():
         for rows in (1, 64):
             multiply("fp8", rows, outputs, 4096 + 128)
+    for rows in (1, 64, 512)[:: 1 if EVERYTHING else 2]:
+        x, weight = cuda(rows, 4096, dtype=torch.int8), cuda(1280, 4096, dtype=torch.int8)
+        scales = cuda(rows, 1, dtype=FP32), cuda(1280, dtype=FP32)
+        int8_matmul(x, weight, *scales, cuda(1280), BF16, cuda(MOST_SHARED_TILES, dtype=INT32))
     # A table for any GPU may have tiles for 16 bits.
     tile = MatmulTile(16, 64, 64, split=2)
     matmul_triton(cuda(16, 4096), cuda(1280, 4096), tile, cuda(MOST_SHARED_TILES, dtype=INT32))

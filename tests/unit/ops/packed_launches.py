@@ -64,6 +64,8 @@ def decode_everything(words_ptr, out_ptr):
     for half in tl.static_range(2):
         total += decoders.decode_uint4_words(words, half * 16, DTYPE) + decoders.decode_int4_words(words, 4, DTYPE)
         total += decoders.decode_e2m1_words(words, half * 16 + 8, DTYPE) + decoders.decode_nf4_words(words, 12, DTYPE)
+        total += decoders.decode_uint8_words(words, half * 16, DTYPE) + decoders.decode_int8_words(words, 8, DTYPE)
+        total += decoders.decode_int6_words(words, 8, DTYPE) + decoders.decode_e4m3_code_words(words, half * 16, DTYPE)
     tl.store(out_ptr + at, total)
 
 
@@ -76,8 +78,18 @@ def packed_products(cuda: Cuda, has_fp8: Callable[[], bool], everything: bool) -
     packed_matmul_triton(cuda(1, 4096), weights[0], MatmulTile(16, 64, 256, split=2), counts, cuda(4096), None, BF16)
     packed_rows(weights[0], cuda(16, dtype=INT64), BF16)
     decode_everything[(1,)](cuda(512, dtype=INT32), cuda(512))
+    # NVFP4, and FP8 with scales of blocks.
+    packed_matmul(
+        cuda(1, 4096),
+        packed_weight(cuda, weight_formats.E2M1, 4096, 4096, 16, E4M3 if has_fp8() else BF16),
+        None,
+        BF16,
+        counts=counts,
+    )
     if has_fp8():
         packed_matmul(cuda(64, 4096, dtype=E4M3), weights[0], None, BF16, cuda(64, 1, dtype=FP32), counts)
+        blocks = packed_weight(cuda, weight_formats.E4M3, 4096, 4096, 128, FP32)
+        packed_matmul(cuda(64, 4096, dtype=E4M3), blocks, None, BF16, cuda(64, 1, dtype=FP32), counts)
     if everything:
         packed_matmul(cuda(512, 4096), weights[0], None, BF16)
         decode_everything[(1,)](cuda(512, dtype=INT32), cuda(512, dtype=FP16))

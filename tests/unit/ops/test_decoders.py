@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from dovetail.core.interfaces.weight import WeightFormat
-from dovetail.core.ops.weight_formats import E2M1, INT4, NF4, UINT4
+from dovetail.core.ops.weight_formats import E2M1, E4M3, INT4, INT6, INT8, NF4, UINT4, UINT8
 from dovetail.core.testing.compiling import compiled_for_hopper
 
 WORD = 0xFFFFFFFF
@@ -27,11 +27,11 @@ EVERYTHING = os.environ.get("DOVETAIL_KERNELS") == "all"
 
 
 @triton.jit
-def decode_all_bits(words_ptr, out_ptr, DECODE: tl.constexpr):
+def decode_all_bits(words_ptr, out_ptr, BITS: tl.constexpr, DECODE: tl.constexpr):
     at = tl.arange(0, 128)
     words = tl.load(words_ptr + at)
-    for shift in tl.static_range(0, 32, 4):
-        tl.store(out_ptr + shift * 32 + at, DECODE(words, shift, out_ptr.dtype.element_ty))
+    for shift in tl.static_range(0, 32, BITS):
+        tl.store(out_ptr + shift // BITS * 128 + at, DECODE(words, shift, out_ptr.dtype.element_ty))
 
 
 def permuted(low: int, high: int, selector: int) -> int:
@@ -50,7 +50,12 @@ def looked_up(a: int, b: int, c: int, table: int) -> int:
 
 
 def pairs(word: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the numbers in a register: two of 16 bits, or four of E4M3."""
     return torch.tensor([word], dtype=torch.uint32).view(dtype).double()
+
+
+def constant(text: str) -> int:
+    return int(text.removeprefix("0f"), 16) if text.startswith("0f") else int(text, 0)
 
 
 def joined(values: torch.Tensor, dtype: torch.dtype) -> int:
@@ -65,7 +70,7 @@ def run(block: str, inputs: dict[str, int], dtype: torch.dtype) -> dict[str, int
         if not operands or name == ".reg":
             continue
         into, *rest = (one.strip() for one in operands.split(","))
-        args = [registers[one] if one in registers else int(one, 0) for one in rest]
+        args = [registers[one] if one in registers else constant(one) for one in rest]
         match name:
             case "mov.b32":
                 registers[into] = args[0]
@@ -81,6 +86,11 @@ def run(block: str, inputs: dict[str, int], dtype: torch.dtype) -> dict[str, int
                 registers[into] = args[0] << args[1] & WORD
             case "sub.f16x2":
                 registers[into] = joined(pairs(args[0], dtype) - pairs(args[1], dtype), dtype)
+            case "sub.f32":
+                registers[into] = joined(pairs(args[0], torch.float32) - pairs(args[1], torch.float32), torch.float32)
+            case "cvt.rn.bf16x2.f32":
+                upper, lower = (pairs(one, torch.float32) for one in args)
+                registers[into] = joined(torch.cat([lower, upper]), torch.bfloat16)
             case "fma.rn.bf16x2" | "fma.rn.f16x2":
                 a, b, c = (pairs(one, dtype) for one in args)
                 registers[into] = joined(a * b + c, dtype)
@@ -89,31 +99,39 @@ def run(block: str, inputs: dict[str, int], dtype: torch.dtype) -> dict[str, int
     return registers
 
 
-CASES = [(fmt, dtype) for fmt in (INT4, UINT4, E2M1, NF4) for dtype in (torch.bfloat16, torch.float16)]
+FORMATS = (INT4, UINT4, E2M1, NF4, INT6, UINT8, INT8, E4M3)
+CASES = [(fmt, dtype) for fmt in FORMATS for dtype in (torch.bfloat16, torch.float16)]
+CASES.append((E4M3, torch.float8_e4m3fn))
+
+
+def random_word(fmt: WeightFormat) -> int:
+    """Return a word without the NaN of E4M3."""
+    codes = [random.getrandbits(8) for _ in range(4)]
+    return int.from_bytes(code - 1 if fmt is E4M3 and code & 127 == 127 else code for code in codes)
 
 
 @pytest.mark.parametrize(("fmt", "dtype"), CASES if EVERYTHING else CASES[::2] + CASES[1:2])
 def test_codes_in_words(fmt: WeightFormat, dtype: torch.dtype):
     with compiled_for_hopper() as compiled:
         words, out = (torch.empty(1024, dtype=kind, device="cuda") for kind in (torch.int32, dtype))
-        decode_all_bits[(1,)](words, out, fmt.decode_words, num_warps=1)
+        decode_all_bits[(1,)](words, out, fmt.stored_bits, fmt.decode_words, num_warps=1)
     ((_, kernel),) = compiled.kernels
     blocks = re.findall(r"begin inline asm\s*\{(.*?)\}\s*//\s*end inline asm", kernel.asm["ptx"], re.DOTALL)
-    served: list[int] = []
+    served, bits = list[int](), fmt.stored_bits
     for block in (block for block in blocks if "prmt" in block):
         names = list(dict.fromkeys(re.findall(r"%r\d+", block)))
-        outputs = [name for name in names if re.search(rf"(fma|sub)\S* {name},|prmt\.b32 {name},", block)]
-        first = re.findall(r"prmt\.b32 \w+, (%r\d+), (%r\d+)", block)
-        inputs = [name for pair in first for name in pair]
-        tries = [[random.getrandbits(32) for _ in inputs] for _ in range(20)]
+        outputs = [name for name in names if re.search(rf"(fma|sub|cvt)\S* {name},|prmt\.b32 {name},", block)]
+        inputs = [name for name in names if name not in outputs]
+        tries = [[random_word(fmt) for _ in inputs] for _ in range(20)]
         got = []
         for try_ in tries:
             registers = run(block, dict(zip(inputs, try_, strict=True)), dtype)
             got.append(torch.cat([pairs(registers[name], dtype) for name in outputs]))
-        for at in range(0, 32, 4):
-            codes = torch.tensor([[word >> at & 15 for word in try_] for try_ in tries], dtype=torch.uint8)
+        for at in range(0, 32, bits):
+            mask = (1 << bits) - 1
+            codes = torch.tensor([[word >> at & mask for word in try_] for try_ in tries], dtype=torch.uint8)
             if torch.equal(torch.stack(got), fmt.reference(codes).to(dtype).double()):
                 served.append(at)
-    each = len(served) // 8
-    assert each and sorted(served) == [at for at in range(0, 32, 4) for _ in range(each)]
+    each = len(served) * bits // 32
+    assert each and sorted(served) == [at for at in range(0, 32, bits) for _ in range(each)]
     assert len(served) == sum("prmt" in block for block in blocks)

@@ -42,7 +42,7 @@ from dovetail.core.ops.kernels.formats import encode_plain, encode_triton  # noq
 from dovetail.core.ops.kernels.gated import gelu_and_mul_triton, silu_and_mul_triton  # noqa: E402
 from dovetail.core.ops.kernels.kv_write import rope_kv_write_triton  # noqa: E402
 from dovetail.core.ops.kernels.layernorm import layer_norm_triton  # noqa: E402
-from dovetail.core.ops.kernels.matmul import matmul_triton  # noqa: E402
+from dovetail.core.ops.kernels.matmul import matmul_triton, rescale_triton  # noqa: E402
 from dovetail.core.ops.kernels.norm import rms_norm_triton  # noqa: E402
 from dovetail.core.ops.kv_write import rope_kv_write_reference  # noqa: E402
 from dovetail.core.ops.layernorm import layer_norm_reference  # noqa: E402
@@ -291,6 +291,21 @@ def test_matmul(dtype, tile):
             expected = matmul_reference(x_TI, weight_OI, *ends, dtype=torch.float32)
             assert_near(got, expected, 1e-6 if INTERPRETED else 1e-3)
             assert not counts.any()
+
+
+@pytest.mark.parametrize("tile", CUTS, ids=lambda tile: f"{tile.split}-{tile.programs}")
+def test_int8_matmul(tile):
+    """Integers are summed exactly; few rows by the kernel, many by the library and a pass that scales them."""
+    counts = torch.zeros(64, dtype=torch.int32, device=DEVICE)
+    x_TI, weight_OI = (torch.randint(-127, 128, (n, 160), device=DEVICE).to(torch.int8) for n in (5, 130))
+    ends = torch.rand(5, 1, device=DEVICE), torch.rand(130, device=DEVICE), random(130, dtype=torch.float16)
+    sums_TO = (x_TI.double() @ weight_OI.double().t()).int()
+    for x_scale, weight_scale, bias_O in (ends, (*ends[:2], None)):
+        expected = sums_TO.double() * x_scale * weight_scale + (0 if bias_O is None else bias_O)
+        got = matmul_triton(x_TI, weight_OI, tile, counts, x_scale, weight_scale, bias_O, torch.float32)
+        assert_near(got, expected.float(), 1e-6)
+        assert_near(rescale_triton(sums_TO, x_scale, weight_scale, bias_O, torch.float32), expected.float(), 1e-6)
+        assert not counts.any()
 
 
 # The interpreter does not support inline assembly.

@@ -84,21 +84,23 @@ def assert_multiplies(weight: PackedWeight, rows: int, tile: MatmulTile, dtype: 
 if not INTERPRETED and torch.cuda.get_device_capability() == (9, 0):
     # Hopper's kernel is in Gluon, which has no interpreter.
     SPECIALIZED = {
-        (tile.tokens, tile.warps, tile.residents, tile.inputs, bool(tile.programs), tile.split > 1, itemsize): tile
+        (t.tokens, t.warps, t.residents, t.inputs, bool(t.programs), t.split > 1, itemsize, bits): t
         for rows in (16, 32, 64, 128)
-        for itemsize in (1, 2)
-        for tile in specialized_tiles(rows, 4096, 4096, 4, itemsize, 7, HOPPER_SHARED)
+        for itemsize, bits in product((1, 2), (4, 8))
+        for t in specialized_tiles(rows, 4096, 4096, bits, itemsize, 7, HOPPER_SHARED)
     }
 
     @pytest.mark.parametrize("case", SPECIALIZED, ids=lambda case: "-".join(map(str, case)))
     def test_specialized_tiles(case):
         """Sizes that tiles do not divide, fewer blocks than places, more rows than a tile has, tiles in parts."""
-        tile, itemsize = SPECIALIZED[case], case[-1]
+        tile, (*_, itemsize, bits) = SPECIALIZED[case], case
         start = list(SPECIALIZED).index(case)
-        for n, (fmt, group, inputs) in enumerate(product((INT4, UINT4, E2M1, NF4), (32, 128, 0), (688, 4096))):
-            if (fmt is NF4 and itemsize == 1) or ((n - start) % 8 and not EVERYTHING):
+        formats = (INT4, UINT4, E2M1, NF4) if bits == 4 else (E4M3, UINT8, INT8, INT6)
+        for n, (fmt, group, inputs) in enumerate(product(formats, (16, 32, 128, 0), (688, 4096))):
+            narrow = itemsize == 1 and not (fmt.e4m3 and group != 16)
+            if narrow or ((n - start) % 8 and not EVERYTHING):
                 continue
-            scale = (FP32, FP16, torch.bfloat16)[n % 3]
+            scale = (FP32, FP16, torch.bfloat16, FP8)[n % 4]
             weight = packed(fmt, (200, 72, 1280)[n % 3], inputs, group, scale, rows=n % 2 == 0)
             rows = (1, tile.tokens - 1, 2 * tile.tokens + 3)[(n + tile.tokens) % 3]
             assert_multiplies(weight, rows, tile, FP8 if itemsize == 1 else WIDE)

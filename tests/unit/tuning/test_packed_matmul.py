@@ -20,7 +20,7 @@ from dovetail.core.ops.packed_tiles import (
 )
 from dovetail.core.ops.packing import words_of_row
 from dovetail.core.ops.tile_choice import choice_of, tile_of
-from dovetail.core.ops.weight_formats import INT4, UINT8
+from dovetail.core.ops.weight_formats import BITSANDBYTES_FP4, INT4, UINT8
 from dovetail.core.tuning.cache import CHECKS
 from dovetail.core.tuning.gpu import Gpu
 from dovetail.core.tuning.packed_matmul import PackedMatmulTunable, packed_tunables
@@ -43,8 +43,7 @@ def test_candidates_can_be_launched(fmt, rows, e4m3):
         check_packed(tunable.key, rows, choice)
         assert packed_shared(tile_of(choice), fmt.stored_bits, tunable.itemsize) <= gpu.shared
     facts = rows, 4096, 4096, fmt.stored_bits, tunable.itemsize, gpu.processors, gpu.shared
-    ruled = (specialized_tile(*facts) if fmt is INT4 else None) or packed_tile(*facts)
-    assert ruled is None if fmt is UINT8 and rows > 128 else found[0] == choice_of(ruled)
+    assert found[0] == choice_of(specialized_tile(*facts))
 
 
 @pytest.mark.parametrize(
@@ -78,8 +77,10 @@ def test_installed_choices_apply():
 
 def test_weights_that_hoppers_kernel_cannot_read_go_to_the_kernel_for_all_gpus():
     assert specializes(weight(INT4), torch.bfloat16) and specializes(weight(INT4, group=0), torch.float8_e4m3fn)
-    assert not specializes(weight(INT4), torch.float32) and not specializes(weight(UINT8), torch.bfloat16)
-    assert not specializes(weight(INT4, group=16), torch.bfloat16)
+    assert specializes(weight(UINT8), torch.bfloat16) and specializes(weight(INT4, group=16), torch.bfloat16)
+    assert not specializes(weight(INT4), torch.float32) and not specializes(weight(BITSANDBYTES_FP4), torch.bfloat16)
+    assert not specializes(weight(INT4, group=16), torch.float8_e4m3fn)
+    assert not specializes(weight(INT4, group=8), torch.bfloat16)
     assert not specializes(weight(INT4, inputs=4100), torch.float16)
 
 
