@@ -56,10 +56,22 @@ def test_other_parts_are_compared_on_the_same_arrivals(tmp_path: Path, capsys: p
 def test_every_request_of_a_simulation_has_its_recorded_output() -> None:
     recording = Recording(FCFS, "replay.path")
     pair = compose_pair(recording, compose([f"replay.path={FCFS}", "kv_cache=radix"], app="replay"))
-    outcome = Simulation(recording, build(recording, pair.given, pair.recorded), StepTimes(recording)).run()
+    outcome = Simulation(recording, [build(recording, pair.given, pair.recorded)], StepTimes(recording)).run()
     lives = {life.added.uid: life for life in outcome.lives}
     whole = [uid for uid, life in recording.lives.items() if life.ended and life.ended.reason == "length"]
     assert len(whole) > 8 and all(lives[uid].tokens == recording.lives[uid].tokens for uid in whole)
+
+
+def test_a_router_distributes_the_recorded_requests(tmp_path: Path) -> None:
+    words = ("engine.dp=2", "engine.max_seqs=2")
+    sides = {router: replay(tmp_path, f"router={router}", *words)[1] for router in ("round_robin", "prefix_aware")}
+    for found in sides.values():
+        assert found["divergence"] is None and found["replicas"] == 2
+        assert found["figures"]["these parts"]["requests"] == found["figures"]["recorded"]["requests"]
+    rates = {router: found["figures"]["these parts"]["hit_rate"] for router, found in sides.items()}
+    assert rates["prefix_aware"] >= rates["round_robin"] > 0, "requests with a common prefix go to one cache"
+    alone = replay(tmp_path, "engine.max_seqs=2")[1]["figures"]["these parts"]
+    assert sides["round_robin"]["figures"]["these parts"]["wait_ms_p95"] < alone["wait_ms_p95"]
 
 
 def test_a_policy_that_is_not_deterministic_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
