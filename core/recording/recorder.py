@@ -99,8 +99,8 @@ class Recorder(NoRecorder):
         self._pseudonyms = None if tokens else Pseudonyms(info.spec.vocab)
         self._prompt_state = np.uint64(0)
         """State of the pseudonyms after the newest request's prompt."""
-        self._request: int | None = None
-        """Uid of the newest request."""
+        self._request: Request | None = None
+        """The newest request. A server's first request may have the uid of its warm-up, which has ended."""
         header = Header(
             metadata.version("dovetail"),
             composition.overrides,
@@ -119,8 +119,8 @@ class Recorder(NoRecorder):
         self._file = FrameWriter(path, self._encode(header))
 
     def added(self, seq: Sequence) -> None:
-        if seq.request.uid != self._request:
-            self._request = seq.request.uid
+        if seq.request is not self._request:
+            self._request = seq.request
             self._file.put(self._encode(self._arrived(seq.request)))
         if self._pseudonyms is not None:
             self._pseudonyms.add(seq.uid, self._prompt_state)

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields
 from itertools import groupby
+from typing import Literal
 
 from dovetail.core.engine.pooling import clear_sample_flags
 from dovetail.core.engine.tracked import Tracked
@@ -59,6 +60,14 @@ class _Flight:
     plan: StepPlan
     seconds: float
     end: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    clock: float
+    what: Literal["add", "abort", "reset"]
+    life: Life | None = None
+    """None for "reset"."""
 
 
 class Replica:
@@ -114,19 +123,20 @@ class Replica:
                 return
 
     def add(self, recorded: Life) -> None:
-        added = recorded.added
-        parent = None if added.parent is None else self._runs.get(added.parent)
+        """Take a sequence, whose number becomes its uid."""
+        uid, added = recorded.number, recorded.added
+        parent = None if recorded.parent is None else self._runs.get(recorded.parent.number)
         seq = Sequence(
-            added.uid,
+            uid,
             self._recording.request(recorded.request) if parent is None else parent.seq.request,
             added.sample,
             None if parent is None else parent.seq,
             limit=added.limit,
         )
-        life = Life(recorded.request, added)
+        life = Life(uid, recorded.request, added)
         self._outcome.lives.append(life)
-        self._runs[added.uid] = _Run(life, recorded, seq)
-        self._tracked[added.uid] = Tracked(seq)
+        self._runs[uid] = _Run(life, recorded, seq)
+        self._tracked[uid] = Tracked(seq)
         self._parts.scheduler.add(seq)
 
     def reset(self) -> None:
@@ -216,27 +226,29 @@ class Simulation:
         self._outcome = Outcome([])
         self._replicas = [Replica(recording, one, times, self._outcome) for one in parts]
         self._placed: dict[int, Replica] = {}
-        """Replica of each sequence, by uid."""
+        """Replica of each sequence, by number."""
 
-    def _timed_events(self) -> list[tuple[float, int, Life | Ended | Emptied]]:
-        """Return arrivals, aborts and resets of the cache by time."""
-        found: list[tuple[float, int, Life | Ended | Emptied]] = []
-        kept = [life for life in self._recording.lives.values() if not _unknown(life)]
-        found += [(life.request.arrival, i, life) for i, life in enumerate(kept)]
-        for i, event in enumerate(self._recording.events, len(found)):
-            if isinstance(event, Emptied) or (isinstance(event, Ended) and event.reason == "abort"):
-                found.append((event.clock, i, event))
-        return sorted(found, key=lambda one: one[:2])
+    def _timed_events(self) -> list[_Timed]:
+        """Return arrivals, aborts and resets of the cache, by time."""
+        kept = [life for life in self._recording.lives if not _unknown(life)]
+        found = [_Timed(life.request.arrival, "add", life) for life in kept]
+        found += [
+            _Timed(life.ended.clock, "abort", life)
+            for life in kept
+            if life.ended is not None and life.ended.reason == "abort"
+        ]
+        found += [_Timed(event.clock, "reset") for event in self._recording.events if isinstance(event, Emptied)]
+        return sorted(found, key=lambda one: one.clock)
 
     def run(self) -> Outcome:
         events = self._timed_events()
-        began = next((time for time, _, event in events if isinstance(event, Life)), None)
+        began = next((event.clock for event in events if event.what == "add"), None)
         if began is None:
             raise DovetailError(f"replay.path={self._recording.path}: every recorded request was rejected")
-        for time, at_once in groupby(events, key=lambda one: one[0]):
+        for clock, at_once in groupby(events, key=lambda one: one.clock):
             for replica in self._replicas:
-                replica.advance(time)
-            for _, _, event in at_once:
+                replica.advance(clock)
+            for event in at_once:
                 self._deliver(event)
             for replica in self._replicas:
                 replica.launch()
@@ -246,18 +258,17 @@ class Simulation:
         self._outcome.evictions = sum(replica.evictions for replica in self._replicas)
         return self._outcome
 
-    def _deliver(self, event: Life | Ended | Emptied) -> None:
-        if isinstance(event, Life):
-            parent = event.added.parent
-            replica = self._placed.get(parent) if parent is not None else None
-            replica = self._placed[event.added.uid] = replica or self._choose(event)
-            replica.add(event)
-        elif isinstance(event, Ended):
-            if (placed := self._placed.get(event.uid)) is not None:
-                placed.end(event.uid, 0, FinishReason.ABORT)
-        else:
+    def _deliver(self, event: _Timed) -> None:
+        life = event.life
+        if life is None:
             for replica in self._replicas:
                 replica.reset()
+        elif event.what == "abort":
+            self._placed[life.number].end(life.number, 0, FinishReason.ABORT)
+        else:
+            with_parent = None if life.parent is None else self._placed.get(life.parent.number)
+            replica = self._placed[life.number] = with_parent or self._choose(life)
+            replica.add(life)
 
     def _choose(self, life: Life) -> Replica:
         if self._router is None:
@@ -283,7 +294,7 @@ def _acceptance(recording: Recording) -> float:
 
 def recorded_outcome(recording: Recording) -> Outcome:
     """Return what was measured."""
-    lives = list(recording.lives.values())
+    lives = recording.lives
     ends = [result.clock for result in recording.results]
     first = min(life.request.arrival for life in lives)
     return Outcome(

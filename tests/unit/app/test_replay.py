@@ -57,9 +57,9 @@ def test_every_request_of_a_simulation_has_its_recorded_output() -> None:
     recording = Recording(FCFS, "replay.path")
     pair = compose_pair(recording, compose([f"replay.path={FCFS}", "kv_cache=radix"], app="replay"))
     outcome = Simulation(recording, [build(recording, pair.given, pair.recorded)], StepTimes(recording)).run()
-    lives = {life.added.uid: life for life in outcome.lives}
-    whole = [uid for uid, life in recording.lives.items() if life.ended and life.ended.reason == "length"]
-    assert len(whole) > 8 and all(lives[uid].tokens == recording.lives[uid].tokens for uid in whole)
+    lives = {life.number: life for life in outcome.lives}
+    whole = [life for life in recording.lives if life.ended and life.ended.reason == "length"]
+    assert len(whole) > 8 and all(lives[life.number].tokens == life.tokens for life in whole)
 
 
 def test_a_router_distributes_the_recorded_requests(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_mistakes_end_in_one_message(words: list[str], says: str, capsys: pytest
 def test_a_recording_is_a_workload_with_the_same_prefixes() -> None:
     recording = Recording(FCFS, "replay.path")
     found = Recorded(RecordingConfig(path=FCFS, speed=2.0)).requests(WorkloadContext(vocab=400, max_len=128, seed=0))
-    lives = [life for life in recording.lives.values() if life.output]
+    lives = [life for life in recording.lives if life.output]
     assert len(found) == len(lives) and [r.output_tokens for r in found] == [life.output for life in lives]
     assert found[-1].arrival == pytest.approx((lives[-1].request.arrival - lives[0].request.arrival) / 2)
     assert {r.user for r in found} == {"a", "b"} and all(r.deadline is not None for r in found)
@@ -137,7 +137,7 @@ def test_a_recording_is_a_workload_with_the_same_prefixes() -> None:
 def test_the_seconds_of_a_recording_can_be_chosen() -> None:
     ctx = WorkloadContext(vocab=400, max_len=128, seed=0)
     whole = Recorded(RecordingConfig(path=FCFS)).requests(ctx)
-    lives = list(Recording(FCFS, "replay.path").lives.values())
+    lives = Recording(FCFS, "replay.path").lives
     start = lives[3].request.arrival - Recording(FCFS, "replay.path").header.clock
     later = Recorded(RecordingConfig(path=FCFS, start=start)).requests(ctx)
     assert 0 < len(later) < len(whole) and later[0].arrival == 0.0

@@ -45,7 +45,7 @@ def parts_of(recording: Recording, scheduler: str, allocator: str) -> Parts:
 def test_stored_recordings_are_replayed_to_the_bit(scheduler: str, allocator: str) -> None:
     """After an intended change of a policy or an allocator, run record.py."""
     recording = Recording(str(STORED / f"{scheduler}-{allocator}.rec"), "replay.path")
-    assert len(recording.plans) > 50 and sum(life.cached for life in recording.lives.values()) > 0
+    assert len(recording.plans) > 50 and sum(life.cached for life in recording.lives) > 0
     assert Lockstep(recording, parts_of(recording, scheduler, allocator)).run() is None
 
 
@@ -95,9 +95,25 @@ def test_every_kind_of_request_is_replayed(tmp_path: Path, depth: int, tokens: b
         Driver().recorded(path, load, depth, lookahead, slots, tokens=tokens)
         recording = Recording(str(path), "replay.path")
         assert Lockstep(recording, parts_of(recording, "priority", "radix")).run() is None
-        preemptions += sum(life.preemptions for life in recording.lives.values())
+        preemptions += sum(life.preemptions for life in recording.lives)
         assert any(result.drafted for result in recording.results) == bool(lookahead)
     assert preemptions > 0
+
+
+def test_a_uid_may_be_used_again(tmp_path: Path) -> None:
+    """The first request of a server has the number of its warm-up, which has ended."""
+    engine = small_engine(f"engine.record={tmp_path}/run.rec")
+    for prompt in ([1, 2, 3], [4, 5]):
+        engine.add(prompt, SamplingParams(max_tokens=3, ignore_eos=True), number=0)
+        while engine.has_work:
+            engine.step()
+    engine.shutdown()
+    recording = Recording(f"{tmp_path}/run.rec", "replay.path")
+    assert [(life.added.uid, len(life.request.prompt) // 4, life.output) for life in recording.lives] == [
+        (0, 3, 3),
+        (0, 2, 3),
+    ]
+    assert Lockstep(recording, parts_of(recording, "fcfs", "prefix_hash")).run() is None
 
 
 # The file.
