@@ -96,6 +96,8 @@ SAMPLE = int(RowFlag.SAMPLE)
 class InstantDevice(Executor):
     """Encodes each plan as for several ranks and answers with a token for each row that samples."""
 
+    again = 0
+
     def __init__(self, pages: int, max_len: int, running: int) -> None:
         self.pages, self.max_len, self.running = pages, max_len, running
         self._ledger = SlotLedger()
@@ -133,6 +135,8 @@ class InstantDevice(Executor):
 
 class OneRank(Executor):
     """The runner of a process with a GPU, except for the model: its layers and sampling are graphs that do nothing."""
+
+    again = 0
 
     def __init__(self, pages: int, max_len: int, running: int) -> None:
         self.pages, self.max_len, self.running = pages, max_len, running
