@@ -182,7 +182,7 @@ def test_entries_that_do_not_fit_each_other_are_refused(tmp_path: Path) -> None:
         writer = file.FrameWriter(path, encode(whole.header))
         for event in whole.events:
             if type(event).__name__ in (kept, "Arrived" if kept == "Planned" else kept):
-                writer.put(encode(event))
+                writer.put(encode, event)
         writer.close()
         with pytest.raises(ConfigError, match="it is damaged"):
             Recording(str(path), "replay.path")
