@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dovetail.core.compose import EngineConfig, compose
+from dovetail.core.compose import EngineConfig, compose, installed
 from dovetail.core.engine.engine import Engine, start_engine
 from dovetail.core.errors import ConfigError
 from dovetail.core.frontend.replicas import replica_compositions
@@ -27,7 +27,7 @@ from dovetail.core.testing.toy import ToyComposition, ToyDevice
 from dovetail.plugins.app.replay.lockstep import Lockstep
 from dovetail.plugins.app.replay.parts import Parts
 
-from .record import PAIRS, STORED, run, small_engine
+from .record import ALLOCATORS, PAIRS, SCHEDULERS, STORED, run, small_engine
 
 
 def parts_of(recording: Recording, scheduler: str, allocator: str) -> Parts:
@@ -47,6 +47,12 @@ def test_stored_recordings_are_replayed_to_the_bit(scheduler: str, allocator: st
     recording = Recording(str(STORED / f"{scheduler}-{allocator}.rec"), "replay.path")
     assert len(recording.plans) > 50 and sum(life.cached for life in recording.lives) > 0
     assert Lockstep(recording, parts_of(recording, scheduler, allocator)).run() is None
+
+
+@pytest.mark.parametrize(("kind", "names"), [("scheduler", SCHEDULERS), ("kv_cache", ALLOCATORS)])
+def test_every_built_in_part_has_a_recording(kind: str, names: tuple[str, ...]) -> None:
+    built_in = (installed().get(kind, name) for name in installed().options(kind))
+    assert sorted(one.component.name for one in built_in if one.package.name == "dovetail") == sorted(names)
 
 
 def test_another_policy_differs_and_both_states_are_known() -> None:
