@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
@@ -50,6 +49,7 @@ from dovetail.core.interfaces import (
 )
 from dovetail.core.interfaces.plan import LATE, SAMPLE
 from dovetail.core.memory.page_ledger import PageLedger
+from dovetail.core.memory.sizing import longest_alone, short_of_cache
 from dovetail.core.recording.recorder import make_recorder, recording_path
 
 if TYPE_CHECKING:
@@ -73,22 +73,6 @@ class _Launched:
     """The engine had work since the previous launch, so device idle time before this step was caused by the host."""
     delayed: bool = False
     """Whether the launch was delayed (Engine.launch_delay)."""
-
-
-def longest_alone(kv: KVAllocator, limits: SchedulerLimits) -> int:
-    """Return the maximum length, up to the context, of a sequence that has the whole KV cache; 0 = none fits."""
-
-    def excess(tokens: int) -> bool:
-        return any(pages > kv.num_pages[group] for group, pages in kv.pages_needed(tokens, limits.ahead).items())
-
-    return bisect_left(range(1, limits.max_len + 1), True, key=excess)
-
-
-def _short_of_cache(longest: int, context: int) -> str:
-    return (
-        f"the KV cache holds one sequence of at most {longest} tokens, less than the context of {context} "
-        "(engine.max_len): requests without max_tokens end there; raise engine.kv_pages or engine.memory_fraction"
-    )
 
 
 class Engine:
@@ -119,7 +103,7 @@ class Engine:
         self._progress = ProgressWatch(self.limits)
         longest = longest_alone(self.kv, self.limits)
         if longest < info.max_len:
-            self.info = replace(info, notes=(*info.notes, _short_of_cache(longest, info.max_len)))
+            self.info = replace(info, notes=(*info.notes, short_of_cache(longest, info.max_len)))
         self._requests = RequestBuilder(composition, info.spec, info.max_len, longest)
         self._adapters = AdapterTable(executor, info.adapter_slots)
         if info.adapter_slots:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from dovetail.core.arithmetic import ceil_div
 from dovetail.core.errors import CapacityError
-from dovetail.core.interfaces import KVGroup, Plane
+from dovetail.core.interfaces import KVAllocator, KVGroup, Plane, SchedulerLimits
 
 
 def group_layers(
@@ -98,3 +99,20 @@ def measure_pages(
             ),
         )
     return pages
+
+
+def longest_alone(kv: KVAllocator, limits: SchedulerLimits) -> int:
+    """Return the maximum length, up to the context, of a sequence that has the whole KV cache; 0 = none fits."""
+
+    def excess(tokens: int) -> bool:
+        return any(pages > kv.num_pages[group] for group, pages in kv.pages_needed(tokens, limits.ahead).items())
+
+    return bisect_left(range(1, limits.max_len + 1), True, key=excess)
+
+
+def short_of_cache(longest: int, context: int) -> str:
+    """Return the note that the cache holds no sequence of the whole context."""
+    return (
+        f"the KV cache holds one sequence of at most {longest} tokens, less than the context of {context} "
+        "(engine.max_len): requests without max_tokens end there; raise engine.kv_pages or engine.memory_fraction"
+    )

@@ -10,11 +10,13 @@ import itertools
 import logging
 import struct
 import threading
+import time
 import zlib
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from dovetail.core.errors import ConfigError, shown
 from dovetail.core.recording.events import FORMAT
@@ -26,6 +28,11 @@ _FRAME = struct.Struct("<IIB")
 _PLAIN, _ZSTD = 0, 1
 FRAME_SECONDS = 0.25
 """Interval between frames: what a killed process loses."""
+ENCODE_SECONDS = 0.05
+"""Interval at which entries are encoded."""
+YIELD_SECONDS = 1e-4
+MOST_WAITING = 64
+"""Entries in the queue from which on the writer no longer gives way to the engine."""
 LARGEST_FRAME = 1 << 28
 """Bytes, also after decompression: a bound for damaged files."""
 
@@ -39,7 +46,7 @@ def zstd() -> ModuleType | None:
 
 
 class FrameWriter:
-    """Writes entries from a thread of its own. `put` costs the caller an append to a list."""
+    """Encodes and writes entries in a thread of its own. `put` costs the caller an append to a queue."""
 
     def __init__(self, path: Path, header: bytes) -> None:
         """`header`: the first entry, which gets a frame of its own. Raises ConfigError if the file exists or cannot be
@@ -51,31 +58,57 @@ class FrameWriter:
         library = zstd()
         self._compress = None if library is None else library.ZstdCompressor(level=3).compress
         self._path, self._failed = path, False
-        self._pending: list[bytes] = []
+        self._pending: deque[tuple[Callable[..., bytes], tuple[Any, ...]]] = deque()
+        self._entries: list[bytes] = []
+        """Encoded entries of the next frame."""
         self._write(MAGIC + b"%d\n" % FORMAT + self._frame([header]))
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="dovetail-recording", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="dovetail-recording", daemon=True)
+        self.thread.start()
 
-    def put(self, entry: bytes) -> None:
+    def put(self, encode: Callable[..., bytes], *given: Any) -> None:
+        """Add the entry `encode(*given)`. It is called in the writer's thread, so nothing in `given` may change."""
         if not self._failed:
-            self._pending.append(entry)
+            self._pending.append((encode, given))
 
     def close(self) -> None:
         """Write what is pending. Idempotent."""
         self._closing.set()
-        self._thread.join()
+        self.thread.join()
         self._file.close()
 
     def _run(self) -> None:
-        while not self._closing.wait(FRAME_SECONDS):
-            self._flush()
-        self._flush()
+        written = time.monotonic()
+        while not self._closing.wait(ENCODE_SECONDS):
+            self._encode()
+            if self._entries and (now := time.monotonic()) - written >= FRAME_SECONDS:
+                self._write_frame()
+                written = now
+        self._encode()
+        self._write_frame()
 
-    def _flush(self) -> None:
-        entries, self._pending = self._pending, []
+    def _encode(self) -> None:
+        while self._pending:
+            encode, given = self._pending.popleft()
+            try:
+                self._entries.append(encode(*given))
+            except Exception:
+                self._fail("an entry could not be encoded", exc_info=True)
+                return
+            if len(self._pending) < MOST_WAITING and not self._closing.is_set():
+                # Let the engine's thread have the GIL at once; by itself Python switches after 5 ms.
+                time.sleep(YIELD_SECONDS)
+
+    def _write_frame(self) -> None:
+        entries, self._entries = self._entries, []
         if entries and not self._failed:
             self._write(self._frame(entries))
+
+    def _fail(self, reason: str, **logged: Any) -> None:
+        """End the recording with its last whole frame. The engine goes on."""
+        self._failed = True
+        self._pending.clear()
+        log.error("engine.record=%s: recording ended (%s)", self._path, reason, **logged)
 
     def _frame(self, entries: list[bytes]) -> bytes:
         body = b"".join((b"\xdd", struct.pack(">I", len(entries)), *entries))  # a msgpack array with 32 bits of length
@@ -90,9 +123,7 @@ class FrameWriter:
             while view:
                 view = view[self._file.write(view) :]
         except OSError as error:
-            # The engine goes on; the file ends with its last whole frame.
-            self._failed = True
-            log.error("engine.record=%s: recording ended (%s)", self._path, error.strerror)
+            self._fail(str(error.strerror))
 
 
 def unwritable(path: Path, error: OSError) -> ConfigError:

@@ -22,6 +22,7 @@ from dovetail.core.interfaces import (
     Scheduler,
     SchedulerContext,
     SchedulerLimits,
+    SchedulerStats,
     Sequence,
     StepPlan,
     StepResult,
@@ -82,8 +83,8 @@ class NoRecorder:
 
 
 class Recorder(NoRecorder):
-    """Encodes in the engine's thread, which benchmarks/cpu_step.py --record measures. Compression and writing have a
-    thread of their own."""
+    """Hands what it is given to the file's thread, which encodes, compresses and writes it: requests, plans and results
+    do not change once the engine has them."""
 
     def __init__(
         self,
@@ -93,14 +94,10 @@ class Recorder(NoRecorder):
         limits: SchedulerLimits,
         scheduler: Scheduler,
     ) -> None:
-        self._scheduler, self._drafts = scheduler, limits.lookahead > 0
-        self._encode = msgspec.msgpack.Encoder().encode
-        tokens = composition.engine.record_tokens
-        self._pseudonyms = None if tokens else Pseudonyms(info.spec.vocab)
-        self._prompt_state = np.uint64(0)
-        """State of the pseudonyms after the newest request's prompt."""
-        self._request: int | None = None
-        """Uid of the newest request."""
+        self._scheduler, tokens = scheduler, composition.engine.record_tokens
+        self._entries = Entries(None if tokens else Pseudonyms(info.spec.vocab), drafts=limits.lookahead > 0)
+        self._request: Request | None = None
+        """The newest request. A server's first request may have the uid of its warm-up, which has ended."""
         header = Header(
             metadata.version("dovetail"),
             composition.overrides,
@@ -116,18 +113,45 @@ class Recorder(NoRecorder):
             time.perf_counter(),
             time.time(),
         )
-        self._file = FrameWriter(path, self._encode(header))
+        self._file = FrameWriter(path, msgspec.msgpack.encode(header))
 
     def added(self, seq: Sequence) -> None:
-        if seq.request.uid != self._request:
-            self._request = seq.request.uid
-            self._file.put(self._encode(self._arrived(seq.request)))
-        if self._pseudonyms is not None:
-            self._pseudonyms.add(seq.uid, self._prompt_state)
+        if seq.request is not self._request:
+            self._request = seq.request
+            self._file.put(self._entries.arrived, seq.request)
         parent = None if seq.parent is None else seq.parent.uid
-        self._file.put(self._encode(Added(seq.uid, seq.sample, parent, seq.limit)))
+        self._file.put(self._entries.added, seq.uid, seq.sample, parent, seq.limit)
 
-    def _arrived(self, request: Request) -> Arrived:
+    def planned(self, ctx: SchedulerContext, plan: StepPlan | None, seconds: float = 0.0) -> None:
+        if plan is None:
+            self._file.put(self._entries.idled, ctx.step, ctx.clock)
+        else:
+            self._file.put(self._entries.planned, plan, ctx.clock, seconds, self._scheduler.stats())
+
+    def resulted(self, result: StepResult, clock: float) -> None:
+        self._file.put(self._entries.resulted, result, clock)
+
+    def ended(self, uid: int, keep_len: int, reason: FinishReason) -> None:
+        self._file.put(self._entries.ended, uid, time.perf_counter(), keep_len, reason)
+
+    def emptied(self) -> None:
+        self._file.put(self._entries.emptied, time.perf_counter())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Entries:
+    """Encodes entries, in their order. Called in the file's thread only."""
+
+    def __init__(self, pseudonyms: Pseudonyms | None, *, drafts: bool) -> None:
+        """`pseudonyms`: None = token ids and other text are kept. `drafts`: whether rows may verify drafts."""
+        self._pseudonyms, self._drafts = pseudonyms, drafts
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._prompt_state = np.uint64(0)
+        """State of the pseudonyms after the newest request's prompt."""
+
+    def arrived(self, request: Request) -> bytes:
         params = request.params.model_dump(mode="json", exclude_defaults=True)
         salt = request.cache_salt
         if self._pseudonyms is None:
@@ -136,7 +160,7 @@ class Recorder(NoRecorder):
             ids, self._prompt_state = self._pseudonyms.prompt(request.prompt_ids)
             params = {name: value for name, value in params.items() if name in WITHOUT_TEXT}
             salt = self._pseudonyms.salt(salt)
-        return Arrived(
+        entry = Arrived(
             request.uid,
             ids.tobytes(),
             request.arrival,
@@ -151,16 +175,22 @@ class Recorder(NoRecorder):
             request.pooling,
             request.adapter,
         )
+        return self._encode(entry)
 
-    def planned(self, ctx: SchedulerContext, plan: StepPlan | None, seconds: float = 0.0) -> None:
-        if plan is None:
-            self._file.put(self._encode(Idled(ctx.step, ctx.clock)))
-            return
-        queue, lists = self._scheduler.stats(), (plan.rows, plan.joins, plan.leaves, plan.pages, plan.ops)
+    def added(self, uid: int, sample: int, parent: int | None, limit: int) -> bytes:
+        if self._pseudonyms is not None:
+            self._pseudonyms.add(uid, self._prompt_state)
+        return self._encode(Added(uid, sample, parent, limit))
+
+    def idled(self, step: int, clock: float) -> bytes:
+        return self._encode(Idled(step, clock))
+
+    def planned(self, plan: StepPlan, clock: float, seconds: float, queue: SchedulerStats) -> bytes:
+        lists = (plan.rows, plan.joins, plan.leaves, plan.pages, plan.ops)
         counts = queue.waiting, queue.running, queue.preemptions
-        self._file.put(self._encode(Planned(plan.step, ctx.clock, seconds, *lists, *counts)))
+        return self._encode(Planned(plan.step, clock, seconds, *lists, *counts))
 
-    def resulted(self, result: StepResult, clock: float) -> None:
+    def resulted(self, result: StepResult, clock: float) -> bytes:
         tokens = list(map(_TOKENS, result.rows))
         flat = list(chain.from_iterable(tokens))
         single = len(flat) == len(tokens) and not (self._drafts and () in tokens)
@@ -168,7 +198,7 @@ class Recorder(NoRecorder):
         counts = None if single else list(map(len, tokens))
         drafted = list(map(_DRAFTED, result.rows)) if self._drafts else None
         seconds = result.device_seconds, result.idle_seconds
-        self._file.put(self._encode(Resulted(result.step, clock, *seconds, ids.tobytes(), counts, drafted)))
+        return self._encode(Resulted(result.step, clock, *seconds, ids.tobytes(), counts, drafted))
 
     def _hidden(
         self, result: StepResult, tokens: list[tuple[int, ...]], flat: list[int], single: bool
@@ -188,16 +218,13 @@ class Recorder(NoRecorder):
                 found[row][place] = token
         return np.array(list(chain.from_iterable(found)), np.int32)
 
-    def ended(self, uid: int, keep_len: int, reason: FinishReason) -> None:
+    def ended(self, uid: int, clock: float, keep_len: int, reason: FinishReason) -> bytes:
         if self._pseudonyms is not None:
             self._pseudonyms.drop(uid)
-        self._file.put(self._encode(Ended(uid, time.perf_counter(), keep_len, reason.value)))
+        return self._encode(Ended(uid, clock, keep_len, reason.value))
 
-    def emptied(self) -> None:
-        self._file.put(self._encode(Emptied(time.perf_counter())))
-
-    def close(self) -> None:
-        self._file.close()
+    def emptied(self, clock: float) -> bytes:
+        return self._encode(Emptied(clock))
 
 
 def shapes(spec: ModelSpec) -> dict[str, Any]:

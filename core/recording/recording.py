@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,6 @@ import numpy as np
 
 from dovetail.core.errors import ConfigError, shown
 from dovetail.core.interfaces import Grammar, KVGroup, Plane, Request, SamplingParams, SchedulerLimits
-from dovetail.core.interfaces.plan import SAMPLE
 from dovetail.core.recording.events import Added, AnyEvent, Arrived, Emptied, Ended, Header, Planned, Resulted
 from dovetail.core.recording.file import read_frames
 
@@ -30,8 +29,12 @@ ANY_TEXT = Grammar(kind="regex", value="(?s:.*)")
 class Life:
     """One sequence in a recording. Times are of the engine's clock, seconds."""
 
+    number: int
+    """Index in Recording.lives. A uid may be used again after its sequence has ended."""
     request: Arrived
     added: Added
+    parent: Life | None = None
+    """Set for further samples: the sequence whose prompt this one forks."""
     tokens: list[int] = field(default_factory=list)
     """Ids of the output, or their pseudonyms."""
     scheduled: float | None = None
@@ -65,8 +68,10 @@ class Recording:
             self.events: list[AnyEvent] = [event for frame in frames for event in _EVENTS.decode(frame)]
         except msgspec.DecodeError as error:
             raise self.fault(f"an entry is invalid ({error})") from None
-        self.lives: dict[int, Life] = {}
-        """Every sequence by uid, in order of `Scheduler.add`."""
+        self.lives: list[Life] = []
+        """Every sequence, in order of `Scheduler.add`."""
+        self.placed: list[dict[int, Life]] = []
+        """uid -> sequence, of each plan's rows and joins."""
         self._follow()
         if not self.lives:
             raise ConfigError(f"{self._where}: no request was recorded")
@@ -77,6 +82,7 @@ class Recording:
     def _follow(self) -> None:
         """Check that the entries fit each other, and collect `lives`."""
         request: Arrived | None = None
+        current: dict[int, Life] = {}
         launched: list[Planned] = []
         for event in self.events:
             if isinstance(event, Arrived):
@@ -84,43 +90,45 @@ class Recording:
                 if len(request.prompt) % 4 or not request.prompt or min(self.ids(request.prompt)) < 0:
                     raise self.fault(f"request {request.uid} has no valid prompt")
             elif isinstance(event, Added):
-                orphan = event.parent is not None and event.parent not in self.lives
-                if request is None or event.uid in self.lives or orphan:
+                if request is None or ((old := current.get(event.uid)) is not None and old.ended is None):
                     raise self.fault(f"sequence {event.uid} does not belong to the request before it")
-                self.lives[event.uid] = Life(request, event)
+                parent = None if event.parent is None else current.get(event.parent)
+                current[event.uid] = life = Life(len(self.lives), request, event, parent)
+                self.lives.append(life)
             elif isinstance(event, Planned):
-                self._plan(event)
+                self._plan(event, current)
                 launched.append(event)
             elif isinstance(event, Resulted):
                 plan = launched.pop(0) if launched else None
                 if plan is None or plan.step != event.step:
                     raise self.fault(f"step {event.step} has a result and no plan before it")
-                self._result(plan, event)
+                self._result(plan, event, self.placed[len(self.placed) - len(launched) - 1])
             elif isinstance(event, Ended):
-                life = self.lives.get(event.uid)
-                if life is None or life.ended is not None:
+                ending = current.get(event.uid)
+                if ending is None or ending.ended is not None:
                     raise self.fault(f"sequence {event.uid} ends and had not begun")
-                life.ended = event
+                ending.ended = event
 
-    def _plan(self, plan: Planned) -> None:
+    def _plan(self, plan: Planned, current: Mapping[int, Life]) -> None:
         uids = {row.uid for row in plan.rows} | {join.uid for join in plan.joins}
-        if missing := uids - self.lives.keys():
+        if missing := uids - current.keys():
             raise self.fault(f"step {plan.step} runs the unknown sequence {min(missing)}")
+        self.placed.append({uid: current[uid] for uid in uids})
         for join in plan.joins:
-            life = self.lives[join.uid]
+            life = current[join.uid]
             if life.scheduled is None:
                 life.scheduled, life.cached = plan.clock, join.computed
             life.preemptions = join.epoch
 
-    def _result(self, plan: Planned, result: Resulted) -> None:
+    def _result(self, plan: Planned, result: Resulted, placed: Mapping[int, Life]) -> None:
         rows = list(self.rows(result, len(plan.rows)))
         for row, (tokens, _) in zip(plan.rows, rows, strict=True):
-            life = self.lives[row.uid]
+            life = placed[row.uid]
             if life.ended is None and tokens and min(tokens) >= 0:
                 life.tokens += tokens
                 if life.first_token is None:
                     life.first_token = result.clock
-            if life.request.pooling and row.flags & SAMPLE == 0 and life.first_token is None:
+            if life.request.pooling and row.bound >= len(life.request.prompt) // 4:
                 life.first_token = result.clock
 
     def rows(self, result: Resulted, rows: int) -> Iterator[tuple[tuple[int, ...], int]]:
@@ -197,13 +205,13 @@ class Recording:
     def resets(self) -> int:
         return sum(isinstance(event, Emptied) for event in self.events)
 
-    def spans(self) -> Iterator[tuple[Planned, Resulted, float, float]]:
-        """Yield (plan, result, start, end) of each finished step on the device. Without a measured device time it
-        begins when the host submitted it or the preceding result arrived."""
+    def spans(self) -> Iterator[tuple[int, Planned, Resulted, float, float]]:
+        """Yield (index in `placed`, plan, result, start, end) of each finished step on the device. Without a measured
+        device time it begins when the host submitted it or the preceding result arrived."""
         free = self.header.clock
-        for plan, result in zip(self.plans, self.results, strict=False):
+        for i, (plan, result) in enumerate(zip(self.plans, self.results, strict=False)):
             began = max(free, plan.clock + plan.seconds)
             if result.device_seconds:
                 began = max(free, result.clock - result.device_seconds)
-            yield plan, result, began, result.clock
+            yield i, plan, result, began, result.clock
             free = result.clock

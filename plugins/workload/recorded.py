@@ -22,7 +22,7 @@ class Recorded(Workload):
         return Recording(self.config.path, "workload.path")
 
     def requests(self, ctx: WorkloadContext) -> Sequence[TimedRequest]:
-        config, lives = self.config, self._recording.lives.values()
+        config, lives = self.config, self._recording.lives
         begin = self._recording.header.clock + config.start
         end = begin + config.seconds if config.seconds is not None else float("inf")
         kept = [life for life in lives if life.output and begin <= life.request.arrival < end]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
+from dovetail.core.frontend.replicas import CheckedRouter
 from dovetail.core.interfaces import App
 from dovetail.core.recording.recording import Recording
 from dovetail.plugins.app.bench.app import check_writable
@@ -46,10 +47,11 @@ class ReplayApp(App):
 
 def replay(recording: Recording, pair: Pair) -> dict[str, Any]:
     """Return the first difference, and the figures of each side."""
-    divergence = _diverges(recording, pair)
+    # The recording has the plans of one engine.
+    divergence = None if pair.replicated else _diverges(recording, pair)
     sides = {"recorded": figures(recorded_outcome(recording))}
     error = None
-    if divergence is not None:
+    if divergence is not None or pair.replicated:
         # The recorded parts are simulated too: only sides with the same step times can be compared.
         times = StepTimes(recording)
         error = times.error
@@ -57,8 +59,9 @@ def replay(recording: Recording, pair: Pair) -> dict[str, Any]:
         for name, composition in compared.items():
             if name == "recorded parts" or not pair.same:
                 with blamed(composition):
-                    parts = build(recording, composition, pair.recorded)
-                    sides[name] = figures(Simulation(recording, parts, times).run())
+                    parts = [build(recording, composition, pair.recorded) for _ in range(composition.engine.dp)]
+                    router = CheckedRouter(composition)
+                    sides[name] = figures(Simulation(recording, parts, times, router).run())
     return {
         "schema": "dovetail.replay/1",
         "path": recording.path,
@@ -66,6 +69,7 @@ def replay(recording: Recording, pair: Pair) -> dict[str, Any]:
         "changed": pair.changed(),
         "notes": notes(recording, pair),
         "decisions": len(recording.plans),
+        "replicas": pair.given.engine.dp,
         "divergence": None if divergence is None else asdict(divergence),
         "step_time_error": error,
         "figures": sides,
@@ -90,7 +94,9 @@ def _show(result: dict[str, Any]) -> None:
     for note in result["notes"]:
         out.print(note, markup=False)
     divergence = result["divergence"]
-    if divergence is None:
+    if result["replicas"] > 1:
+        out.print(f"{result['replicas']} replicas: their plans have none in the recording to be compared with")
+    elif divergence is None:
         out.print(f"all {result['decisions']} plans are equal", markup=False)
     else:
         _show_divergence(out, divergence)

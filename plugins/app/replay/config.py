@@ -9,7 +9,7 @@ from dovetail.core.compose import ENGINE_NODES, AppConfig
 
 class ReplayConfig(AppConfig):
     """Repeat a recording of an engine (engine.record) without a device, with the recorded scheduler and KV allocator or
-    with others. Parts that are not on the command line are the recorded ones."""
+    with others, or on several replicas. Parts that are not on the command line are the recorded ones."""
 
     needs: ClassVar[tuple[str, ...]] = ENGINE_NODES
 

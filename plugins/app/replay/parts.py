@@ -20,9 +20,9 @@ from dovetail.plugins.app.ablate.variants import key_of, merged
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
 
-DECIDING = ("scheduler", "kv_cache", "cost")
+DECIDING = ("scheduler", "kv_cache", "router", "cost")
 """Kinds that may differ from the recording. The results of other parts are the recorded ones."""
-DECIDING_OPTIONS = ("depth", "drafts", "kv_pages", "max_seqs", "page_size", "seed", "token_budget")
+DECIDING_OPTIONS = ("depth", "dp", "drafts", "kv_pages", "max_seqs", "page_size", "seed", "token_budget")
 """Options of `engine` that may differ from the recording."""
 RECORDING_OPTIONS = ("record", "record_tokens")
 
@@ -46,6 +46,11 @@ class Pair:
     @property
     def same(self) -> bool:
         return not self.changed()
+
+    @property
+    def replicated(self) -> bool:
+        """Whether the requests of the recorded engine are distributed over several replicas."""
+        return self.given.engine.dp > 1
 
     def changed(self) -> list[str]:
         """Return what the command line changes, as overrides."""

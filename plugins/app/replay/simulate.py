@@ -1,16 +1,28 @@
-"""Runs recorded arrivals through a scheduler and an allocator, on a device that exists as step times only."""
+"""Runs recorded arrivals through schedulers and allocators, on devices that exist as step times only."""
 
 from __future__ import annotations
 
-import heapq
+import math
 from collections import deque
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, fields
+from itertools import groupby
+from typing import Literal
 
 from dovetail.core.engine.pooling import clear_sample_flags
 from dovetail.core.engine.tracked import Tracked
 from dovetail.core.errors import DovetailError
-from dovetail.core.interfaces import FinishReason, RowResult, SchedulerContext, Sequence, StepPlan, StepResult
+from dovetail.core.frontend.replicas import CheckedRouter
+from dovetail.core.interfaces import (
+    FinishReason,
+    ReplicaLoad,
+    RequestOptions,
+    RowResult,
+    SchedulerContext,
+    Sequence,
+    StepPlan,
+    StepResult,
+)
 from dovetail.core.interfaces.plan import SAMPLE
 from dovetail.core.recording.events import Emptied, Ended
 from dovetail.core.recording.recording import Life, Recording
@@ -50,92 +62,109 @@ class _Flight:
     end: float
 
 
-class Simulation:
-    """Arrivals and aborts come at the recorded times, outputs have the recorded tokens and lengths, and drafts are
-    accepted at the recorded rate. Requests that the recording rejected are left out: their outputs are unknown."""
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    clock: float
+    what: Literal["add", "abort", "reset"]
+    life: Life | None = None
+    """None for "reset"."""
 
-    def __init__(self, recording: Recording, parts: Parts, times: StepTimes) -> None:
-        self._recording, self._parts, self._times = recording, parts, times
-        self._outcome = Outcome([])
+
+class Replica:
+    """One engine: a scheduler, an allocator, and a device that exists as step times only."""
+
+    def __init__(self, recording: Recording, parts: Parts, times: StepTimes, outcome: Outcome) -> None:
+        self._recording, self._parts, self._times, self._outcome = recording, parts, times, outcome
+        self._acceptance = _acceptance(recording)
         self._runs: dict[int, _Run] = {}
         self._tracked: dict[int, Tracked] = {}
         self._flights: deque[_Flight] = deque()
         self._now = self._free = 0.0
-        self._acceptance = _acceptance(recording)
-        self._events = self._timed_events()
+        self._steps = 0
 
-    def _timed_events(self) -> list[tuple[float, int, Any]]:
-        """Return arrivals, aborts and resets of the cache by time."""
-        found: list[tuple[float, int, Any]] = []
-        kept = {uid: life for uid, life in self._recording.lives.items() if not _unknown(life)}
-        found += [(life.request.arrival, i, life) for i, life in enumerate(kept.values())]
-        for i, event in enumerate(self._recording.events, len(found)):
-            if isinstance(event, Emptied) or (isinstance(event, Ended) and event.reason == "abort"):
-                found.append((event.clock, i, event))
-        heapq.heapify(found)
-        return found
+    @property
+    def now(self) -> float:
+        """Time of the last result or event, seconds of the recorded engine's clock."""
+        return self._now
 
-    def run(self) -> Outcome:
-        if not self._events:
-            raise DovetailError(f"replay.path={self._recording.path}: every recorded request was rejected")
-        began = self._now = self._events[0][0]
-        while self._events or self._flights or self._tracked:
-            self._deliver()
-            while len(self._flights) < self._parts.limits.depth and self._launch():
-                pass
-            if self._flights:
-                self._take(self._flights.popleft())
-            elif self._events:
-                self._now = max(self._now, self._events[0][0])
-            elif self._tracked:
-                raise RuntimeError(f"{len(self._tracked)} sequences wait, and nothing is launched")
-        self._outcome.seconds = self._now - began
-        self._outcome.evictions = self._parts.kv.stats().evictions
-        return self._outcome
+    def load(self, number: int) -> ReplicaLoad:
+        """Return what a router sees of this replica."""
+        stats = self._parts.kv.stats()
+        unread = (one.seq.prompt_len for uid, one in self._tracked.items() if self._runs[uid].life.first_token is None)
+        return ReplicaLoad(number, len(self._tracked), sum(unread), stats.owned / stats.pages if stats.pages else 0.0)
 
-    def _deliver(self) -> None:
-        while self._events and self._events[0][0] <= self._now:
-            _, _, event = heapq.heappop(self._events)
-            if isinstance(event, Life):
-                self._add(event)
-            elif isinstance(event, Ended):
-                self._end(event.uid, 0, FinishReason.ABORT)
-            elif self._parts.kv.stats().cached:
-                self._parts.kv.reset()
+    def advance(self, until: float) -> None:
+        """Take all results until then."""
+        while self._flights and self._flights[0].end <= until:
+            self._take(self._flights.popleft())
+            self._launch()
+        if until != math.inf:
+            self._now = max(self._now, until)
+        elif self._tracked:
+            raise RuntimeError(f"{len(self._tracked)} sequences wait, and nothing is launched")
 
-    def _add(self, recorded: Life) -> None:
-        added = recorded.added
-        parent = None if added.parent is None else self._runs.get(added.parent)
+    def launch(self) -> None:
+        """Launch after an event. An engine with plans in flight waits for a result first."""
+        if not self._flights:
+            self._launch()
+
+    def _launch(self) -> None:
+        parts = self._parts
+        while len(self._flights) < parts.limits.depth:
+            ctx = SchedulerContext(self._steps, self._now, parts.seed, parts.limits.depth, parts.kv, parts.cost)
+            plan = parts.scheduler.schedule(ctx)
+            if plan is not None:
+                clear_sample_flags(plan, self._tracked)
+                self._enqueue(plan)
+            for uid, _ in parts.scheduler.take_rejected():
+                self._outcome.rejected += 1
+                self.end(uid, 0, FinishReason.REJECTED)
+            if plan is None:
+                return
+
+    def add(self, recorded: Life) -> None:
+        """Take a sequence, whose number becomes its uid."""
+        uid, added = recorded.number, recorded.added
+        parent = None if recorded.parent is None else self._runs.get(recorded.parent.number)
         seq = Sequence(
-            added.uid,
+            uid,
             self._recording.request(recorded.request) if parent is None else parent.seq.request,
             added.sample,
             None if parent is None else parent.seq,
             limit=added.limit,
         )
-        life = Life(recorded.request, added)
+        life = Life(uid, recorded.request, added)
         self._outcome.lives.append(life)
-        self._runs[added.uid] = _Run(life, recorded, seq)
-        self._tracked[added.uid] = Tracked(seq)
+        self._runs[uid] = _Run(life, recorded, seq)
+        self._tracked[uid] = Tracked(seq)
         self._parts.scheduler.add(seq)
 
-    def _launch(self) -> bool:
-        parts, step = self._parts, self._outcome.steps
-        ctx = SchedulerContext(step, self._now, parts.seed, parts.limits.depth, parts.kv, parts.cost)
-        plan = parts.scheduler.schedule(ctx)
-        if plan is not None:
-            clear_sample_flags(plan, self._tracked)
-            self._enqueue(plan)
-        for uid, _ in parts.scheduler.take_rejected():
-            self._outcome.rejected += 1
-            self._end(uid, 0, FinishReason.REJECTED)
-        return plan is not None
+    def reset(self) -> None:
+        """Empty the prefix cache."""
+        if self._parts.kv.stats().cached:
+            self._parts.kv.reset()
+
+    def end(self, uid: int, keep: int, reason: FinishReason) -> None:
+        """End a sequence; unknown and ended ones are ignored."""
+        if self._tracked.pop(uid, None) is None:
+            return
+        run = self._runs[uid]
+        run.life.ended = Ended(uid, self._now, keep, reason.value)
+        if reason is FinishReason.ABORT:
+            self._parts.scheduler.abort(uid)
+        else:
+            self._parts.scheduler.finish(uid, keep, reason)
+
+    @property
+    def evictions(self) -> int:
+        return self._parts.kv.stats().evictions
 
     def _enqueue(self, plan: StepPlan) -> None:
         seconds = self._times.seconds(plan.rows)
         self._free = max(self._now, self._free) + seconds
         self._flights.append(_Flight(plan, seconds, self._free))
         self._outcome.steps += 1
+        self._steps += 1
         self._outcome.fed += plan.num_tokens
         for join in plan.joins:
             life = self._runs[join.uid].life
@@ -165,7 +194,7 @@ class Simulation:
             rows.append(RowResult(i, row.uid, row.epoch, tokens, drafted=drafted))
         self._parts.scheduler.update(StepResult(flight.plan.step, tuple(rows), flight.seconds))
         for uid, keep in ended:
-            self._end(uid, keep, FinishReason.LENGTH)
+            self.end(uid, keep, FinishReason.LENGTH)
 
     def _tokens(self, run: _Run, draft: int) -> tuple[int, ...]:
         run.credit += draft * self._acceptance
@@ -183,15 +212,71 @@ class Simulation:
         last = min(last, seq.limit)
         return last if run.seq.known_len >= last else None
 
-    def _end(self, uid: int, keep: int, reason: FinishReason) -> None:
-        if self._tracked.pop(uid, None) is None:
-            return
-        run = self._runs[uid]
-        run.life.ended = Ended(uid, self._now, keep, reason.value)
-        if reason is FinishReason.ABORT:
-            self._parts.scheduler.abort(uid)
+
+class Simulation:
+    """Arrivals and aborts come at the recorded times, outputs have the recorded tokens and lengths, and drafts are
+    accepted at the recorded rate. Requests that the recording rejected are left out: their outputs are unknown. With
+    several replicas, a router distributes the requests."""
+
+    def __init__(
+        self, recording: Recording, parts: Seq[Parts], times: StepTimes, router: CheckedRouter | None = None
+    ) -> None:
+        """`parts`: of each replica. `router`: required for several."""
+        self._recording, self._router = recording, router
+        self._outcome = Outcome([])
+        self._replicas = [Replica(recording, one, times, self._outcome) for one in parts]
+        self._placed: dict[int, Replica] = {}
+        """Replica of each sequence, by number."""
+
+    def _timed_events(self) -> list[_Timed]:
+        """Return arrivals, aborts and resets of the cache, by time."""
+        kept = [life for life in self._recording.lives if not _unknown(life)]
+        found = [_Timed(life.request.arrival, "add", life) for life in kept]
+        found += [
+            _Timed(life.ended.clock, "abort", life)
+            for life in kept
+            if life.ended is not None and life.ended.reason == "abort"
+        ]
+        found += [_Timed(event.clock, "reset") for event in self._recording.events if isinstance(event, Emptied)]
+        return sorted(found, key=lambda one: one.clock)
+
+    def run(self) -> Outcome:
+        events = self._timed_events()
+        began = next((event.clock for event in events if event.what == "add"), None)
+        if began is None:
+            raise DovetailError(f"replay.path={self._recording.path}: every recorded request was rejected")
+        for clock, at_once in groupby(events, key=lambda one: one.clock):
+            for replica in self._replicas:
+                replica.advance(clock)
+            for event in at_once:
+                self._deliver(event)
+            for replica in self._replicas:
+                replica.launch()
+        for replica in self._replicas:
+            replica.advance(math.inf)
+        self._outcome.seconds = max(replica.now for replica in self._replicas) - began
+        self._outcome.evictions = sum(replica.evictions for replica in self._replicas)
+        return self._outcome
+
+    def _deliver(self, event: _Timed) -> None:
+        life = event.life
+        if life is None:
+            for replica in self._replicas:
+                replica.reset()
+        elif event.what == "abort":
+            self._placed[life.number].end(life.number, 0, FinishReason.ABORT)
         else:
-            self._parts.scheduler.finish(uid, keep, reason)
+            with_parent = None if life.parent is None else self._placed.get(life.parent.number)
+            replica = self._placed[life.number] = with_parent or self._choose(life)
+            replica.add(life)
+
+    def _choose(self, life: Life) -> Replica:
+        if self._router is None:
+            return self._replicas[0]
+        request = self._recording.request(life.request)
+        loads = [replica.load(number) for number, replica in enumerate(self._replicas)]
+        options = RequestOptions(**{field.name: getattr(request, field.name) for field in fields(RequestOptions)})
+        return self._replicas[self._router.choose(request.prompt_ids, request.params.n, options, loads)]
 
 
 def _unknown(life: Life) -> bool:
@@ -209,7 +294,7 @@ def _acceptance(recording: Recording) -> float:
 
 def recorded_outcome(recording: Recording) -> Outcome:
     """Return what was measured."""
-    lives = list(recording.lives.values())
+    lives = recording.lives
     ends = [result.clock for result in recording.results]
     first = min(life.request.arrival for life in lives)
     return Outcome(

@@ -56,10 +56,22 @@ def test_other_parts_are_compared_on_the_same_arrivals(tmp_path: Path, capsys: p
 def test_every_request_of_a_simulation_has_its_recorded_output() -> None:
     recording = Recording(FCFS, "replay.path")
     pair = compose_pair(recording, compose([f"replay.path={FCFS}", "kv_cache=radix"], app="replay"))
-    outcome = Simulation(recording, build(recording, pair.given, pair.recorded), StepTimes(recording)).run()
-    lives = {life.added.uid: life for life in outcome.lives}
-    whole = [uid for uid, life in recording.lives.items() if life.ended and life.ended.reason == "length"]
-    assert len(whole) > 8 and all(lives[uid].tokens == recording.lives[uid].tokens for uid in whole)
+    outcome = Simulation(recording, [build(recording, pair.given, pair.recorded)], StepTimes(recording)).run()
+    lives = {life.number: life for life in outcome.lives}
+    whole = [life for life in recording.lives if life.ended and life.ended.reason == "length"]
+    assert len(whole) > 8 and all(lives[life.number].tokens == life.tokens for life in whole)
+
+
+def test_a_router_distributes_the_recorded_requests(tmp_path: Path) -> None:
+    words = ("engine.dp=2", "engine.max_seqs=2")
+    sides = {router: replay(tmp_path, f"router={router}", *words)[1] for router in ("round_robin", "prefix_aware")}
+    for found in sides.values():
+        assert found["divergence"] is None and found["replicas"] == 2
+        assert found["figures"]["these parts"]["requests"] == found["figures"]["recorded"]["requests"]
+    rates = {router: found["figures"]["these parts"]["hit_rate"] for router, found in sides.items()}
+    assert rates["prefix_aware"] >= rates["round_robin"] > 0, "requests with a common prefix go to one cache"
+    alone = replay(tmp_path, "engine.max_seqs=2")[1]["figures"]["these parts"]
+    assert sides["round_robin"]["figures"]["these parts"]["wait_ms_p95"] < alone["wait_ms_p95"]
 
 
 def test_a_policy_that_is_not_deterministic_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +126,7 @@ def test_mistakes_end_in_one_message(words: list[str], says: str, capsys: pytest
 def test_a_recording_is_a_workload_with_the_same_prefixes() -> None:
     recording = Recording(FCFS, "replay.path")
     found = Recorded(RecordingConfig(path=FCFS, speed=2.0)).requests(WorkloadContext(vocab=400, max_len=128, seed=0))
-    lives = [life for life in recording.lives.values() if life.output]
+    lives = [life for life in recording.lives if life.output]
     assert len(found) == len(lives) and [r.output_tokens for r in found] == [life.output for life in lives]
     assert found[-1].arrival == pytest.approx((lives[-1].request.arrival - lives[0].request.arrival) / 2)
     assert {r.user for r in found} == {"a", "b"} and all(r.deadline is not None for r in found)
@@ -125,7 +137,7 @@ def test_a_recording_is_a_workload_with_the_same_prefixes() -> None:
 def test_the_seconds_of_a_recording_can_be_chosen() -> None:
     ctx = WorkloadContext(vocab=400, max_len=128, seed=0)
     whole = Recorded(RecordingConfig(path=FCFS)).requests(ctx)
-    lives = list(Recording(FCFS, "replay.path").lives.values())
+    lives = Recording(FCFS, "replay.path").lives
     start = lives[3].request.arrival - Recording(FCFS, "replay.path").header.clock
     later = Recorded(RecordingConfig(path=FCFS, start=start)).requests(ctx)
     assert 0 < len(later) < len(whole) and later[0].arrival == 0.0

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dovetail.core.compose import EngineConfig, compose
+from dovetail.core.compose import EngineConfig, compose, installed
 from dovetail.core.engine.engine import Engine, start_engine
 from dovetail.core.errors import ConfigError
 from dovetail.core.frontend.replicas import replica_compositions
@@ -27,7 +27,7 @@ from dovetail.core.testing.toy import ToyComposition, ToyDevice
 from dovetail.plugins.app.replay.lockstep import Lockstep
 from dovetail.plugins.app.replay.parts import Parts
 
-from .record import PAIRS, STORED, run, small_engine
+from .record import ALLOCATORS, PAIRS, SCHEDULERS, STORED, run, small_engine
 
 
 def parts_of(recording: Recording, scheduler: str, allocator: str) -> Parts:
@@ -45,8 +45,14 @@ def parts_of(recording: Recording, scheduler: str, allocator: str) -> Parts:
 def test_stored_recordings_are_replayed_to_the_bit(scheduler: str, allocator: str) -> None:
     """After an intended change of a policy or an allocator, run record.py."""
     recording = Recording(str(STORED / f"{scheduler}-{allocator}.rec"), "replay.path")
-    assert len(recording.plans) > 50 and sum(life.cached for life in recording.lives.values()) > 0
+    assert len(recording.plans) > 50 and sum(life.cached for life in recording.lives) > 0
     assert Lockstep(recording, parts_of(recording, scheduler, allocator)).run() is None
+
+
+@pytest.mark.parametrize(("kind", "names"), [("scheduler", SCHEDULERS), ("kv_cache", ALLOCATORS)])
+def test_every_built_in_part_has_a_recording(kind: str, names: tuple[str, ...]) -> None:
+    built_in = (installed().get(kind, name) for name in installed().options(kind))
+    assert sorted(one.component.name for one in built_in if one.package.name == "dovetail") == sorted(names)
 
 
 def test_another_policy_differs_and_both_states_are_known() -> None:
@@ -95,9 +101,25 @@ def test_every_kind_of_request_is_replayed(tmp_path: Path, depth: int, tokens: b
         Driver().recorded(path, load, depth, lookahead, slots, tokens=tokens)
         recording = Recording(str(path), "replay.path")
         assert Lockstep(recording, parts_of(recording, "priority", "radix")).run() is None
-        preemptions += sum(life.preemptions for life in recording.lives.values())
+        preemptions += sum(life.preemptions for life in recording.lives)
         assert any(result.drafted for result in recording.results) == bool(lookahead)
     assert preemptions > 0
+
+
+def test_a_uid_may_be_used_again(tmp_path: Path) -> None:
+    """The first request of a server has the number of its warm-up, which has ended."""
+    engine = small_engine(f"engine.record={tmp_path}/run.rec")
+    for prompt in ([1, 2, 3], [4, 5]):
+        engine.add(prompt, SamplingParams(max_tokens=3, ignore_eos=True), number=0)
+        while engine.has_work:
+            engine.step()
+    engine.shutdown()
+    recording = Recording(f"{tmp_path}/run.rec", "replay.path")
+    assert [(life.added.uid, len(life.request.prompt) // 4, life.output) for life in recording.lives] == [
+        (0, 3, 3),
+        (0, 2, 3),
+    ]
+    assert Lockstep(recording, parts_of(recording, "fcfs", "prefix_hash")).run() is None
 
 
 # The file.
@@ -166,7 +188,7 @@ def test_entries_that_do_not_fit_each_other_are_refused(tmp_path: Path) -> None:
         writer = file.FrameWriter(path, encode(whole.header))
         for event in whole.events:
             if type(event).__name__ in (kept, "Arrived" if kept == "Planned" else kept):
-                writer.put(encode(event))
+                writer.put(encode, event)
         writer.close()
         with pytest.raises(ConfigError, match="it is damaged"):
             Recording(str(path), "replay.path")
