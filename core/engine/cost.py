@@ -34,11 +34,19 @@ def bind_cost(
     bound = formats(composition, spec, device or composition.engine.device, here)
     cost.bind(spec, composition.engine, bound)
     facts: DrafterFacts | None = composition.part("spec_decode").facts() if "spec_decode" in composition.parts else None
-    if facts is not None and facts.spec is not None:
+    if facts is not None and facts.spec is not None and facts.spec.parameters is not None:
         cost.drafter = composition.build("cost")
         bits = 8.0 * bound.dtype_bytes if facts.weight_bits is None else facts.weight_bits
         # Matmuls of narrow weights are those of the model's dtype: the facts do not name a product.
-        cost.drafter.bind(facts.spec, composition.engine, replace(bound, weight_bits=bits, product=bound.dtype))
+        own = replace(
+            bound,
+            weight_bits=bits,
+            product=bound.dtype,
+            head_bits=facts.head_bits,
+            head_product=None,
+            embedding_bits=facts.embedding_bits,
+        )
+        cost.drafter.bind(facts.spec, composition.engine, own)
     return cost
 
 

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dovetail.core.engine.acceptance import Acceptance
-from dovetail.core.interfaces import CostModel, RowWork, Sequence, StepPlan, StepResult
+from dovetail.core.engine.following import Following
+from dovetail.core.interfaces import CostModel, RowWork, SchedulerLimits, Sequence, StepPlan, StepResult
 from dovetail.core.interfaces.plan import DECODE
 
 if TYPE_CHECKING:
@@ -33,6 +34,9 @@ FRUITLESS_ROWS = 8
 """Such a trial ends early once so many rows in a row have accepted none."""
 TRIAL_SHARE = 0.01
 """Trials are put off until the time that they lost is at most this share of the time since."""
+LEFT_BEHIND = 0.1
+"""Most rows, as a share, that a trial without drafts may leave behind. Near the break-even point it leaves few: they
+have accepted few drafts, so the drafter has little to catch up."""
 HOLD = 8
 """Steps for which the choice of no drafts stands: nothing is learnt in them."""
 BETTER = 1.01
@@ -87,10 +91,11 @@ class _Bucket:
 class Drafting:
     """Chooses the drafts of each step of one scheduler."""
 
-    def __init__(self, lookahead: int, slots: int) -> None:
-        self._lookahead = lookahead
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self._lookahead = lookahead = limits.lookahead
+        self._following = Following(limits.max_seqs, limits.draft_window, resumes=limits.draft_resumes)
         self._means = (0, *(mean for mean in MEANS if mean < lookahead), lookahead)
-        self.acceptance = Acceptance(slots, lookahead)
+        self.acceptance = Acceptance(limits.max_seqs, lookahead)
         self._buckets: defaultdict[int, _Bucket] = defaultdict(_Bucket)
         """Buckets by bit length of the number of rows."""
         self._trial_rows = 0
@@ -110,6 +115,13 @@ class Drafting:
     ) -> Mapping[int, int]:
         """Return the number of drafts of each decode row in the next step by uid; rows without drafts are left out.
         `prompts`: sequences that the step may feed too. `budget`: tokens of the step."""
+        if chosen := self._choose(decoding, prompts, budget, cost):
+            self._following.drafted(decoding)
+        return chosen
+
+    def _choose(
+        self, decoding: list[Sequence], prompts: Iterable[Sequence], budget: int, cost: CostModel
+    ) -> Mapping[int, int]:
         rows, length = len(decoding), sum(map(_COMPUTED, decoding)) // len(decoding)
         self._cost, self._chosen = cost, (rows, length)
         self.acceptance.tick()
@@ -118,8 +130,10 @@ class Drafting:
             bucket.hold -= 1
             bucket.left -= 1
             return {}
-        ranking = _Ranking(self.acceptance, decoding, self._lookahead)
+        ranking = _Ranking(self.acceptance, decoding, self._lookahead, self._following.able(decoding))
         level, token_seconds = self._best(bucket, rows, length, ranking, cost)
+        if not self._trial_level and self._following.able(decoding, steps=1).mean() < 1 - LEFT_BEHIND:
+            self._trial_rows = 0
         if self._trial_rows > 0 and (bucket.level or not level):
             self._trial_rows -= rows
             drafts = self._drafts(self._trial_level, rows)
@@ -134,7 +148,9 @@ class Drafting:
         bucket.level = level
         bucket.left -= 1
         if bucket.left <= 0:
-            self._begin_trial(bucket, rows)
+            # A drafter that has fallen behind in all rows cannot be tried before the next prompt.
+            if level or ranking.possible:
+                self._begin_trial(bucket, decoding)
         elif not level:
             bucket.hold = HOLD
         if level and (prompt_tokens := _tokens(prompts, budget - rows)):
@@ -159,10 +175,11 @@ class Drafting:
         """Return the lowest level that has so many drafts."""
         return next(level for level, mean in enumerate(self._means) if int(mean * rows) >= drafts)
 
-    def _begin_trial(self, bucket: _Bucket, rows: int) -> None:
+    def _begin_trial(self, bucket: _Bucket, decoding: list[Sequence]) -> None:
         """Let the next steps try another level: after steps without drafts the lowest that drafts for enough rows, or
         else no drafts and the other levels in turn. One step measures the time of a level, two at first; acceptance
         takes more."""
+        rows = len(decoding)
         bucket.trials += 1
         # One trial alone is too little evidence: repeat it soon.
         bucket.interval = MIN_INTERVAL if bucket.trials == 1 else min(2 * bucket.interval, MAX_INTERVAL)
@@ -209,7 +226,8 @@ class Drafting:
             seconds = self._seconds(rows, length, drafts, cost, prompt_tokens) * bucket.ratio(level)
             return ranking.gain(drafts) * token_seconds - seconds
 
-        return max(self._levels(rows), key=saved)
+        # A step without drafts would leave rows behind.
+        return max(self._levels(rows)[self._following.needed :], key=saved)
 
     def _seconds(self, rows: int, length: int, drafts: int, cost: CostModel, prompt_tokens: int = 0) -> float:
         """Return the predicted step time, drafting included."""
@@ -246,43 +264,47 @@ class Drafting:
 
     def _learn(self, plan: StepPlan, result: StepResult) -> int:
         """Count accepted drafts. Return the number of drafts that the plan has."""
+        if not (planned := sum(row.draft for row in plan.rows)):
+            return 0
         drafted = [
             (row.slot, row.uid, row.draft, max(len(out.tokens) - 1, 0))
             for row, out in zip(plan.rows, result.rows, strict=True)
-            if row.draft
+            if row.draft and (out.drafted or not self._following.had_none(row.slot))
         ]
         if not drafted:
-            return 0
+            return planned
         slots_R, uids_R, planned_R, accepted_R = np.array(drafted, np.int64).T
         self.acceptance.update(slots_R, uids_R, planned_R, accepted_R)
         self._fruitless = 0 if accepted_R.any() else self._fruitless + len(drafted)
         if self._trial_level and self._fruitless >= FRUITLESS_ROWS:
             self._trial_rows = 0
-        return int(planned_R.sum())
+        return planned
 
 
 class _Ranking:
     """Drafts of all rows of a step, the most likely to be accepted first."""
 
-    def __init__(self, acceptance: Acceptance, rows: list[Sequence], lookahead: int) -> None:
+    def __init__(self, acceptance: Acceptance, rows: list[Sequence], lookahead: int, able_R: NDArray[np.bool_]) -> None:
+        """`able_R`: which rows the drafter can draft for."""
         self._uids, self._lookahead = [seq.uid for seq in rows], lookahead
         slots_R, uids_R = np.array([seq.slot for seq in rows]), np.array(self._uids)
         # No drafts past a sequence's limit, and none of rows with a grammar.
-        self._most_R = np.array([_most_drafts(seq, lookahead) for seq in rows])
+        self._most_R = np.where(able_R, [_most_drafts(seq, lookahead) for seq in rows], 0)
         self._last_R = acceptance.last_drafted(slots_R, uids_R)
         wanted_RK = np.arange(lookahead) < self._most_R[:, None]
         survival_N = np.where(wanted_RK, acceptance.survival(slots_R, uids_R), 0.0).reshape(-1)
         self._order_N = np.argsort(-survival_N, kind="stable")
         self._gain_N: NDArray[np.float64] = np.cumsum(survival_N[self._order_N])
-        self._possible = int(self._most_R.sum())
+        self.possible = int(self._most_R.sum())
+        """Number of drafts that the rows may have."""
 
     def gain(self, drafts: int) -> float:
         """Return the expected number of accepted drafts among the first `drafts`."""
-        return float(self._gain_N[min(drafts, self._possible) - 1]) if drafts and self._possible else 0.0
+        return float(self._gain_N[min(drafts, self.possible) - 1]) if drafts and self.possible else 0.0
 
     def first(self, drafts: int) -> Mapping[int, int]:
         """Return the number of drafts of each row that is among the first `drafts`, by uid."""
-        if not (drafts := min(drafts, self._possible)):
+        if not (drafts := min(drafts, self.possible)):
             return {}
         counts_R = np.bincount(self._order_N[:drafts] // self._lookahead, minlength=len(self._most_R))
         return {uid: count for uid, count in zip(self._uids, counts_R.tolist(), strict=True) if count}

@@ -92,6 +92,8 @@ class Engine:
             info.lookahead,
             engine.depth,
             weighs_drafts=engine.drafts == "paying",
+            draft_window=drafter.window,
+            draft_resumes=drafter.resumes,
             again=int(info.lookahead > 0 and drafter.follows_features),
         )
         self.scheduler: Scheduler = composition.build("scheduler", limits=self.limits, kv=self.kv)

@@ -85,7 +85,7 @@ class PolicyScheduler(Scheduler):
         are unchanged: each attempt would visit all pages of the prompt and count as a use of its cached pages."""
         self._may_displace = type(self).gives_way is not PolicyScheduler.gives_way
         weighs = limits.lookahead > 0 and limits.weighs_drafts
-        self._drafting = Drafting(limits.lookahead, limits.max_seqs) if weighs else None
+        self._drafting = Drafting(limits) if weighs else None
         self._drafts: Mapping[int, int] | None = None
         """Drafts of decode rows in this step by uid, where they are expected to pay; None = all rows have drafts."""
 

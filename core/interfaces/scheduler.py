@@ -32,6 +32,9 @@ class SchedulerLimits:
     """Maximum number of plans in flight."""
     weighs_drafts: bool = False
     """Whether only those drafts are verified that are expected to pay, according to the cost model (engine.drafts)."""
+    draft_window: int | None = None
+    draft_resumes: bool = True
+    """Drafter.window and Drafter.resumes."""
     again: int = 0
     """Tokens of a cached prefix, 0 or 1, that a sequence feeds again when it joins (Join.again), because the drafter
     needs the hidden state before each token that it computes (Drafter.follows_features)."""

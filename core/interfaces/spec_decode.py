@@ -147,6 +147,11 @@ class Drafter(ABC):
     own prefix alone, so pages can be shared. A sequence that finds its first tokens in the cache feeds the last of them
     again, without writing KV, since hidden states are not cached. Not for targets with attention windows, which may
     have given back pages that this token reads."""
+    window: int | None = None
+    """Most tokens of a row that a proposal feeds to the drafter's own layers. A row with more tokens since the last
+    proposal, after steps without drafts, has none. None = drafts do not depend on earlier proposals."""
+    resumes: bool = True
+    """Whether such a row catches up, by `window` tokens per proposal. False = it has no more drafts."""
     verify: Verify = "draws"
     """How its drafts are verified."""
 

@@ -277,6 +277,23 @@ class DrafterContract:
                 break
         _assert_same(self.guess(histories), bench.guess(), "drafts depend on which tokens were drafts")
 
+    def test_rows_further_behind_than_its_window_have_no_drafts(self) -> None:
+        """After so many steps without drafts a row catches up, if the drafter resumes, or has no more drafts."""
+        bench, rng = self.asked(), random.Random(12)
+        if (window := bench.drafter.window) is None:
+            pytest.skip("window = None: drafts do not depend on earlier proposals")
+        behind = window + 1
+        histories = {slot: [rng.randrange(self.vocab) for _ in range(behind + 4)] for slot in range(2)}
+        bench.seat({slot: history[:-behind] for slot, history in histories.items()})
+        for at in range(-behind, 0):
+            bench.verify({slot: [history[at]] for slot, history in histories.items()}, drafts=False)
+        assert not any(guesses.tokens for guesses in bench.guess()), f"it drafts for rows {behind} tokens behind"
+        found = bench.guess()
+        if bench.drafter.resumes:
+            _assert_same(self.guess(histories), found, "drafts depend on earlier steps without drafts")
+        else:
+            assert not any(guesses.tokens for guesses in found), "resumes = False: rows left behind have no more drafts"
+
     def test_observe_is_called_every_step(self) -> None:
         """observe must work with any number of tokens per row and without a propose between two calls."""
         bench = self.bench()

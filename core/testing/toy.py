@@ -400,4 +400,6 @@ class ToyComposition:
         if kind == "grammar":
             return ToyCompiler(None, given["vocabulary"])
         assert kind == "spec_decode", f"unexpected component kind {kind}"
-        return self._drafter or SimpleNamespace(needs_host_tokens=False, follows_features=self._device.again > 0)
+        return self._drafter or SimpleNamespace(
+            needs_host_tokens=False, follows_features=self._device.again > 0, window=None, resumes=True
+        )

@@ -8,6 +8,7 @@ from dovetail.plugins.spec_decode.config import (
     MedusaConfig,
     NgramConfig,
     NoneConfig,
+    SuffixConfig,
 )
 
 COMPONENTS = tuple(
@@ -15,6 +16,7 @@ COMPONENTS = tuple(
     for name, config, target in (
         ("none", NoneConfig, "none:NoDrafter"),
         ("ngram", NgramConfig, "ngram:NgramDrafter"),
+        ("suffix", SuffixConfig, "suffix:SuffixDrafter"),
         ("draft_model", DraftModelConfig, "draft_model:DraftModel"),
         ("eagle", EagleConfig, "eagle:Eagle"),
         ("eagle3", Eagle3Config, "eagle:Eagle3"),

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from dovetail.core.compose import Capabilities, Host, Requires
-from dovetail.plugins.spec_decode.config import DraftModelConfig, HeadFiles, MedusaConfig, NgramConfig, NoneConfig
+from dovetail.plugins.spec_decode.config import (
+    DraftModelConfig,
+    HeadFiles,
+    MedusaConfig,
+    NgramConfig,
+    NoneConfig,
+    SuffixConfig,
+)
 
 _EXACT_LENGTHS = Requires(
     kind="attention",
@@ -18,6 +25,10 @@ def none(config: NoneConfig, host: Host) -> Capabilities:
 
 
 def ngram(config: NgramConfig, host: Host) -> Capabilities:
+    return Capabilities(provides={"drafts": True})
+
+
+def suffix(config: SuffixConfig, host: Host) -> Capabilities:
     return Capabilities(provides={"drafts": True})
 
 

@@ -32,6 +32,20 @@ class NgramConfig(Config):
         return self
 
 
+class SuffixConfig(Config):
+    """Drafts the tokens that followed the longest earlier occurrence of the sequence's suffix, more of them after a
+    longer match (suffix decoding)."""
+
+    lookahead: int = Field(8, ge=1, le=32)
+    """Most draft tokens per sequence and step."""
+    growth: float = Field(1.0, gt=0, le=32)
+    """Draft tokens per matched token, rounded down."""
+    min_match: int = Field(1, ge=1, le=16)
+    """Shortest matching suffix, in tokens."""
+    max_match: int = Field(64, ge=16, le=256)
+    """Longest suffix compared, in tokens. Longer matches win, then later ones."""
+
+
 class DraftModelConfig(Config):
     """Drafts by a smaller model with the same vocabulary, which has KV pages of its own."""
 

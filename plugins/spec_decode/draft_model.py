@@ -39,6 +39,11 @@ class DraftModel(Drafter):
         return self.config.lookahead
 
     @property
+    def window(self) -> int:  # type: ignore[override]
+        # As many tokens as a step with drafts can add.
+        return self.lookahead + 1
+
+    @property
     def verify(self) -> Verify:  # type: ignore[override]
         return self.config.verify
 
@@ -63,9 +68,7 @@ class DraftModel(Drafter):
         self.model, source = self._build(target)
         fill(self.model, source)
         spec = self.model.build.spec
-        # The first pass feeds as many tokens as a step with drafts can add. After steps without drafts several
-        # proposals catch up.
-        self.pages = OwnPages(target, self.lookahead + 1)
+        self.pages = OwnPages(target, self.window)
         self._last_id = spec.vocab - 1
         self._more_ids = target.build.spec.vocab - spec.vocab
 

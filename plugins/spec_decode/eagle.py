@@ -38,12 +38,18 @@ class Eagle(Drafter):
 
     config: EagleConfig | Eagle3Config
     follows_features = True
+    resumes = False
     name: ClassVar[str] = "eagle"
     layer_class: ClassVar[type[EagleLayer]] = Eagle1Layer
 
     @property
     def lookahead(self) -> int:
         return self.config.lookahead
+
+    @property
+    def window(self) -> int:  # type: ignore[override]
+        # As many tokens as a step with drafts can add.
+        return self.lookahead + 1
 
     @property
     def verify(self) -> Verify:  # type: ignore[override]
@@ -72,9 +78,8 @@ class Eagle(Drafter):
         self.layer, source = self._build(target, shape)
         fill(self.layer, source)
         self.taps = shape.tapped(spec.layers)
-        window = self.lookahead + 1
-        self.pages = OwnPages(target, window, resumes=False)
-        self.features = FeatureStore(target, window, shape.fused * spec.hidden)
+        self.pages = OwnPages(target, self.window, resumes=False)
+        self.features = FeatureStore(target, self.window, shape.fused * spec.hidden)
         self._last_id = spec.vocab - 1
 
     def kv_groups(self) -> tuple[KVGroup, ...]:

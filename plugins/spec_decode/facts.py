@@ -14,6 +14,7 @@ from dovetail.plugins.spec_decode.config import (
     MedusaConfig,
     NgramConfig,
     NoneConfig,
+    SuffixConfig,
 )
 from dovetail.plugins.spec_decode.eagle_files import read_eagle, read_eagle3
 from dovetail.plugins.spec_decode.medusa_files import read_medusa
@@ -24,6 +25,10 @@ def none(config: NoneConfig) -> DrafterFacts:
 
 
 def ngram(config: NgramConfig) -> DrafterFacts:
+    return DrafterFacts(config.lookahead)
+
+
+def suffix(config: SuffixConfig) -> DrafterFacts:
     return DrafterFacts(config.lookahead)
 
 

@@ -1,4 +1,5 @@
-"""Triton kernel of prompt lookup. A program searches the text of one row from its end, so recent matches end it early.
+"""Triton kernel of `ngram` and `suffix`. A program searches the text of one row from its end, so recent matches end it
+early.
 
 B rows, L token capacity of a slot, K drafts.
 """
@@ -14,7 +15,8 @@ BLOCK = 1024
 
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr", "lengths_ptr"])
 def _look_up(slots_ptr, lengths_ptr, tokens_ptr, tokens_stride, drafts_ptr, count_ptr, K: tl.constexpr,
-             MIN_MATCH: tl.constexpr, MAX_MATCH: tl.constexpr, BLOCK: tl.constexpr, DRAFTS: tl.constexpr):  # fmt: skip
+             MIN_MATCH: tl.constexpr, MAX_MATCH: tl.constexpr, GROWTH: tl.constexpr, BLOCK: tl.constexpr,
+             DRAFTS: tl.constexpr):  # fmt: skip
     row = tl.program_id(0)
     text_ptr = tokens_ptr + tl.load(slots_ptr + row) * tokens_stride
     length = tl.load(lengths_ptr + row).to(tl.int32)
@@ -25,11 +27,16 @@ def _look_up(slots_ptr, lengths_ptr, tokens_ptr, tokens_stride, drafts_ptr, coun
         place = begin + tl.arange(0, BLOCK)
         alive = place < length - 1
         matched = tl.zeros((BLOCK,), tl.int64)
-        for back in tl.static_range(MAX_MATCH):
+        back = 0
+        longest = 1
+        # Few places match more than a token or two, so most blocks end early.
+        while (back < MAX_MATCH) & (longest > 0):
             alive = alive & (place >= back)
             last = tl.load(text_ptr + tl.maximum(length - 1 - back, 0))
             alive = alive & (tl.load(text_ptr + place - back, mask=alive, other=-1) == last)
             matched += alive.to(tl.int64)
+            longest = tl.max(alive.to(tl.int32), axis=0)
+            back += 1
         best = tl.maximum(best, tl.max(tl.where(matched >= MIN_MATCH, (matched << 32) + place, -1), axis=0))
         begin -= BLOCK
     found = best >= 0
@@ -39,13 +46,20 @@ def _look_up(slots_ptr, lengths_ptr, tokens_ptr, tokens_stride, drafts_ptr, coun
     k = tl.arange(0, DRAFTS)
     drafts = tl.load(text_ptr + end + 1 + k % period, mask=found & (k < K), other=0)
     tl.store(drafts_ptr + row * K + k, drafts, mask=k < K)
-    tl.store(count_ptr + row, tl.where(found, K, 0))
+    grown = ((best >> 32).to(tl.float32) * GROWTH).to(tl.int32)
+    tl.store(count_ptr + row, tl.where(found, tl.minimum(grown, K), 0))
 
 
 def look_up_triton(
-    slots_B: torch.Tensor, lengths_B: torch.Tensor, tokens_SL: torch.Tensor, k: int, min_match: int, max_match: int
+    slots_B: torch.Tensor,
+    lengths_B: torch.Tensor,
+    tokens_SL: torch.Tensor,
+    k: int,
+    min_match: int,
+    max_match: int,
+    growth: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `ngram.look_up_reference` does."""
+    """Return what `lookup.look_up_reference` does."""
     rows = len(slots_B)
     drafts_BK = torch.empty(rows, k, dtype=torch.int32, device=tokens_SL.device)
     count_B = torch.empty(rows, dtype=torch.int32, device=tokens_SL.device)
@@ -59,6 +73,7 @@ def look_up_triton(
         K=k,
         MIN_MATCH=min_match,
         MAX_MATCH=max_match,
+        GROWTH=growth,
         BLOCK=BLOCK,
         DRAFTS=triton.next_power_of_2(k),
         num_warps=4,

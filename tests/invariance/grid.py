@@ -19,7 +19,7 @@ AXES: dict[str, tuple[tuple[str, ...], ...]] = {
     "drafter": (
         (),
         ("spec_decode=ngram",),
-        ("spec_decode=ngram", "spec_decode.lookahead=7"),
+        ("spec_decode=suffix", "spec_decode.growth=2"),
         ("spec_decode=draft_model",),
         ("spec_decode=eagle3_tiny",),
         ("spec_decode=medusa_tiny",),

@@ -29,12 +29,13 @@ from dovetail.core.testing.executor_scripts import SMALL_LLAMA, VOCAB, Script, p
 from dovetail.core.testing.spec_decode import DrafterContract
 from dovetail.core.worker.loader import load_rank
 from dovetail.core.worker.runner import Runner
-from dovetail.plugins.spec_decode.config import NgramConfig, NoneConfig
+from dovetail.plugins.spec_decode.config import NgramConfig, NoneConfig, SuffixConfig
 from dovetail.plugins.spec_decode.draft_model import DraftModel
 from dovetail.plugins.spec_decode.eagle import Eagle
 from dovetail.plugins.spec_decode.eagle_files import TAPS
 from dovetail.plugins.spec_decode.ngram import NgramDrafter
 from dovetail.plugins.spec_decode.none import NoDrafter
+from dovetail.plugins.spec_decode.suffix import SuffixDrafter
 
 from ..faults import rejects, suite, variant
 
@@ -52,6 +53,16 @@ class TestNgram(DrafterContract):
 class TestNgramOfOneToken(DrafterContract):
     def make(self) -> Drafter:
         return NgramDrafter(NgramConfig(lookahead=1, min_match=1, max_match=1))
+
+
+class TestSuffix(DrafterContract):
+    def make(self) -> Drafter:
+        return SuffixDrafter(SuffixConfig())
+
+
+class TestSuffixOfFewDrafts(DrafterContract):
+    def make(self) -> Drafter:
+        return SuffixDrafter(SuffixConfig(lookahead=3, growth=0.5, max_match=16))
 
 
 class TestNgramFarAhead(DrafterContract):
@@ -153,6 +164,8 @@ def medusa(more: str) -> Selected:
         ({"follows_features": False}, "test_pages_of_a_shared_prefix_serve_as_its_own"),
         # It takes the feature of a token for the one before it.
         ({"feature": lambda self, hidden: hidden.states.roll(1, 0)}, "test_chunks_of_a_prompt_change_no_draft"),
+        # It keeps the features of so many tokens only that it cannot resume.
+        ({"resumes": True}, "test_rows_further_behind_than_its_window_have_no_drafts"),
     ],
 )
 def test_a_drafter_that_loses_features_is_rejected(fault: dict[str, Any], test: str) -> None:

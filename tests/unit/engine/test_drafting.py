@@ -14,7 +14,16 @@ import pytest
 from dovetail.core.compose import compose
 from dovetail.core.engine.drafting import MAX_INTERVAL, Drafting
 from dovetail.core.engine.engine import Engine, start_engine
-from dovetail.core.interfaces import Row, RowFlag, RowResult, RowWork, SamplingParams, StepPlan, StepResult
+from dovetail.core.interfaces import (
+    Row,
+    RowFlag,
+    RowResult,
+    RowWork,
+    SamplingParams,
+    SchedulerLimits,
+    StepPlan,
+    StepResult,
+)
 from dovetail.core.testing.scheduler import SchedulerContract, random_load
 from dovetail.plugins.scheduler.config import FCFSConfig
 from dovetail.plugins.scheduler.fcfs import FCFSScheduler
@@ -40,7 +49,9 @@ class ToyCost:
 def sequence(i: int, grammar: object = None) -> Any:
     """A decoding sequence far from its limit."""
     request = SimpleNamespace(params=SimpleNamespace(grammar=grammar))
-    return SimpleNamespace(slot=i, uid=i, limit=9999, max_len=701, computed=700, remaining=1, request=request)
+    return SimpleNamespace(
+        slot=i, uid=i, epoch=0, prompt_len=700, limit=9999, max_len=701, computed=700, remaining=1, request=request
+    )
 
 
 @dataclass
@@ -86,7 +97,7 @@ class Device:
                 accepted = 0
                 while accepted < own and rng.random() < self.accepts(step, i):
                     accepted += 1
-                results.append(RowResult(i, i, 0, (7,) * (accepted + 1)))
+                results.append(RowResult(i, i, 0, (7,) * (accepted + 1), drafted=own))
             idle = self.host if total else 0.0
             seconds, tokens = seconds + measured + idle, tokens + sum(len(row.tokens) for row in results)
             flight.append((plan, StepResult(step, tuple(results), measured, idle)))
@@ -106,7 +117,7 @@ class Device:
 
 
 def weighing() -> Drafting:
-    return Drafting(K, 256)
+    return Drafting(SchedulerLimits(1 << 16, 256, 9999, K))
 
 
 def check(device: Device, rows: int, steps: int, share: float) -> None:

@@ -144,7 +144,8 @@ def steps() -> None:
         tokens_SL, table = cuda(257, 8192, dtype=INT32), cuda(257, 512, dtype=INT32)
         layout = step.lay_out_tokens(slots, starts, cuda(257, dtype=INT64), tokens_SL, total, longest)
         step.lay_out_pages(slots, layout, table, cuda(257, dtype=INT64), 16)
-        look_up_triton(slots, slots, tokens_SL, 4, 2, 4)
+        look_up_triton(slots, slots, tokens_SL, 4, 2, 4, 4.0)
+        look_up_triton(slots, slots, tokens_SL, 8, 1, 64, 1.0)
         floats = [cuda(rows, dtype=FP32) for _ in range(3)]
         keys, keys_S, reals_S = cuda(rows, dtype=INT64), cuda(257, dtype=INT64), cuda(257, dtype=FP32)
         step.gather_params(slots, reals_S, keys_S, reals_S, reals_S, keys_S)

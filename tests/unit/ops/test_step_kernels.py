@@ -40,7 +40,7 @@ from dovetail.plugins.logits.kernels import PROGRAMS, add_pairs_triton, penalise
 from dovetail.plugins.logits.penalties import Penalties  # noqa: E402
 from dovetail.plugins.logits.ragged import SparseRows  # noqa: E402
 from dovetail.plugins.spec_decode import kernels as lookup_kernels  # noqa: E402
-from dovetail.plugins.spec_decode.ngram import look_up_reference  # noqa: E402
+from dovetail.plugins.spec_decode.lookup import look_up_reference  # noqa: E402
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 FEWER = 4 if INTERPRETED else 1
@@ -407,7 +407,7 @@ def test_pairs_are_added_until_the_history_is_long_enough():
     assert changed == [False, True, True, False, False]
 
 
-@pytest.mark.parametrize(("k", "matches"), [(4, (2, 4)), (3, (1, 1))])
+@pytest.mark.parametrize(("k", "matches"), [(4, (2, 4, 4.0)), (3, (1, 1, 3.0)), (5, (1, 20, 1.5))])
 def test_prompt_lookup(k, matches, monkeypatch):
     """Matches lie in the same block as the end, in an earlier one, or across two; some rows have none."""
     monkeypatch.setattr(lookup_kernels, "BLOCK", 16)

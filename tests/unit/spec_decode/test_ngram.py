@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.plugins.spec_decode.config import NgramConfig
-from dovetail.plugins.spec_decode.ngram import look_up_reference
+from dovetail.plugins.spec_decode.lookup import look_up_reference
 
 
 def by_hand(tokens: list[int], config: NgramConfig) -> list[int]:
@@ -36,6 +36,6 @@ def test_it_finds_the_longest_then_latest_match(rows: list[list[int]], matches: 
     for slot, row in zip(slots.tolist(), rows, strict=True):
         tokens[slot, : len(row)] = torch.tensor(row, dtype=torch.int32)
     lengths = torch.tensor([len(row) for row in rows])
-    drafts, counts = look_up_reference(slots, lengths, tokens, k, *matches)
+    drafts, counts = look_up_reference(slots, lengths, tokens, k, *matches, float(k))
     for i, row in enumerate(rows):
         assert drafts[i, : counts[i]].tolist() == by_hand(row, config)

@@ -1,0 +1,95 @@
+"""Drafters that must follow a row's text: rows that they have left behind have no drafts and are no evidence."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from dovetail.core.engine.drafting import Drafting
+from dovetail.core.interfaces import Row, RowResult, SchedulerLimits, Sequence, StepPlan, StepResult
+
+from .test_drafting import DECODE, K, ToyCost, sequence
+
+PROMPT, OUTPUT, WINDOW = 700, 150, K + 1
+
+
+class Device:
+    """Runs rows that are replaced when their output is complete, and follows their text as drafters do."""
+
+    def __init__(self, rows: int, *, resumes: bool) -> None:
+        self.drafting = Drafting(SchedulerLimits(1 << 16, rows, 9999, K, draft_window=WINDOW, draft_resumes=resumes))
+        self.resumes, self.cost, self.random = resumes, ToyCost(64, passes=1.0), random.Random(1)
+        self.rows, self.known, self.uid = [], [], 0
+        for slot in range(rows):
+            self.rows.append(sequence(slot))
+            self.known.append(0)
+            self._enter(slot, OUTPUT - slot * OUTPUT // rows)
+        self.useless = 0
+        """Drafts planned for rows that the drafter could not draft for."""
+
+    def _enter(self, slot: int, output: int = OUTPUT) -> None:
+        self.uid += 1
+        seq = self.rows[slot]
+        seq.end = PROMPT + output
+        seq.uid, seq.computed, seq.prompt_len = self.uid, PROMPT, PROMPT
+        self.known[slot] = PROMPT
+
+    def run(self, steps: int, share: float) -> list[int]:
+        """Return the drafts that each step verified. `share`: probability that one is accepted."""
+        found = []
+        for step in range(steps):
+            decoding: list[Sequence] = self.rows  # type: ignore[assignment]
+            wanted = self.drafting.choose(decoding, (), 1 << 16, self.cost)  # type: ignore[arg-type]
+            plan, results = StepPlan(step, []), []
+            for slot, seq in enumerate(self.rows):
+                own = wanted.get(seq.uid, 0)
+                able = seq.computed - self.known[slot] < WINDOW
+                self.useless += own * (not able)
+                accepted = 0
+                while able and accepted < own and self.random.random() < share:
+                    accepted += 1
+                if wanted and able:
+                    self.known[slot] = seq.computed + 1
+                elif wanted and self.resumes:
+                    self.known[slot] += WINDOW
+                elif wanted:
+                    self.known[slot] = -(1 << 30)
+                plan.rows.append(Row(slot, seq.uid, 0, 1 + own, seq.computed + 1 + own, own, DECODE))
+                results.append(RowResult(slot, seq.uid, 0, (7,) * (accepted + 1), drafted=own * able))
+                seq.computed += accepted + 1
+            total = sum(wanted.values())
+            seconds = self.cost.step_seconds([]) + 5e-3 * max(1.0, (len(self.rows) + total) / 64) + 1e-3 * bool(total)
+            found.append(sum(out.drafted for out in results))
+            self.drafting.launched(plan)
+            self.drafting.update(plan, StepResult(step, tuple(results), seconds))
+            for slot, seq in enumerate(self.rows):
+                if seq.computed >= seq.end:
+                    self._enter(slot)
+        return found
+
+
+def share_of_rows(drafts: list[int], rows: int) -> float:
+    return sum(drafts) / (len(drafts) * rows * K)
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_drafting_begins_again_with_new_rows(rows: int, resumes: bool) -> None:
+    """Drafts were useless for long, so all rows are left behind. Then they are good."""
+    device = Device(rows, resumes=resumes)
+    device.run(600, 0.0)
+    assert sum(map(bool, device.run(400, 0.0))) < 60
+    device.run(2500, 0.9)
+    device.useless = 0
+    assert share_of_rows(device.run(300, 0.9), rows) > 0.8
+    assert device.useless == 0
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_no_row_of_a_drafter_that_cannot_catch_up_is_left_behind_where_drafts_pay(rows: int) -> None:
+    """Trials of steps without drafts would leave rows behind for good."""
+    device = Device(rows, resumes=False)
+    device.run(100, 0.95)
+    drafts = device.run(600, 0.95)
+    assert min(drafts) > 0 and share_of_rows(drafts, rows) > 0.9
