@@ -2,6 +2,7 @@
 
     python benchmarks/fit_tiles.py FILE.timings.jsonl [...] [--fit]
     python benchmarks/fit_tiles.py FILE.timings.jsonl [...] --gpu h100 --export core/tuning/tables/hopper_timings.json
+    python benchmarks/fit_tiles.py core/tuning/tables/hopper_timings.json --gpu h100
 
 app=tune keeps its timings in the cache folder, in files whose names end so. For each matmul that was timed, the script
 prints the time of the tile with the shortest predicted time, among those that were timed, over that of the fastest one:
@@ -16,7 +17,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import geometric_mean
@@ -25,7 +26,7 @@ from typing import Any
 from dovetail.core.ops.tile_choice import OP, tile_of
 from dovetail.core.ops.tiles import MatmulTile
 from dovetail.core.tuning.gpu import Gpu
-from dovetail.core.tuning.measured import Corrections, Measured, predicted_seconds, text_of
+from dovetail.core.tuning.measured import Corrections, Measured, predicted_seconds, read_measured, text_of
 from dovetail.core.tuning.model import FIT, Fit
 from dovetail.core.tuning.search import read_found
 
@@ -40,9 +41,11 @@ ROUNDS = 60
 GPUS = {"h200": Gpu(), "h100": Gpu("NVIDIA H100 80GB HBM3", bandwidth=3.35e12)}
 
 
-def read(files: Iterable[Path]) -> list[Measured]:
-    points = []
-    for found in (one for file in files for one in read_found(file.open()).values()):
+def read(files: Sequence[Path]) -> list[Measured]:
+    """Read files of timings, and files that --export wrote."""
+    exported = [file for file in files if file.suffix == ".json"]
+    points = [one for file in exported for one in read_measured(file.read_text(encoding="utf-8"))[1]]
+    for found in (one for file in files if file not in exported for one in read_found(file.open()).values()):
         if found.op == OP:
             facts: dict[str, Any] = dict(found.key)
             shape = found.rows, facts["outputs"], facts["inputs"], facts["weight"]

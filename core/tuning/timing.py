@@ -6,10 +6,12 @@ import logging
 import multiprocessing
 import signal
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -105,19 +107,22 @@ class GraphTimer:
         context, device = multiprocessing.get_context("spawn"), torch.cuda.current_device()
         end = None if seconds is None else time.time() + seconds
         done = context.Array("b", len(jobs))
-        packed = pack(list(jobs))
-        workers = [
-            context.Process(
-                target=_compile_share, args=(self.gpu, device, packed, share, count, end, done), daemon=True
-            )
-            for share in range(count)
-        ]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join(None if end is None else max(0.0, end - time.time()))
-        for worker in workers:
-            worker.kill()
+        # In a file: `start` waits while a process reads arguments longer than a pipe holds, and it imports torch first.
+        with tempfile.NamedTemporaryFile() as packed:
+            packed.write(pack(list(jobs)))
+            packed.flush()
+            workers = [
+                context.Process(
+                    target=_compile_share, args=(self.gpu, device, packed.name, share, count, end, done), daemon=True
+                )
+                for share in range(count)
+            ]
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.join(None if end is None else max(0.0, end - time.time()))
+            for worker in workers:
+                worker.kill()
         return [bool(done[i]) for i in range(len(jobs))]
 
     def microseconds(self, choices: Sequence[Choice | None], final: bool) -> list[float | None]:
@@ -170,17 +175,17 @@ class GraphTimer:
 def _compile_share(
     gpu: str,
     device: int,
-    packed: bytes,
+    packed: str,
     share: int,
     count: int,
     end: float | None,
     done: Any,
 ) -> None:
-    """Entry point of a process that compiles every `count`-th job and marks it as done."""
+    """Entry point of a process that compiles every `count`-th job of the file `packed` and marks it as done."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and that ends this process.
     torch.cuda.set_device(device)
     timer = GraphTimer(gpu, 1)
-    jobs: list[tuple[Tunable, Choice]] = unpack(packed)
+    jobs: list[tuple[Tunable, Choice]] = unpack(Path(packed).read_bytes())
     with torch.inference_mode():
         for i in range(share, len(jobs), count):
             if end is not None and time.time() > end:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ pytest.importorskip("triton", reason="no Triton for this platform")
 
 from dovetail.core.interfaces.tuning import Tunable, make_key
 from dovetail.core.ops.choices import Choices, installed, temporarily
+from dovetail.core.ops.compile_server import unpack
 from dovetail.core.tuning import search as module
+from dovetail.core.tuning import timing
 from dovetail.core.tuning.search import FINALS, Found, distinct, read_found, search, table_of
 from dovetail.core.tuning.table import GpuFacts, parse_table
 from dovetail.core.tuning.timing import copies, fault_of
@@ -162,3 +166,29 @@ def test_wrong_results_are_found():
 
 def test_weights_exceed_the_cache():
     assert copies(1 << 20) == 200 and copies(1 << 40) == 2
+
+
+def test_processes_that_compile_start_without_waiting_for_each_other(monkeypatch):
+    """A process starts only once it has read what exceeds a pipe of its arguments, and it imports torch first."""
+    started = []
+
+    class Process:
+        def __init__(self, target, args, daemon):
+            self.args = args
+
+        def start(self):
+            gpu, device, packed, share, count, end, _ = self.args
+            assert len(json.dumps([gpu, device, packed, share, count, end])) < 1000
+            started.append(len(unpack(Path(packed).read_bytes())))
+
+        def join(self, timeout):
+            pass
+
+        kill = terminate = lambda self: None
+
+    context = SimpleNamespace(Process=Process, Array=lambda kind, size: [1] * size)
+    monkeypatch.setattr(timing.multiprocessing, "get_context", lambda method: context)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    jobs = [(Scan(4), {"lanes": lanes}) for lanes in range(5000)]
+    assert timing.GraphTimer(GPU, 3).compile_all(jobs, 1.0) == [True] * 5000
+    assert started == [5000] * 3
