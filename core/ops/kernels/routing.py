@@ -24,7 +24,8 @@ def _hash(logits, columns):
 
 @triton.jit
 def _keep_groups(choice, GROUPS: tl.constexpr, KEPT: tl.constexpr, SIZE: tl.constexpr):
-    """Return the choice [GROUPS, SIZE] with -inf in all but the KEPT groups whose best two have the largest sums."""
+    """Return the choice [GROUPS, SIZE], in which places without an expert are -inf, with -inf in all but the KEPT
+    groups whose best two have the largest sums."""
     inner = tl.arange(0, SIZE)[None, :]
     group = tl.arange(0, GROUPS)
     sums = tl.max(choice, axis=1)
@@ -53,15 +54,19 @@ def _route(
     GROUPS: tl.constexpr,
     KEPT: tl.constexpr,
     UNIFORM: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Each of BLOCK_G groups has BLOCK_E places, of which the first are experts."""
     announce(PDL)
     wait(PDL)
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < EXPERTS
+    SIZE: tl.constexpr = EXPERTS // GROUPS
+    place = tl.arange(0, BLOCK_G * BLOCK_E)
+    inside = (place // BLOCK_E < GROUPS) & (place % BLOCK_E < SIZE)
+    columns = place // BLOCK_E * SIZE + place % BLOCK_E
     logits = tl.load(logits_ptr + row * EXPERTS + columns, mask=inside, other=float("-inf"))
     if UNIFORM:
         logits = tl.where(inside, _hash(logits, columns), float("-inf"))
@@ -76,18 +81,18 @@ def _route(
     # A comparison with NaN is false: its experts come last.
     choice = tl.where(inside & (choice == choice), choice, float("-inf"))
     if GROUPS > 1:
-        choice = tl.reshape(
-            _keep_groups(tl.reshape(choice, (GROUPS, BLOCK // GROUPS)), GROUPS, KEPT, BLOCK // GROUPS), (BLOCK,)
-        )
-    place = tl.arange(0, BLOCK_K)
+        grouped = _keep_groups(tl.reshape(choice, (BLOCK_G, BLOCK_E)), BLOCK_G, KEPT, BLOCK_E)
+        choice = tl.reshape(grouped, (BLOCK_G * BLOCK_E,))
+    slot = tl.arange(0, BLOCK_K)
     experts = tl.zeros((BLOCK_K,), tl.int32)
     weights = tl.zeros((BLOCK_K,), tl.float32)
     for k in tl.static_range(ACTIVE):
-        best = tl.argmax(choice, axis=0).to(tl.int32)
-        chosen = columns == best
+        chosen = place == tl.argmax(choice, axis=0).to(tl.int32)
+        # If all are NaN, the first place is chosen; none is ever outside.
+        best = tl.minimum(tl.sum(tl.where(chosen, columns, 0), axis=0), EXPERTS - 1)
         score = tl.sum(tl.where(chosen, scores, 0.0), axis=0)
-        experts = tl.where(place == k, tl.minimum(best, EXPERTS - 1), experts)
-        weights = tl.where(place == k, score, weights)
+        experts = tl.where(slot == k, best, experts)
+        weights = tl.where(slot == k, score, weights)
         choice = tl.where(chosen, float("-inf"), choice)
     if NORMALIZE:
         weights = weights / (tl.sum(weights, axis=0) + LEAST)
@@ -96,8 +101,8 @@ def _route(
         live = tl.load(live_ptr + row) != 0
         experts = tl.where(live, experts, -1)
         weights = tl.where(live, weights, 0.0)
-    tl.store(experts_ptr + row * ACTIVE + place, experts, mask=place < ACTIVE)
-    tl.store(weights_ptr + row * ACTIVE + place, weights, mask=place < ACTIVE)
+    tl.store(experts_ptr + row * ACTIVE + slot, experts, mask=slot < ACTIVE)
+    tl.store(weights_ptr + row * ACTIVE + slot, weights, mask=slot < ACTIVE)
 
 
 def route_triton(
@@ -107,11 +112,7 @@ def route_triton(
     experts_TK = torch.empty(tokens, rule.active, dtype=torch.int32, device=device)
     weights_TK = torch.empty(tokens, rule.active, dtype=torch.float32, device=device)
     if tokens:
-        block = triton.next_power_of_2(rule.experts)
-        if rule.groups > 1 and (rule.groups & (rule.groups - 1) or block != rule.experts):
-            raise ValueError(
-                f"groups of experts need powers of two on a GPU: {rule.experts} experts in {rule.groups} groups"
-            )
+        groups, size = (triton.next_power_of_2(n) for n in (rule.groups, rule.experts // rule.groups))
         _route[(tokens,)](
             logits_TE.contiguous(),
             bias_E,
@@ -126,9 +127,10 @@ def route_triton(
             GROUPS=rule.groups,
             KEPT=rule.kept_groups,
             UNIFORM=rule.uniform,
-            BLOCK=block,
+            BLOCK_G=groups,
+            BLOCK_E=size,
             BLOCK_K=triton.next_power_of_2(rule.active),
-            num_warps=1 if block <= 256 else 4,
+            num_warps=1 if groups * size <= 256 else 4,
             **dependent(logits_TE),
         )
     return Routing(experts_TK, weights_TK)

@@ -294,16 +294,14 @@ class Llama(Model):
 
     def check_checkpoint(self, checkpoint: Checkpoint) -> None:
         headers = dict(self._named(checkpoint.tensors().items()))
-        if self.layout.experts is not None:
-            names, experts = self.layout.experts.names, self.build.spec.moe.experts
-            headers = dict(unstacked_headers(headers.items(), names.stacked, experts))
+        if (experts := self.layout.experts) is not None:
+            headers = dict(unstacked_headers(headers.items(), experts.names.stacked, experts.rule.experts))
         check_headers(self._weights(), headers, checkpoint, self._ignored, self._ignored_parts)
 
     def load(self, weights: Iterable[tuple[str, Callable[[], Any]]]) -> None:
         weights = self._named(weights)
-        if self.layout.experts is not None:
-            names, experts = self.layout.experts.names, self.build.spec.moe.experts
-            weights = unstacked(weights, names.stacked, experts)
+        if (experts := self.layout.experts) is not None:
+            weights = unstacked(weights, experts.names.stacked, experts.rule.experts)
         load_weights(self._weights(), weights, self._ignored, self._ignored_parts)
         for linear in self._linears():
             linear.finish()

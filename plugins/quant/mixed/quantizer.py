@@ -11,9 +11,17 @@ from typing import Any
 from dovetail.core.compose.choice import readers
 from dovetail.core.compose.discovery import installed
 from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces import Checkpoint, LinearMethod, LinearShape, Quantizer
+from dovetail.core.interfaces import (
+    Checkpoint,
+    ExpertMethod,
+    ExpertShape,
+    LinearMethod,
+    LinearShape,
+    Quantizer,
+)
 from dovetail.core.interfaces.checkpoint import WeightSource
 from dovetail.core.layers.plain import PlainLinear
+from dovetail.core.layers.plain_experts import PlainExperts
 from dovetail.core.layers.stacked import StackedLinear
 from dovetail.plugins.quant.auto import reader_of
 from dovetail.plugins.quant.config import MixedConfig
@@ -56,6 +64,19 @@ class Mixed(Quantizer):
         if len({id(quantizer) for quantizer, _ in methods}) == 1:
             return _method(methods[0][0], path, shape)
         return StackedLinear(path, shape, [(_method(quantizer, path, part), 1) for quantizer, part in methods])
+
+    def experts(self, path: str, shape: ExpertShape) -> ExpertMethod | None:
+        """Ask the quantizer of all matrices of the layer; None if there are several."""
+        found: dict[int, Quantizer | None] = {}
+        for expert, names in enumerate(shape.names):
+            for matrix, of_matrix in (("gate_up", names[:2]), ("down", names[2:])):
+                matched = any(fnmatch(f"{path}.{expert}.{matrix}", pattern) for pattern in self.config.layers)
+                quantizers = map(self._of, of_matrix) if self.groups else [self.those if matched else self.rest]
+                found |= {id(quantizer): quantizer for quantizer in quantizers}
+        if len(found) > 1:
+            return None
+        (quantizer,) = found.values()
+        return PlainExperts() if quantizer is None else quantizer.experts(path, shape)
 
     def table(self, path: str, shape: LinearShape, *, lookup: bool) -> LinearMethod | None:
         quantizer = self._of(shape.names[0]) if self.groups else self.rest

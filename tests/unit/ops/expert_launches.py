@@ -29,10 +29,8 @@ def experts(cuda: Callable[..., torch.Tensor], has_fp8: Callable[[], bool], ever
     # Qwen3-30B-A3B: each pair a tile, tiles of 16 and of 128 rows.
     for tokens in (1, 64, 512, 8192) if everything else (1, 64, 8192):
         multiply(cuda, tokens, 128, 8, 2048, 768, BF16)
-        if has_fp8():
+        if has_fp8() and (everything or tokens > 1):
             multiply(cuda, tokens, 128, 8, 2048, 768, E4M3)
-    if has_fp8():
-        for tokens in (1, 64, 8192):
             multiply(cuda, tokens, 128, 8, 2048, 768, E4M3, blocks=True)
     # Tiles of 64 rows, a clamped activation, biases, and channels that no block divides.
     multiply(cuda, 128, 8, 2, 2880, 1440, BF16, GatedActivation(1.702, 7.0, 1.0), biased=True)

@@ -23,7 +23,7 @@ from dovetail.core.interfaces import (
 from dovetail.core.ops.expert_tiles import direct, expert_tile, most_tiles, rows_of_tile
 from dovetail.core.ops.experts import ExpertWeights, gated_experts, gated_experts_reference
 from dovetail.core.ops.formats import encode
-from dovetail.core.ops.routing import route_reference, router_logits
+from dovetail.core.ops.routing import LOGITS_TILE, route_reference, router_logits
 from dovetail.core.testing.numeric import poisoned_memory, row_error
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN, quantize_rows
 
@@ -43,6 +43,7 @@ if INTERPRETED:
 
     mend_interpreter()
 
+DTYPE = torch.float16  # The interpreter truncates float32 to bfloat16.
 RULES = {
     "softmax": RoutingRule(8, 2),
     "softmax over the best": RoutingRule(8, 3, normalize=True),
@@ -50,6 +51,7 @@ RULES = {
     "groups": RoutingRule(16, 4, "sigmoid", normalize=True, groups=4, kept_groups=2),
     "groups of one": RoutingRule(4, 2, "sigmoid", groups=4, kept_groups=3),
     "odd": RoutingRule(11, 5),
+    "odd groups": RoutingRule(21, 5, "sigmoid", groups=3, kept_groups=2),
     "all": RoutingRule(4, 4),
     "one": RoutingRule(1, 1),
     "uniform": RoutingRule(32, 4, uniform=True),
@@ -143,6 +145,18 @@ def test_logits_are_summed_in_float32():
     torch.testing.assert_close(got.double(), x_TC.double() @ weight_EC.double().t(), rtol=1e-5, atol=1e-5)
 
 
+@kernels
+def test_few_rows_of_logits_are_near_the_exact_ones():
+    """Programs sum shares of the inputs, and the last one adds them."""
+    from dovetail.core.ops.kernels.matmul import matmul_triton
+
+    x_TC, weight_EC = torch.randn(3, 300).to(DTYPE), torch.randn(70, 300).to(DTYPE)
+    counts = torch.zeros(1024, dtype=torch.int32, device=DEVICE)
+    got = matmul_triton(x_TC.to(DEVICE), weight_EC.to(DEVICE), LOGITS_TILE, counts, dtype=torch.float32)
+    assert got.dtype == torch.float32 and not counts.any()
+    torch.testing.assert_close(got.cpu().double(), x_TC.double() @ weight_EC.double().t(), rtol=1e-4, atol=1e-4)
+
+
 # Products
 
 
@@ -177,7 +191,6 @@ def exact(
 
 
 CLAMPED = GatedActivation(alpha=1.702, limit=1.5, offset=1.0)
-DTYPE = torch.float16  # The interpreter truncates float32 to bfloat16.
 
 
 def case(tokens, experts, active, hidden, channels, routed, dtype, biased=False):

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from dovetail.core.checkpoint import open_checkpoint
 from dovetail.core.compose import compose
 from dovetail.core.errors import CapabilityError, ConfigError
+from dovetail.core.interfaces import ExpertShape
 from dovetail.core.testing.model_driver import build_context
 from dovetail.plugins.model.config import LlamaConfig
 from dovetail.plugins.model.llama.decoder import Llama
@@ -43,6 +44,21 @@ def test_patterns_choose():
     assert {name for path, name in found.items() if not path.endswith("mlp.down")} == {"RoundedLinear"}
     plain, mixed, coarse = (logits(one) for one in (model(), made, model("quant=int4", "quant.group=64")))
     assert 0 < (mixed - plain).norm() < (coarse - plain).norm()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "method"),
+    [
+        ("*.mlp.*", "FP8Experts"),
+        ("*.attn.*", "PlainExperts"),
+        ("*.experts.1.*", "NoneType"),
+        ("*.experts.*.down", "NoneType"),
+    ],
+)
+def test_experts_have_one_quantizer_or_a_loop(pattern, method):
+    made = compose(["quant=mixed", f"quant.layers=['{pattern}']"]).build("quant")
+    shape = ExpertShape(2, 64, 32, torch.float32, tuple((f"{e}.w1", f"{e}.w3", f"{e}.w2") for e in range(2)))
+    assert type(made.experts("layers.3.mlp.experts", shape)).__name__ == method
 
 
 def test_three_quantizers_nest():
