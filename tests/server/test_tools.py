@@ -73,6 +73,16 @@ def test_a_call_that_the_model_chose(client):
     assert [(c["name"], c["arguments"]) for c in calls] == [("get_weather", '{"place": "Rome"}')]
 
 
+def test_channels_of_harmony(client):
+    call = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"place": "Rome"}<|call|>'
+    text = f"<|channel|>analysis<|message|>Rome?<|end|><|start|>assistant{call}"
+    body = wrote(text) | {"tool_parser": "harmony", "reasoning_parser": "harmony"}
+    stream = client.chat.completions.create(**ASK, stream=True, extra_body=body)
+    content, reasoning, (made,), reasons = streamed(stream)
+    assert (content, reasoning, reasons) == ("", "Rome?", ["tool_calls"])
+    assert (made["name"], made["arguments"]) == ("get_weather", '{"place": "Rome"}')
+
+
 @pytest.mark.parametrize("parser", ["hermes", "llama3", "mistral"])
 def test_a_call_that_is_forced(client, parser):
     for seed in range(3):
@@ -127,8 +137,8 @@ def test_a_conversation_with_calls_goes_on(client):
         ({"tool_choice": {"type": "function", "function": {"name": "fly"}}}, "not among the tools get_weather, stop"),
         ({"tools": [STOP, STOP]}, "two have the name stop"),
         ({"tools": [], "tool_choice": "required"}, "no tools to choose from"),
-        ({"extra_body": {"tool_parser": "hermess"}}, "there are auto, hermes"),
-        ({"extra_body": {"reasoning_parser": "thinks"}}, "there are auto, none, think"),
+        ({"extra_body": {"tool_parser": "hermess"}}, "there are auto, harmony, hermes"),
+        ({"extra_body": {"reasoning_parser": "thinks"}}, "there are auto, harmony, none, think"),
         ({"tool_choice": "required", "extra_body": {"tool_parser": "none"}}, "cannot force a tool call"),
         ({"tool_choice": "required", "extra_body": {"regex": "x"}}, "already constrains the output"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "not a valid name"),
