@@ -97,7 +97,8 @@ def test_one_installs_with_pip_and_runs(generated, tmp_path):
     for code, out in checked:
         assert code == 0, out
         card = json.loads((tmp_path / "a.json").read_text())
-        ((row,),) = (benchmark["rows"] for benchmark in card["benchmarks"])
+        ((row, again),) = (benchmark["rows"] for benchmark in card["benchmarks"])
+        assert again["variant"] == "scheduler=fcfs, again"  # the noise
         assert (row["variant"], row["greedy_tokens_equal"]) == ("scheduler=acme_scheduler", 1.0)
         assert row["changes"]["output_tokens_per_s"]["low"] > 0
 
