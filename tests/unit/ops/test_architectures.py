@@ -20,6 +20,7 @@ import triton
 from dovetail.core.compose.capabilities import FP8_HARDWARE, Host
 from dovetail.core.ops import decoded_matmul, encode, matmul
 from dovetail.core.ops.decoded_matmul import decoding_tile, shared_of
+from dovetail.core.ops.gated import gelu_and_mul
 from dovetail.core.ops.kernels import launch
 from dovetail.core.ops.packed_tiles import packed_shared, packed_tile
 from dovetail.core.ops.tile_choice import choose
@@ -45,6 +46,7 @@ from .launches import (
     cuda,
     jit_functions,
     multiply,
+    ordered,
     spilling,
 )
 
@@ -52,8 +54,9 @@ OTHERS = [gpu for gpu in GPUS if gpu is not H200 and (EVERYTHING or gpu.capabili
 WITH_FP8 = {
     "dovetail.plugins.quant.fp8.kernel:encode_fp8",
     "dovetail.plugins.collective.symm_mem.kernels:encode_fp8",
+    "dovetail.core.ops.kernels.experts:_multiply_block",
 }
-"""Functions that convert to E4M3 in hardware."""
+"""Functions that convert to E4M3 in hardware, or multiply in it."""
 FROM_HOPPER = {"dovetail.core.ops.kernels.launch:prefetch"}
 """Functions used only where kernels start before the preceding one ends."""
 
@@ -64,7 +67,10 @@ def chosen(fp8: bool) -> Iterator[Callable[[], object]]:
     for page in (16, 64):
         yield lambda page=page: attention(LONG, page=page)
     yield lambda: attention(SCARCE, kv_dtype=E5M2, window=4096, head_scales=True, key_warps=8)
-    yield lambda: encode(cuda(64, 4096), (INT8_TOKEN,))
+    yield lambda: attention(SCARCE, soft_cap=50.0, sinks=True, gluon=False)
+    yield lambda: encode(cuda(64, 4096), (INT8_TOKEN, ordered(4096)[0]))
+    yield lambda: gelu_and_mul(cuda(64, 2880))
+    yield CASES["experts"]
     yield lambda: decoded_matmul(
         cuda(8, 64, dtype=FP32), cuda(64, 64, dtype=E4M3), cuda(64, dtype=FP32), None, cuda(1, dtype=INT32)
     )
