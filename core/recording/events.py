@@ -3,7 +3,7 @@ them is a new FORMAT."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -139,7 +139,7 @@ class Ended(Event, frozen=True, tag="end"):
     uid: int
     clock: float
     keep_len: int
-    reason: str
+    reason: Literal["stop", "length", "abort", "rejected"]
     """FinishReason. "abort": Scheduler.abort."""
 
 

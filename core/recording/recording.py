@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _HEADER = msgspec.msgpack.Decoder(tuple[Header])
+_SECONDS = ("clock", "arrival", "seconds", "device_seconds", "idle_seconds")
+"""Fields of entries that are times."""
 _EVENTS = msgspec.msgpack.Decoder(list[AnyEvent])
 
 ANY_TEXT = Grammar(kind="regex", value="(?s:.*)")
@@ -66,7 +69,7 @@ class Recording:
                 raise ConfigError(f"{self._where}: it was cut off within its header, so there is nothing to replay")
             (self.header,) = _HEADER.decode(first)
             self.events: list[AnyEvent] = [event for frame in frames for event in _EVENTS.decode(frame)]
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise self.fault(f"an entry is invalid ({error})") from None
         self.lives: list[Life] = []
         """Every sequence, in order of `Scheduler.add`."""
@@ -85,6 +88,8 @@ class Recording:
         current: dict[int, Life] = {}
         launched: list[Planned] = []
         for event in self.events:
+            if not all(math.isfinite(getattr(event, name, 0.0)) for name in _SECONDS):
+                raise self.fault("a time is not finite")
             if isinstance(event, Arrived):
                 request = event
                 if len(request.prompt) % 4 or not request.prompt or min(self.ids(request.prompt)) < 0:

@@ -18,9 +18,14 @@ HOST, DEVICE = 1, 2
 Event = dict[str, Any]
 
 
+def trace_events(recording: Recording) -> Iterator[Event]:
+    yield from _names(recording)
+    yield from _steps(recording)
+    yield from _requests(recording)
+
+
 def write_timeline(path: str, recording: Recording) -> None:
-    events = [*_names(recording), *_steps(recording), *_requests(recording)]
-    text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+    text = json.dumps({"traceEvents": list(trace_events(recording)), "displayTimeUnit": "ms"})
     Path(path).write_text(text + "\n", encoding="utf-8")
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import itertools
 import random
+import time
+import zlib
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -143,12 +145,17 @@ def test_a_recording_may_be_cut_off_anywhere(tmp_path: Path) -> None:
 
 def test_entries_arrive_in_frames_while_the_engine_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A killed process loses the last frame at most."""
-    monkeypatch.setattr(file, "FRAME_SECONDS", 0.001)
+    monkeypatch.setattr(file, "FRAME_SECONDS", 0.0)
+    monkeypatch.setattr(file, "ENCODE_SECONDS", 0.001)
     path = tmp_path / "run.rec"
-    engine = small_engine(f"engine.record={path}", "executor.speed=1")
-    engine.add([1, 2, 3], SamplingParams(max_tokens=40, ignore_eos=True))
-    while not path.exists() or len(plans_of(path)) < 3:
-        engine.step() if engine.has_work else engine.add([1, 2, 3], SamplingParams(max_tokens=40, ignore_eos=True))
+    engine = small_engine(f"engine.record={path}")
+    engine.add([1, 2, 3], SamplingParams(max_tokens=8, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+    deadline = time.monotonic() + 60
+    while len(plans_of(path)) < 8 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(plans_of(path)) == 8
     engine.shutdown()
 
 
@@ -193,6 +200,27 @@ def test_entries_that_do_not_fit_each_other_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="it is damaged"):
             Recording(str(path), "replay.path")
         path.unlink()
+
+
+def test_entries_of_any_content_are_read_or_refused(tmp_path: Path) -> None:
+    """The checksums are right, so that only the entries themselves can be wrong."""
+    path, rng = tmp_path / "run.rec", random.Random(0)
+    frames = [bytearray(body) for body in file.read_frames(STORED / "fcfs-radix.rec", "replay.path")]
+    refused = 0
+    for _ in range(150):
+        bodies = [bytearray(body) for body in frames]
+        for _ in range(rng.randrange(1, 4)):
+            body = rng.choice(bodies)
+            body[rng.randrange(len(body))] = rng.randrange(256)
+        packed = (file._FRAME.pack(len(body), zlib.crc32(body), 0) + body for body in bodies)
+        path.write_bytes(file.MAGIC + b"1\n" + b"".join(packed))
+        try:
+            recording = Recording(str(path), "replay.path")
+            for life in recording.lives:
+                recording.request(life.request)
+        except ConfigError:
+            refused += 1
+    assert 30 < refused < 150
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
