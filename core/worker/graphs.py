@@ -40,7 +40,8 @@ from dovetail.core.interfaces import (
 from dovetail.core.interfaces.records import MOST_LOGPROBS
 from dovetail.core.layers import rehearsal
 from dovetail.core.ops.logprobs import best_logprobs
-from dovetail.core.ops.step import SampleInputs, TokenLayout, accept, gather_samples, take_tokens
+from dovetail.core.ops.samples import SampleInputs, gather_samples, take_tokens
+from dovetail.core.ops.step import TokenLayout, accept
 from dovetail.core.worker.batch import Batch, Rows, adapting, lay_out
 from dovetail.core.worker.device_state import DeviceState
 from dovetail.core.worker.drafts import Drafts

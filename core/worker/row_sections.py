@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _SAMPLE, _CHUNK = 3, 2
 """Columns."""
 
-# Sample rows. On the device ops.step.gather_samples reads them for captured draws, unpack_samples for all others.
+# Sample rows. On the device ops.samples.gather_samples reads them for captured draws, unpack_samples for all others.
 
 
 def pack_samples(rows: Rows, starts: Seq[int]) -> NDArray[np.int64]:

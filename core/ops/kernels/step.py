@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dovetail.core.ops.step import Accepted, PageLayout, SampleInputs, TokenLayout
+from dovetail.core.ops.samples import SampleInputs
+from dovetail.core.ops.step import Accepted, PageLayout, TokenLayout
 
 
 @triton.jit(do_not_specialize=["rows", "decodes", "total", "padding"])

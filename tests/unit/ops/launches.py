@@ -31,7 +31,7 @@ from dovetail.core.interfaces import (
     Rope,
 )
 from dovetail.core.memory.pools import make_pools
-from dovetail.core.ops import step
+from dovetail.core.ops import samples, step
 from dovetail.core.ops.activations import gelu
 from dovetail.core.ops.bitmask import apply_bitmask
 from dovetail.core.ops.choices import temporarily
@@ -170,8 +170,8 @@ def steps() -> None:
             apply_bitmask(logits, cuda(rows, -(-VOCAB // 32), dtype=INT32), keys)
         for width in (1, 5):
             lengths = cuda(257, dtype=INT64)
-            into = step.SampleInputs.empty(rows, width, 4096, BF16, torch.device("cuda"))
-            step.gather_samples(cuda(total, 4096), keys, cuda(rows, 3, dtype=INT64), into)
+            into = samples.SampleInputs.empty(rows, width, 4096, BF16, torch.device("cuda"))
+            samples.gather_samples(cuda(total, 4096), keys, cuda(rows, 3, dtype=INT64), into)
             if width > 1:
                 drafts = cuda(rows, width - 1, dtype=INT32)
                 step.write_drafts(drafts, starts[1:], slots, keys, keys, tokens_SL, lengths, VOCAB)

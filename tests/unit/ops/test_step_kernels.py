@@ -24,11 +24,10 @@ from dovetail.core.ops.kernels.step import (  # noqa: E402
 )
 from dovetail.core.ops.logprobs import best_logprobs_reference, logprobs_of_reference  # noqa: E402
 from dovetail.core.ops.random import Purpose, gumbel  # noqa: E402
+from dovetail.core.ops.samples import SampleInputs, gather_samples_reference  # noqa: E402
 from dovetail.core.ops.step import (  # noqa: E402
-    SampleInputs,
     accept_reference,
     best_reference,
-    gather_samples_reference,
     lay_out_pages_reference,
     lay_out_tokens_reference,
     least_kept_reference,
