@@ -96,7 +96,9 @@ class Drafting:
         self._following = Following(limits.max_seqs, limits.draft_window, resumes=limits.draft_resumes)
         self._means = (0, *(mean for mean in MEANS if mean < lookahead), lookahead)
         self.acceptance = Acceptance(limits.max_seqs, lookahead)
-        self._buckets: defaultdict[int, _Bucket] = defaultdict(_Bucket)
+        # A drafter that must follow rows is tried before it has left them behind.
+        first = 1 if self._following.needed else MIN_INTERVAL
+        self._buckets: defaultdict[int, _Bucket] = defaultdict(lambda: _Bucket(left=first))
         """Buckets by bit length of the number of rows."""
         self._trial_rows = 0
         """Rows left in the current trial."""
