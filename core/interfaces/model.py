@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from dovetail.core.interfaces.adapter import Adapters
-    from dovetail.core.interfaces.attention import AttentionBackend, AttnCtx
+    from dovetail.core.interfaces.attention import AttentionBackend, AttentionLayer, AttnCtx
     from dovetail.core.interfaces.checkpoint import Checkpoint
     from dovetail.core.interfaces.collective import Collective
     from dovetail.core.interfaces.kv_cache import KVGroup
@@ -206,6 +207,11 @@ class BuildContext:
     They must not read weights, which may be on the meta device."""
     first_group: int = 0
     """Id of the model's first KV group; others follow. Not 0 for a model inside a drafter."""
+
+    def tune_attention(self, layer: AttentionLayer) -> None:
+        """Append what the attention backend can tune of a layer to `tuned`."""
+        # Without `tuned` in it, so that no cycle of references keeps a collective and its port alive.
+        self.tuned.append(partial(self.attention.tunables, layer, replace(self, tuned=[])))
 
 
 @dataclass(slots=True)

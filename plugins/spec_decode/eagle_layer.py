@@ -6,7 +6,6 @@ Shapes: T tokens, C hidden channels, F channels of a feature, D draft vocabulary
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 
 import torch
 
@@ -85,7 +84,7 @@ class EagleLayer(Head):
             k_scale=self.kv_scales.k,
             v_scale=self.kv_scales.v,
         )
-        build.tuned.append(partial(build.attention.tunables, self.attention, build))
+        build.tune_attention(self.attention)
 
     def linears(self) -> Iterator[Linear]:
         yield from (self.fc, self.qkv, self.o, self.up, self.down)

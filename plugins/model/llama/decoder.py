@@ -119,7 +119,7 @@ class Attention:
             k_scale=self.kv_scales.k,
             v_scale=self.kv_scales.v,
         )
-        build.tuned.append(partial(build.attention.tunables, self.layer, build))
+        build.tune_attention(self.layer)
 
     def __call__(self, x: Bundle, ctx: ForwardContext) -> Partial:
         attn = ctx.attn[self.layer.group]

@@ -141,7 +141,7 @@ class TransformersDecoder(Model):
             soft_cap=call.soft_cap,
             sinks=self._sinks_of(call),
         )
-        build.tuned.append(partial(build.attention.tunables, layer, build))
+        build.tune_attention(layer)
         self.model.get_submodule(call.module).paged = PagedAttention(build.attention, layer, self.step)
         return scales
 

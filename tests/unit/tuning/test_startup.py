@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +25,8 @@ from dovetail.core.tuning.cache import Cache, this_machine
 from dovetail.core.tuning.search import distinct
 from dovetail.core.tuning.startup import install_choices, share, table_by_hand
 from dovetail.core.tuning.table import Subject, TuningTable, write_file
-from dovetail.core.worker.build import tunables_without_weights
+from dovetail.core.worker.build import model_without_weights, tunables_without_weights
+from dovetail.plugins.quant.none import Unquantized
 
 GPU = torch.device("cuda", 0)
 NAME = "NVIDIA H200"
@@ -137,6 +140,20 @@ def test_a_broken_table_of_a_package_is_a_note(monkeypatch):
     monkeypatch.setattr(startup, "package_tables", broken)
     _, (note,) = start()
     assert note == "package acme 1.0: tuning table x: it is not JSON; the engine runs without it"
+
+
+def test_what_can_be_tuned_keeps_no_collective_alive():
+    """A collective holds a port until nothing refers to it."""
+    build = model_without_weights(compose(["attention=triton"]), Unquantized(None), torch.device("cpu"), 0, 1).build
+    collective = weakref.ref(build.collective)
+    assert len(build.tuned) > 8
+    gc.collect()
+    gc.disable()
+    try:
+        del build
+        assert collective() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(
