@@ -1,4 +1,4 @@
-"""Layers that launch the same kernels. To find and load what a step launches, one of each kind need run."""
+"""Layers that launch the same kernels. To find what there is to compile, one of each kind need run."""
 
 from __future__ import annotations
 

@@ -38,7 +38,6 @@ from dovetail.core.interfaces import (
     Progress,
 )
 from dovetail.core.interfaces.records import MOST_LOGPROBS
-from dovetail.core.layers import rehearsal
 from dovetail.core.ops.logprobs import best_logprobs
 from dovetail.core.ops.samples import SampleInputs, gather_samples, take_tokens
 from dovetail.core.ops.step import TokenLayout, accept
@@ -79,8 +78,7 @@ class Recorder:
         graph = torch.cuda.CUDAGraph()
         self._graphs.append(graph)
         with torch.cuda.stream(self._stream):
-            with rehearsal():
-                call()  # Compiles and loads kernels, which is impossible during capture.
+            call()  # Compiles kernels, which is impossible during capture.
             graph.capture_begin(pool=self._pool)
             try:
                 outputs = call()
