@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import asdict, fields, replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain, cycle, islice, product, zip_longest
 from typing import Any
 
@@ -56,6 +56,7 @@ LIMITS = {
 """Values that a choice may have."""
 
 
+@cache
 def key_of(geometry: Geometry) -> Key:
     facts = {name: value for name, value in asdict(geometry).items() if isinstance(value, int)}
     return make_key(**facts, dtype=_name(geometry.dtype), kv_dtype=_name(geometry.kv_dtype))

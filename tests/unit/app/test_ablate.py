@@ -60,8 +60,12 @@ def test_a_ladder_on_the_cpu(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     assert 0 < abs(one["quality"]["nll_change"]["value"]) < 1, "int8 is not the same model, and nearly"
     assert 0.5 < one["quality"]["top1_agreement"] <= 1
     assert "<svg" in (tmp_path / "ladder.svg").read_text()
-    told = capfd.readouterr().out
-    assert "on a gpu was skipped" in told and "one round: intervals are over its runs" in told and "NLL change" in told
+    printed = capfd.readouterr().out
+    assert (
+        "on a gpu was skipped" in printed
+        and "one round: intervals are over its runs" in printed
+        and "NLL change" in printed
+    )
 
 
 @cache
@@ -143,8 +147,8 @@ def test_a_failure_is_reported_and_the_others_go_on(
     assert [len(one["starts"]) for one in result["variants"]] == [3, 1, 3, 3]
     assert result["variants"][1]["failure"] == {"round": 1, "reason": str(fake.tricks["paged", 1])}
     assert fake.asked.count(("paged", 2)) == 0, "it is not tried again"
-    told = capsys.readouterr().out
-    assert "kv_cache=paged failed in round 2" in told and "[out of memory]" in told
+    printed = capsys.readouterr().out
+    assert "kv_cache=paged failed in round 2" in printed and "[out of memory]" in printed
 
 
 @pytest.mark.parametrize(
@@ -189,9 +193,9 @@ def test_mistakes_that_only_the_host_can_find(fake: type[FakeChild], capsys: pyt
     fake.tricks["paged", -1] = {"requests": ["others"]}
     fake.tricks["radix", -1] = {"mistake": "no such folder"}
     assert main(list(VARY)) == 2
-    told = capsys.readouterr().err
-    assert "kv_cache=paged: it would get other requests than the baseline" in told
-    assert "kv_cache=radix: no such folder" in told and fake.asked == []
+    printed = capsys.readouterr().err
+    assert "kv_cache=paged: it would get other requests than the baseline" in printed
+    assert "kv_cache=radix: no such folder" in printed and fake.asked == []
     fake.tricks.update({(kv, -1): {"mistake": "no such text"} for kv in ("prefix_hash", "paged", "radix")})
     assert main(list(VARY)) == 2
     assert capsys.readouterr().err == "dovetail: no such text\n", "a mistake of all variants is reported once"
@@ -218,8 +222,8 @@ def test_an_ablation_is_resumed_where_it_stopped(
     capsys.readouterr()
     for other in ("ablate.runs=3", "engine.seed=5"):
         assert main([*VARY, f"ablate.out={tmp_path / 'out.json'}", "ablate.resume=true", other]) == 2
-        told = capsys.readouterr().err
-        assert "out.json has another ablation" in told and "now" in told and len(told.splitlines()) == 1
+        printed = capsys.readouterr().err
+        assert "out.json has another ablation" in printed and "now" in printed and len(printed.splitlines()) == 1
     assert json.loads((tmp_path / "out.json").read_text()) == more, "nothing is overwritten"
     assert main([*VARY, "ablate.resume=true"]) == 2 and "set ablate.out" in capsys.readouterr().err
     assert main([*VARY, f"ablate.out={tmp_path / 'none.json'}", "ablate.resume=true"]) == 2
