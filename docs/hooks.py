@@ -29,7 +29,7 @@ from dovetail.core.compose.wording import show
 from dovetail.core.errors import DovetailError
 from dovetail.core.interfaces import SamplingParams
 from dovetail.plugins.app.plugins.listing import type_name
-from dovetail.plugins.model.llama.families import FAMILIES, RUNNABLE
+from dovetail.plugins.model.llama.families import FAMILIES
 
 CONF = Path(__file__).parent.parent / "conf"
 HOSTS = {
@@ -315,7 +315,7 @@ def architectures() -> str:
     """Return how each architecture runs that the registry or the tests name."""
     kinds = runpy.run_path(str(CONF.parent / "tests" / "numerics" / "decoders.py"))["DECODERS"]
     names = ", ".join(f"`{kind}`" for kind in sorted(kinds))
-    rows = [[f"`{name}`", "native" if name in RUNNABLE else "planned"] for name in FAMILIES]
+    rows = [[f"`{name}`", "native"] for name in FAMILIES]
     return _table(("in config.json", "runs as"), [*rows, [f"`model_type` {names}", "any decoder"]])
 
 

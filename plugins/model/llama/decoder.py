@@ -9,13 +9,13 @@ Shapes: T tokens, B sampled rows, C hidden channels, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
 
 from dovetail.core.checkpoint import open_checkpoint
-from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import (
     PLAIN,
     ActFormat,
@@ -62,11 +62,13 @@ from dovetail.core.layers import (
 )
 from dovetail.core.memory.sizing import group_layers
 from dovetail.core.ops import gelu, gelu_and_mul, silu_and_mul
+from dovetail.core.ops.latents import latent_planes
 from dovetail.core.startup_notes import note
 from dovetail.plugins.model.config import LlamaConfig
 from dovetail.plugins.model.llama.experts import SparseMLP
-from dovetail.plugins.model.llama.families import RUNNABLE, mtp_layers, read_model, spec_of
+from dovetail.plugins.model.llama.families import mtp_layers, read_model, spec_of
 from dovetail.plugins.model.llama.family import Layout, Names
+from dovetail.plugins.model.llama.latent import LatentAttention
 
 Tensor = TypeVar("Tensor")
 """Opener or header of a checkpoint tensor."""
@@ -120,6 +122,26 @@ class Attention:
             v_scale=self.kv_scales.v,
         )
         build.tune_attention(self.layer)
+
+    @property
+    def inputs(self) -> tuple[ActFormat, ...]:
+        """Input formats, for the producer's `emit`."""
+        return self.qkv.inputs
+
+    @property
+    def products(self) -> tuple[Linear, ...]:
+        """The linear layers that run in a step."""
+        return self.linears
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return (self.qkv, self.o)
+
+    def weights(self) -> Iterator[Taker]:
+        """All but those of `linears`."""
+        for norm in self.norms:
+            yield from norm.weights()
+        yield from self.kv_scales.weights()
 
     def __call__(self, x: Bundle, ctx: ForwardContext) -> Partial:
         attn = ctx.attn[self.layer.group]
@@ -199,7 +221,11 @@ class Block:
         self.norms = [_norm(f"{prefix}.{name}", build, layout) for name in layout.block.norms + layout.block.after]
         after: list[Any] = self.norms[2:] if layout.block.after else [None, None]
         self.after_attention, self.after = after
-        self.attention = Attention(index, build, layout, group, rope)
+        self.attention: Attention | LatentAttention
+        if build.spec.mla is None:
+            self.attention = Attention(index, build, layout, group, rope)
+        else:
+            self.attention = LatentAttention(index, build, layout, group, rope, _defers(layout))
         self.mlp: MLP | SparseMLP
         if build.spec.moe is None or index < build.spec.moe.dense_layers:
             matrices = (*layout.names.up, layout.names.down)
@@ -212,9 +238,7 @@ class Block:
         return (self._parallel if self.parallel else self._sequential)(x, residual, ctx)
 
     def _sequential(self, x: torch.Tensor | Partial, residual: Residual | None, ctx: ForwardContext) -> BlockCalls:
-        normed, residual = yield lambda: self.boundary(
-            x, residual, self.norms[0], self.attention.qkv.inputs, self.before
-        )
+        normed, residual = yield lambda: self.boundary(x, residual, self.norms[0], self.attention.inputs, self.before)
         x = self.attention(normed, ctx)
         normed, residual = yield lambda: self.boundary(
             x, residual, self.norms[1], self.mlp.inputs, self.after_attention
@@ -223,7 +247,7 @@ class Block:
 
     def _parallel(self, x: torch.Tensor | Partial, residual: Residual | None, ctx: ForwardContext) -> BlockCalls:
         """Run attention and MLP on the same input: one sum over ranks per layer in place of two."""
-        wanted = self.attention.qkv.inputs + self.mlp.inputs * (len(self.norms) == 1)
+        wanted = self.attention.inputs + self.mlp.inputs * (len(self.norms) == 1)
         normed, residual = yield lambda: self.boundary(x, residual, self.norms[0], tuple(dict.fromkeys(wanted)))
         x = self.attention(normed, ctx)
         if len(self.norms) == 2:
@@ -233,19 +257,16 @@ class Block:
 
 
 class Llama(Model):
-    """Decoder for all families in `families.RUNNABLE`."""
+    """Decoder for all families in `families.FAMILIES`."""
 
     def __init__(self, config: LlamaConfig, build: BuildContext) -> None:
         super().__init__(config, build)
         spec = build.spec
         self.layout = layout = read_model(spec.hf, "config.json")[1]
-        if layout.architecture not in RUNNABLE:
-            raise ConfigError(
-                f"model=llama has no compressed attention: {layout.architecture} works with app=plan only. "
-                f"It runs {', '.join(RUNNABLE)}"
-            )
         if layout.left_out:
             note(f"model=llama: {layout.architecture} runs without its part for images: requests have text only")
+        if spec.checkpoint is not None and (skipped := mtp_layers(spec.hf)):
+            note(f"model=llama: {skipped} of the checkpoint's layers are for multi-token prediction and are not loaded")
         self._kv_groups = _kv_groups(build)
         group_of = {layer: group for group in self._kv_groups for layer in group.layers}
         full = local = build_rope(layout.rope, build.max_len, build.device)
@@ -276,7 +297,7 @@ class Llama(Model):
     def _kinds(self) -> list[Hashable]:
         """The kind of each block. Parameters have their final types once they are loaded."""
         return [
-            kind_of(attention.layer, (attention.qkv, attention.o, *mlp.linears), getattr(mlp, "experts", None))
+            kind_of(attention.layer, (*attention.products, *mlp.linears), getattr(mlp, "experts", None))
             for attention, mlp in ((block.attention, block.mlp) for block in self.blocks)
         ]
 
@@ -367,16 +388,16 @@ class Llama(Model):
 
     def _linears(self) -> Iterator[Linear]:
         for block in self.blocks:
-            yield from (block.attention.qkv, block.attention.o, *block.mlp.linears)
+            yield from (*block.attention.linears, *block.mlp.linears)
 
     def _sparse(self) -> list[SparseMLP]:
         return [block.mlp for block in self.blocks if isinstance(block.mlp, SparseMLP)]
 
     def _weights(self) -> Iterator[Taker]:
-        norms = (norm for block in self.blocks for norm in (*block.norms, *block.attention.norms))
-        scales = (block.attention.kv_scales for block in self.blocks)
+        norms = (norm for block in self.blocks for norm in block.norms)
+        attentions = (block.attention for block in self.blocks)
         head = () if self.head is None else (self.head,)
-        for layer in (*self.tables, *head, *norms, self.norm, *scales, *self._linears(), *self._sparse()):
+        for layer in (*self.tables, *head, *norms, self.norm, *attentions, *self._linears(), *self._sparse()):
             yield from layer.weights()
 
 
@@ -408,6 +429,11 @@ def _defers(layout: Layout) -> bool:
 def _kv_groups(build: BuildContext) -> tuple[KVGroup, ...]:
     """Return groups whose planes have this rank's kv heads."""
     spec = build.spec
+    windows = spec.windows or (0,) * spec.layers
+    if spec.mla is not None:
+        planes = latent_planes(spec.mla, build.kv_dtype, build.dtype)
+        groups = group_layers(windows, planes, build.page_tokens, build.first_group)
+        return tuple(replace(group, kind="mla") for group in groups)
     _, kv_heads = local_heads(spec.heads, spec.kv_heads, build.collective.size)
     planes = tuple(Plane(name, (kv_heads, spec.head_dim), build.kv_dtype) for name in ("k", "v"))
-    return group_layers(spec.windows or (0,) * spec.layers, planes, build.page_tokens, build.first_group)
+    return group_layers(windows, planes, build.page_tokens, build.first_group)
