@@ -11,15 +11,12 @@ from safetensors.torch import load_file, save_file
 
 from dovetail import LLM, SamplingParams
 from dovetail.core.checkpoint import open_checkpoint
-from dovetail.core.compose import compose
-from dovetail.core.errors import ConfigError
 from dovetail.core.testing.rank_threads import on_threads
-from dovetail.plugins.model.config import LlamaConfig
 from dovetail.plugins.quant.config import FP4Config
 from dovetail.plugins.quant.fp4.quantizer import FP4
 
 from .checkpoints import LEAST_GAP, random_tokens, reference_logits, router_gap, save_random
-from .driver import Driver, build_model, load_model
+from .driver import Driver, load_model
 
 VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 VALUES = torch.cat((VALUES, -VALUES))
