@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +18,8 @@ Parts = Mapping[str, tuple[str, ...]]
 """Name of a stacked tensor below a layer's prefix -> templates of the names of a matrix's parts, which share its rows
 equally: {"mlp.experts.gate_up_proj": ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight")}."""
 Opener = Callable[[], Any]
+Tensor = TypeVar("Tensor")
+"""Opener or header of a checkpoint tensor."""
 
 
 def unstacked(tensors: Iterable[tuple[str, Opener]], parts: Parts, experts: int) -> Iterator[tuple[str, Opener]]:
@@ -47,6 +49,13 @@ def unstacked_headers(
         for expert in range(experts):
             for template in templates:
                 yield template.format(expert), replace(header, shape=(rows // len(templates), columns))
+
+
+def without(tensors: Iterable[tuple[str, Tensor]], prefixes: frozenset[str]) -> Iterator[tuple[str, Tensor]]:
+    """Leave out the tensors of matrices with these prefixes: those of experts on other ranks."""
+    for name, tensor in tensors:
+        if not prefixes or not any(name[:at] in prefixes for at, letter in enumerate(name) if letter == "."):
+            yield name, tensor
 
 
 def _templates(name: str, parts: Parts) -> tuple[str, ...]:
