@@ -15,6 +15,7 @@ _KINDS = (
     "collective",
     "cost",
     "executor",
+    "experts",
     "grammar",
     "kv_cache",
     "logits",
