@@ -67,6 +67,7 @@ from dovetail.core.interfaces.parsers import (
     ToolCallEnd,
     ToolParser,
 )
+from dovetail.core.interfaces.placement import Dispatched, ExpertPlacement, ExpertSlots
 from dovetail.core.interfaces.plan import (
     HostDraft,
     Join,
@@ -131,6 +132,7 @@ __all__ = [
     "Collective",
     "Content",
     "CostModel",
+    "Dispatched",
     "Draft",
     "DraftContext",
     "Drafter",
@@ -141,7 +143,9 @@ __all__ = [
     "ExpertBias",
     "ExpertMethod",
     "ExpertPart",
+    "ExpertPlacement",
     "ExpertShape",
+    "ExpertSlots",
     "FedTokens",
     "FinishReason",
     "Formats",

@@ -19,7 +19,6 @@ from dovetail.core.checkpoint import open_checkpoint
 from dovetail.core.interfaces import (
     PLAIN,
     ActFormat,
-    AttentionLayer,
     BuildContext,
     Bundle,
     Checkpoint,
@@ -32,17 +31,14 @@ from dovetail.core.interfaces import (
     ModelSpec,
     Partial,
     Plane,
-    QKNorm,
     Residual,
     Rope,
 )
 from dovetail.core.layers import (
     ColumnParallel,
-    KVScales,
     LayerNorm,
     Linear,
     LMHead,
-    QKVParallel,
     RMSNorm,
     RowParallel,
     Taker,
@@ -59,13 +55,15 @@ from dovetail.core.layers import (
     run_layers,
     unstacked,
     unstacked_headers,
+    without,
 )
 from dovetail.core.memory.sizing import group_layers
 from dovetail.core.ops import gelu, gelu_and_mul, silu_and_mul
 from dovetail.core.ops.latents import latent_planes
 from dovetail.core.startup_notes import note
 from dovetail.plugins.model.config import LlamaConfig
-from dovetail.plugins.model.llama.experts import SparseMLP
+from dovetail.plugins.model.llama.attention import Attention, defers
+from dovetail.plugins.model.llama.experts import SparseMLP, stacks_of
 from dovetail.plugins.model.llama.families import mtp_layers, read_model, spec_of
 from dovetail.plugins.model.llama.family import Layout, Names
 from dovetail.plugins.model.llama.latent import LatentAttention
@@ -78,75 +76,6 @@ ACTIVATIONS: dict[str, Callable[..., Bundle]] = {
     "gelu": gelu,
     "gelu_tanh": partial(gelu, tanh=True),
 }
-
-
-class Attention:
-    def __init__(self, index: int, build: BuildContext, layout: Layout, group: KVGroup, rope: Rope) -> None:
-        spec, names = build.spec, layout.names
-        prefix, path = names.layer.format(index), f"layers.{index}.attn"
-        self.qkv = QKVParallel(
-            f"{path}.qkv",
-            tuple(f"{prefix}.{name}" for name in names.qkv),
-            build,
-            spec.hidden,
-            spec.heads,
-            spec.kv_heads,
-            spec.head_dim,
-            bias=layout.qkv_bias,
-            interleaved=layout.rope.dim if layout.interleaved else 0,
-        )
-        inner = spec.heads * spec.head_dim
-        self.o = RowParallel(
-            f"{path}.o", f"{prefix}.{names.o}", build, inner, spec.hidden, bias=layout.o_bias, defers=_defers(layout)
-        )
-        self.norms = [
-            RMSNorm(f"{prefix}.{name}", build, spec.head_dim, layout.eps, layout.norm_offset)
-            for name in names.qk_norm
-            if layout.qk_norm
-        ]
-        self.qk_norm = QKNorm(self.norms[0].weight, self.norms[1].weight, layout.eps) if self.norms else None
-        self.backend, self.rope = build.attention, rope
-        attention = f"{prefix}.{names.o.rpartition('.')[0]}"
-        self.kv_scales = KVScales(attention, index, build, spec.kv_heads, self.qkv.kv_heads)
-        self.layer = AttentionLayer(
-            index=index,
-            group=group.id,
-            local=group.layers.index(index),
-            heads=self.qkv.heads,
-            kv_heads=self.qkv.kv_heads,
-            head_dim=spec.head_dim,
-            scale=layout.score_scale,
-            soft_cap=layout.soft_cap,
-            window=group.window,
-            k_scale=self.kv_scales.k,
-            v_scale=self.kv_scales.v,
-        )
-        build.tune_attention(self.layer)
-
-    @property
-    def inputs(self) -> tuple[ActFormat, ...]:
-        """Input formats, for the producer's `emit`."""
-        return self.qkv.inputs
-
-    @property
-    def products(self) -> tuple[Linear, ...]:
-        """The linear layers that run in a step."""
-        return self.linears
-
-    @property
-    def linears(self) -> tuple[Linear, ...]:
-        return (self.qkv, self.o)
-
-    def weights(self) -> Iterator[Taker]:
-        """All but those of `linears`."""
-        for norm in self.norms:
-            yield from norm.weights()
-        yield from self.kv_scales.weights()
-
-    def __call__(self, x: Bundle, ctx: ForwardContext) -> Partial:
-        attn = ctx.attn[self.layer.group]
-        qkv = self.qkv(x)
-        return self.o(self.backend.write_and_attend(self.layer, attn, qkv, self.rope, self.qk_norm, self.o.inputs))
 
 
 class MLP:
@@ -225,11 +154,11 @@ class Block:
         if build.spec.mla is None:
             self.attention = Attention(index, build, layout, group, rope)
         else:
-            self.attention = LatentAttention(index, build, layout, group, rope, _defers(layout))
+            self.attention = LatentAttention(index, build, layout, group, rope, defers(layout))
         self.mlp: MLP | SparseMLP
         if build.spec.moe is None or index < build.spec.moe.dense_layers:
             matrices = (*layout.names.up, layout.names.down)
-            self.mlp = MLP(index, build, layout, matrices, build.spec.intermediate, _defers(layout))
+            self.mlp = MLP(index, build, layout, matrices, build.spec.intermediate, defers(layout))
         else:
             shared = partial(MLP, index, build, layout, defers=False, path="mlp.shared")
             self.mlp = SparseMLP(index, build, layout, uniform, shared)
@@ -316,13 +245,15 @@ class Llama(Model):
     def check_checkpoint(self, checkpoint: Checkpoint) -> None:
         headers = dict(self._named(checkpoint.tensors().items()))
         if (experts := self.layout.experts) is not None:
-            headers = dict(unstacked_headers(headers.items(), experts.names.stacked, experts.rule.experts))
+            found = unstacked_headers(headers.items(), stacks_of(experts.names), experts.rule.experts)
+            headers = dict(without(found, self._elsewhere))
         check_headers(self._weights(), headers, checkpoint, self._ignored, self._ignored_parts)
 
     def load(self, weights: Iterable[tuple[str, Callable[[], Any]]]) -> None:
         weights = self._named(weights)
         if (experts := self.layout.experts) is not None:
-            weights = unstacked(weights, experts.names.stacked, experts.rule.experts)
+            weights = unstacked(weights, stacks_of(experts.names), experts.rule.experts)
+            weights = without(weights, self._elsewhere)
         load_weights(self._weights(), weights, self._ignored, self._ignored_parts)
         for linear in self._linears():
             linear.finish()
@@ -381,6 +312,11 @@ class Llama(Model):
         predictors = (f"{self.layout.names.layer.format(layers + index)}." for index in range(count))
         return (*predictors, *self.layout.left_out)
 
+    @property
+    def _elsewhere(self) -> frozenset[str]:
+        """Prefixes of the matrices of experts that other ranks load."""
+        return frozenset[str]().union(*(sparse.experts.elsewhere for sparse in self._sparse()))
+
     def _named(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         """Return (name that layers use, tensor)."""
         tensors = _renamed(tensors, self.layout)
@@ -419,11 +355,6 @@ def _with_prefix(tensors: Iterable[tuple[str, Tensor]], names: Names) -> Iterato
     prefix = f"{names.embedding.partition('.')[0]}."
     for name, tensor in tensors:
         yield name if name.startswith((prefix, names.head)) else prefix + name, tensor
-
-
-def _defers(layout: Layout) -> bool:
-    """Whether an RMSNorm reads the block's matmul outputs directly. Parallel blocks add two of them first."""
-    return layout.norm == "rms" and not layout.block.parallel
 
 
 def _kv_groups(build: BuildContext) -> tuple[KVGroup, ...]:
