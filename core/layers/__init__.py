@@ -11,7 +11,7 @@ from dovetail.core.layers.plain_experts import PlainExperts
 from dovetail.core.layers.rotary import build_rope
 from dovetail.core.layers.run import run_layers
 from dovetail.core.layers.sinks import Sinks
-from dovetail.core.layers.unstacked import Stack, unstacked, unstacked_headers
+from dovetail.core.layers.unstacked import Stack, unstacked, unstacked_headers, without
 from dovetail.core.layers.weights import Stored, Taker, Weight, WeightSet, check_headers, dummy_weights, load_weights
 
 __all__ = [
@@ -47,4 +47,5 @@ __all__ = [
     "run_layers",
     "unstacked",
     "unstacked_headers",
+    "without",
 ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -34,6 +34,8 @@ class Stack:
 Stacks = Mapping[str, Stack]
 """Name of a stacked tensor below a layer's prefix -> its layout."""
 Opener = Callable[[], Any]
+Tensor = TypeVar("Tensor")
+"""Opener or header of a checkpoint tensor."""
 
 
 def unstacked(tensors: Iterable[tuple[str, Opener]], stacks: Stacks, experts: int) -> Iterator[tuple[str, Opener]]:
@@ -64,6 +66,13 @@ def unstacked_headers(
         for expert in range(experts):
             for part in stack.parts:
                 yield prefix + part.format(expert), replace(header, shape=shape)
+
+
+def without(tensors: Iterable[tuple[str, Tensor]], prefixes: frozenset[str]) -> Iterator[tuple[str, Tensor]]:
+    """Leave out the tensors of matrices with these prefixes: those of experts on other ranks."""
+    for name, tensor in tensors:
+        if not prefixes or not any(name[:at] in prefixes for at, letter in enumerate(name) if letter == "."):
+            yield name, tensor
 
 
 def _find(name: str, stacks: Stacks) -> tuple[str, Stack] | None:

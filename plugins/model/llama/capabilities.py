@@ -29,6 +29,7 @@ def capabilities(config: LlamaConfig, host: Host) -> Capabilities:
             "kinds": tuple(sorted(kinds)),
             "head_dim": spec.head_dim,
             "adapters": True,
+            "expert_placement": spec.moe is not None,
         },
         requires=(
             Requires(

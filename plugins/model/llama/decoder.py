@@ -60,6 +60,7 @@ from dovetail.core.layers import (
     run_layers,
     unstacked,
     unstacked_headers,
+    without,
 )
 from dovetail.core.memory.sizing import group_layers
 from dovetail.core.ops import gelu, gelu_and_mul, silu_and_mul
@@ -298,13 +299,15 @@ class Llama(Model):
     def check_checkpoint(self, checkpoint: Checkpoint) -> None:
         headers = dict(self._named(checkpoint.tensors().items()))
         if (experts := self.layout.experts) is not None:
-            headers = dict(unstacked_headers(headers.items(), stacks_of(experts.names), experts.rule.experts))
+            found = unstacked_headers(headers.items(), stacks_of(experts.names), experts.rule.experts)
+            headers = dict(without(found, self._elsewhere))
         check_headers(self._weights(), headers, checkpoint, self._ignored, self._ignored_parts)
 
     def load(self, weights: Iterable[tuple[str, Callable[[], Any]]]) -> None:
         weights = self._named(weights)
         if (experts := self.layout.experts) is not None:
             weights = unstacked(weights, stacks_of(experts.names), experts.rule.experts)
+            weights = without(weights, self._elsewhere)
         load_weights(self._weights(), weights, self._ignored, self._ignored_parts)
         for linear in self._linears():
             linear.finish()
@@ -362,6 +365,11 @@ class Llama(Model):
         count, layers = mtp_layers(self.build.spec.hf), self.build.spec.layers
         predictors = (f"{self.layout.names.layer.format(layers + index)}." for index in range(count))
         return (*predictors, *self.layout.left_out)
+
+    @property
+    def _elsewhere(self) -> frozenset[str]:
+        """Prefixes of the matrices of experts that other ranks load."""
+        return frozenset[str]().union(*(sparse.experts.elsewhere for sparse in self._sparse()))
 
     def _named(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         """Return (name that layers use, tensor)."""

@@ -55,7 +55,9 @@ class SparseMLP:
         return () if self.shared is None else self.shared.linears
 
     def __call__(self, x: Bundle, ctx: ForwardContext) -> Partial:
-        routed = self.experts(x, self.router(x, ctx.live_T))
+        sent = self.experts.dispatch(x, self.router(x, ctx.live_T))
+        routed = self.experts.combine(self.experts.multiply(sent), sent)
+        assert isinstance(routed, Partial)
         if self.shared is None:
             return routed
         return Partial(routed.values + self.shared(x, ctx).completed())
