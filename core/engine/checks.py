@@ -150,7 +150,7 @@ def check_weights_fit(composition: Composition, spec: ModelSpec, host: Host) -> 
     if not composition.part("executor").capabilities(host).provides.get("holds_weights", True):
         return
     quant, (dtype, each) = composition.part("quant"), number_format(composition.engine, spec, host.device)
-    bits = 8.0 * each if quant.name == "none" else _weight_bits(quant, host)
+    bits = 8.0 * each if quant.name == "none" else _weight_bits(quant, host, 8.0 * each)
     if (stored := stored_formats(quant, spec, 8.0 * each)) is not None:
         bits = stored.bits
     if bits is None:
@@ -187,8 +187,8 @@ class _WeightMemory:
         if engine.memory_fraction < 0.95 and self.missing(formats, engine.tp, 0.95) <= 0:
             yield "engine.memory_fraction=0.95"
         others = [one for one in quantizers(self.composition, self.host) if one[1] < bits]
-        # With default options, quantizers leave logits and embedding plain.
-        plain = replace(formats, head_bits=None, embedding_bits=None)
+        # With default options, quantizers leave logits and embedding plain, and experts have the bits of other layers.
+        plain = replace(formats, head_bits=None, embedding_bits=None, expert_bits=None)
         smaller = [(name, replace(plain, weight_bits=fewer)) for name, fewer in others]
         for name, fewer in smaller[:MOST_QUANTIZERS]:
             if self.missing(fewer, engine.tp, engine.memory_fraction) <= 0:
@@ -238,9 +238,11 @@ def model_ranks(composition: Composition, host: Host, most: int) -> list[int]:
     return [tp for tp in range(1, most + 1) if all(demand.admits(tp) for demand in demands)]
 
 
-def _weight_bits(quant: Selected, host: Host) -> float | None:
-    """Return the stated bits per weight; None = not stated, or the quantizer does not run on this host."""
+def _weight_bits(quant: Selected, host: Host, plain: float | None = None) -> float | None:
+    """Return the stated bits per weight, `plain` for "model"; None = not stated, or the quantizer does not run on this
+    host."""
     stated = quant.capabilities(host)
     bits = stated.provides.get("weight_bits")
+    bits = plain if bits == "model" else bits
     runs = all(d.admits(getattr(host, d.key)) for d in stated.requires if d.kind == "host")
     return float(bits) if isinstance(bits, int | float) and runs else None

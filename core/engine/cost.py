@@ -45,6 +45,7 @@ def bind_cost(
             head_bits=facts.head_bits,
             head_product=None,
             embedding_bits=facts.embedding_bits,
+            expert_bits=None,
         )
         cost.drafter.bind(facts.spec, composition.engine, own)
     return cost
@@ -52,7 +53,7 @@ def bind_cost(
 
 def formats(composition: Composition, spec: ModelSpec, device: str, here: Host | None = None) -> Formats:
     """Formats from engine.dtype, engine.kv_dtype, and the quantizer's capabilities `weight_bits`, `product`,
-    `head_bits` and `head_product`, which the headers of a quantized checkpoint replace."""
+    `head_bits`, `head_product` and `expert_bits`, which the headers of a quantized checkpoint replace."""
     engine, quant = composition.engine, composition.part("quant")
     dtype, size = number_format(engine, spec, device)
     kv_bytes = size if engine.kv_dtype == "auto" else _size("kv_dtype", engine.kv_dtype, _KV_BYTES)
@@ -69,7 +70,8 @@ def formats(composition: Composition, spec: ModelSpec, device: str, here: Host |
         )
     product = dtype if stated["product"] == "model" else str(stated["product"])
     tables = table_formats(stated, stored)
-    return Formats(dtype, size, float(stated["weight_bits"]), product, kv_bytes, **tables)  # type: ignore[arg-type]
+    bits = 8.0 * size if stated["weight_bits"] == "model" else float(stated["weight_bits"])  # type: ignore[arg-type]
+    return Formats(dtype, size, bits, product, kv_bytes, **tables)
 
 
 def number_format(engine: EngineConfig, spec: ModelSpec, device: str) -> tuple[str, int]:

@@ -35,6 +35,8 @@ class Formats:
     """Number format of the matmul of logits; None = `dtype`."""
     embedding_bits: float | None = None
     """Bits per weight of an embedding that is not tied; None = those of `dtype`."""
+    expert_bits: float | None = None
+    """Bits per weight of routed experts; None = `weight_bits`."""
 
     def head_bytes(self, p: Parameters) -> float:
         """Return the bytes of the matrix of logits, over all ranks."""
@@ -46,10 +48,14 @@ class Formats:
         bits = 8 * self.dtype_bytes if self.embedding_bits is None else self.embedding_bits
         return p.embedding * bits / 8 if p.head else 0.0
 
+    def layer_bytes(self, p: Parameters, experts: float) -> float:
+        """Return the bytes of the matrices of layers with so many weights in routed experts, over all ranks."""
+        expert_bits = self.weight_bits if self.expert_bits is None else self.expert_bits
+        return ((p.attention + p.mlp) * self.weight_bits + experts * expert_bits) / 8
+
     def weight_bytes(self, p: Parameters) -> float:
         """Return the bytes of all weights, over all ranks."""
-        layers = (p.attention + p.mlp + p.experts) * self.weight_bits / 8
-        return layers + self.head_bytes(p) + self.embedding_bytes(p) + p.rest * self.dtype_bytes
+        return self.layer_bytes(p, p.experts) + self.head_bytes(p) + self.embedding_bytes(p) + p.rest * self.dtype_bytes
 
 
 class RowWork(NamedTuple):
@@ -134,8 +140,7 @@ class CostModel(ABC):
         experts = float(p.experts)
         if tokens is not None and p.experts:
             experts *= 1 - (1 - p.active_experts / p.experts) ** tokens
-        layers = (p.attention + p.mlp + experts) * self.formats.weight_bits / 8
-        return layers + self.formats.head_bytes(p) + p.rest * self.formats.dtype_bytes
+        return self.formats.layer_bytes(p, experts) + self.formats.head_bytes(p) + p.rest * self.formats.dtype_bytes
 
     def kv_bytes(self, tokens: int) -> int:
         """KV cache bytes of a sequence of `tokens` tokens, on one rank."""
