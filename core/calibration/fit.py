@@ -114,7 +114,7 @@ def least_squares() -> Callable[..., Any]:
         from scipy.optimize import least_squares as solver
     except ImportError:
         raise ConfigError("a calibration needs SciPy: pip install 'dovetail[bench]'") from None
-    return solver  # type: ignore[no-any-return]
+    return solver
 
 
 def _errors(predicted: NDArray[np.float64], measured: NDArray[np.float64]) -> Errors:
