@@ -11,7 +11,7 @@ from dovetail.core.compose import Host, Selected
 from dovetail.core.compose.config import part_fields
 from dovetail.core.compose.former import former, load
 from dovetail.core.engine.adapters import check_folders
-from dovetail.core.engine.cost import number_format
+from dovetail.core.engine.cost import bind_cost, number_format
 from dovetail.core.engine.stored_weights import stored_formats, table_formats
 from dovetail.core.errors import CapabilityError, CapacityError, DovetailError
 from dovetail.core.interfaces import ExpertPlacement, Formats, Model
@@ -36,6 +36,7 @@ def check_fit(composition: Composition) -> None:
     check_weights_fit(composition, spec, here)
     check_folders(composition)
     check_table(composition, here)
+    check_cost(composition, spec, here)
     checkpoint = model.target().source(model.config).checkpoint
     if checkpoint is not None and checkpoint.text(tokenizer.FILE) is not None:
         tokenizer.Tokenizer(checkpoint)
@@ -70,6 +71,29 @@ def check_table(composition: Composition, here: Host) -> None:
         from dovetail.core.tuning.startup import table_by_hand
 
         table_by_hand(engine, torch.cuda.get_device_name(engine.first_gpu) if here.device == "cuda" else None)
+
+
+def check_cost(composition: Composition, spec: ModelSpec, here: Host) -> None:
+    """Raise ConfigError if the cost model cannot predict this model, or is for another device."""
+    simulated = not composition.part("executor").capabilities(here).provides.get("holds_weights", True)
+    cost = bind_cost(composition, spec, "simulated" if simulated else here.device, None if simulated else here)
+    if cost is not None and not simulated:
+        cost.check_device(device_name(composition.engine.first_gpu, here))
+
+
+def device_name(first_gpu: int, here: Host) -> str:
+    """Return the name of the GPU, or "cpu"."""
+    if here.device != "cuda":
+        return "cpu"
+    import torch
+
+    return torch.cuda.get_device_name(first_gpu)
+
+
+def has_virtual_time(composition: Composition) -> bool:
+    """Whether time passes only when the engine waits for its executor."""
+    here = host.detect_host(composition.engine.device)
+    return composition.part("executor").capabilities(here).provides.get("clock") == "virtual"
 
 
 def exact_lengths(composition: Composition, here: Host | None = None) -> bool:

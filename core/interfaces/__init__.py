@@ -15,8 +15,16 @@ from dovetail.core.interfaces.attention import (
 )
 from dovetail.core.interfaces.checkpoint import Checkpoint, LazyTensor, TensorHeader
 from dovetail.core.interfaces.collective import Collective, Residual
-from dovetail.core.interfaces.cost import CostModel, Formats, RowWork
-from dovetail.core.interfaces.executor import Blobs, Executor, ExecutorInfo, JoinBlob, Progress
+from dovetail.core.interfaces.cost import CostModel, Formats, RowWork, StepTerms
+from dovetail.core.interfaces.executor import (
+    Blobs,
+    Clock,
+    Executor,
+    ExecutorInfo,
+    JoinBlob,
+    Progress,
+    VirtualClock,
+)
 from dovetail.core.interfaces.expert import (
     SWIGLU,
     ExpertBias,
@@ -128,6 +136,7 @@ __all__ = [
     "BuildContext",
     "Bundle",
     "Checkpoint",
+    "Clock",
     "Collective",
     "Content",
     "CostModel",
@@ -218,6 +227,7 @@ __all__ = [
     "StepPlan",
     "StepRecord",
     "StepResult",
+    "StepTerms",
     "TargetView",
     "TensorHeader",
     "TimedRequest",
@@ -228,6 +238,7 @@ __all__ = [
     "ToolCallEnd",
     "ToolParser",
     "Verify",
+    "VirtualClock",
     "Vocabulary",
     "Workload",
     "WorkloadContext",

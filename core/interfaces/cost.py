@@ -5,10 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import mul
 from typing import TYPE_CHECKING, NamedTuple
 
 from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces.plan import RowFlag
+from dovetail.core.interfaces.plan import SAMPLE
 
 if TYPE_CHECKING:
     from dovetail.core.compose import EngineConfig
@@ -66,7 +67,35 @@ class RowWork(NamedTuple):
 
     @classmethod
     def of(cls, row: Row) -> RowWork:
-        return cls(row.count, row.bound, row.draft + 1 if row.flags & RowFlag.SAMPLE else 0)
+        return cls(row.count, row.bound, row.draft + 1 if row.flags & SAMPLE else 0)
+
+
+class StepTerms(NamedTuple):
+    """Seconds of the parts of a step, which a calibration scales one by one."""
+
+    weights: float = 0.0
+    """Reads of the weights."""
+    products: float = 0.0
+    """Arithmetic of matmuls. It overlaps with the reads of weights."""
+    prefill: float = 0.0
+    """Attention of prompt chunks."""
+    decode: float = 0.0
+    """Attention of decode rows."""
+    collectives: float = 0.0
+    """Exchange between ranks."""
+    launches: float = 0.0
+    """Time that depends on the number of kernels alone."""
+    sampling: float = 0.0
+    """Draws from the logits."""
+
+    @property
+    def seconds(self) -> float:
+        """Time of the step."""
+        weights, products, *rest = self
+        return max(weights, products) + sum(rest)
+
+    def scaled(self, factors: StepTerms) -> StepTerms:
+        return StepTerms(*map(mul, self, factors))
 
 
 class CostModel(ABC):
@@ -96,7 +125,26 @@ class CostModel(ABC):
 
     def seconds(self, plan: StepPlan) -> float:
         """Device time of the plan."""
-        return self.step_seconds(RowWork.of(row) for row in plan.rows)
+        return self.step_seconds(self.works(plan.rows))
+
+    def works(self, rows: Iterable[Row]) -> Iterable[RowWork]:
+        """Return the work of a plan's rows. A model may add up rows whose sum it needs alone."""
+        return map(RowWork.of, rows)
+
+    def terms(self, rows: Iterable[RowWork]) -> StepTerms | None:
+        """The parts of a step with these rows, whose `seconds` are those of `step_seconds`; None = the model has no
+        such parts and cannot be calibrated."""
+        return None
+
+    @property
+    def memory(self) -> float | None:
+        """Memory of one device, GB (10^9 bytes); None = unknown. Default: the option `memory`, if there is one."""
+        found: float | None = getattr(self.config, "memory", None)
+        return found
+
+    def check_device(self, device: str) -> None:
+        """Raise ConfigError if predictions are for another device than `device`: a GPU's name, or "cpu". Called after
+        `bind`, before a device is used; not called if the device is simulated."""
 
     def draft_seconds(self, rows: int, drafts: int, context: int) -> float:
         """Device time of drafting `drafts` tokens for each of `rows` sequences of length `context`, before the step

@@ -116,7 +116,15 @@ class CostContract:
         backwards = [other.step_seconds(rows) for rows in reversed(self.batches())]
         assert backwards[::-1] == first, "seconds must not depend on earlier calls"
 
-    # Sums of steps
+    # Parts and sums of steps
+
+    def test_terms_make_up_the_step(self) -> None:
+        cost = self.bound()
+        for rows in [[], *self.batches()]:
+            if (terms := cost.terms(rows)) is None:
+                pytest.skip("terms() is None: the model cannot be calibrated")
+            assert min(terms) >= 0, f"no term may be negative, got {terms}"
+            assert terms.seconds == pytest.approx(cost.step_seconds(rows)), f"{terms} must make up step_seconds"
 
     def test_a_plan_takes_as_long_as_its_rows(self) -> None:
         rows = [

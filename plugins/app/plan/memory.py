@@ -124,7 +124,7 @@ def make_plan(composition: Composition) -> Plan:
     cost = bind_cost(composition, spec, "cuda")
     if cost is None:
         raise ConfigError(f"cost={part.name} predicts nothing; choose hardware, such as cost=h200")
-    memory = getattr(part.config, "memory", None)
+    memory = cost.memory
     if memory is None:
         raise ConfigError(f"cost={part.name} does not state the memory of a device: set cost.memory=<GB>")
     adapter = composition.part("adapter")

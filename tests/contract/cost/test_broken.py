@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 
-from dovetail.core.interfaces import CostModel, RowWork
+from dovetail.core.interfaces import CostModel, RowWork, StepTerms
 from dovetail.core.testing.cost import CostContract
 from dovetail.core.testing.suite import failures
 
@@ -60,6 +60,9 @@ BROKEN: dict[str, list[type[CostModel]]] = {
         )
     ],
     "test_predictions_are_pure": [Learns],
+    "test_terms_make_up_the_step": [
+        fault("ForgetsPrefill", terms=lambda self, rows: StepTerms(launches=Sound.step_seconds(self, rows) / 2))
+    ],
     "test_a_plan_takes_as_long_as_its_rows": [
         fault("PlansCostMore", seconds=lambda self, plan: 2 * Sound.seconds(self, plan))
     ],
