@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from dovetail.core import host, tokenizer
 from dovetail.core.compose import Host, Selected
 from dovetail.core.compose.config import part_fields
+from dovetail.core.compose.former import former, load
 from dovetail.core.engine.adapters import check_folders
 from dovetail.core.engine.cost import bind_cost, number_format
 from dovetail.core.engine.stored_weights import stored_formats, table_formats
@@ -29,7 +30,7 @@ def check_fit(composition: Composition) -> None:
     here = host.detect_host(composition.engine.device)
     composition.check(here, host.model_facts(spec))
     found = [*_depth_conflicts(composition, here), *_overlap_conflicts(composition), *_launch_conflicts(composition)]
-    found += expert_conflicts(composition, spec)
+    found += [*_former_conflicts(composition), *expert_conflicts(composition, spec)]
     if found:
         raise CapabilityError(found)
     check_weights_fit(composition, spec, here)
@@ -39,6 +40,26 @@ def check_fit(composition: Composition) -> None:
     checkpoint = model.target().source(model.config).checkpoint
     if checkpoint is not None and checkpoint.text(tokenizer.FILE) is not None:
         tokenizer.Tokenizer(checkpoint)
+
+
+def _former_conflicts(composition: Composition) -> Iterator[str]:
+    """Yield what components of former contracts cannot do in this composition."""
+    for part in composition.parts.values():
+        if isinstance(part, Selected) and (known := former(part.component.api)) and known.conflicts:
+            yield from load(known.conflicts)(part, composition)
+
+
+def former_scheduler_conflicts(scheduler: Selected, composition: Composition) -> Iterator[str]:
+    """Yield the conflict of a scheduler of contract 0.1 that plans by itself, without SchedulerLimits.again."""
+    from dovetail.core.engine.policy import PolicyScheduler
+
+    drafter = composition.part("spec_decode")
+    if drafter.target().follows_features and not issubclass(scheduler.target(), PolicyScheduler):
+        yield (
+            f"spec_decode={drafter.name} needs the last token of a cached prefix again, which scheduler="
+            f"{scheduler.name} of {scheduler.package} does not feed: it is made for {scheduler.component.api}. Would "
+            "work: another scheduler, spec_decode=none."
+        )
 
 
 def check_table(composition: Composition, here: Host) -> None:
