@@ -316,3 +316,7 @@ class StepResult:
     """Device time of the plan; 0 = the executor cannot measure it."""
     idle_seconds: float = 0.0
     """Idle time of the device between the previous plan and this one; 0 if device_seconds is 0."""
+    draft_seconds: float = 0.0
+    """Part of device_seconds in which the drafter worked before the layers; 0 where both are one CUDA graph."""
+    draw_seconds: float = 0.0
+    """Part of device_seconds after the layers: logits, draws and verification; 0 without a drafter."""

@@ -41,6 +41,8 @@ class DrafterFacts:
     """The same of its matrix of logits, also if the embedding is tied to it."""
     embedding_bits: float | None = None
     """The same of an embedding that is not tied."""
+    one_pass: bool = False
+    """All drafts come from one pass over the model's layers, instead of one pass per draft."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +156,9 @@ class Drafter(ABC):
     """Whether such a row catches up, by `window` tokens per proposal. False = it has no more drafts."""
     verify: Verify = "draws"
     """How its drafts are verified."""
+    simulated_rates: tuple[float, ...] = ()
+    """For measurements: by position, the probability that a draft is accepted if those before it were, by a coin and
+    not by verification. () = drafts are verified."""
 
     def __init__(self, config: object) -> None:
         self.config = config

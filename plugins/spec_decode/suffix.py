@@ -3,17 +3,14 @@ more of what followed serves as draft."""
 
 from __future__ import annotations
 
-from dovetail.core.interfaces import Draft, DraftContext, Drafter
+from dovetail.core.interfaces import Draft, DraftContext
+from dovetail.plugins.spec_decode.base import BuiltinDrafter
 from dovetail.plugins.spec_decode.config import SuffixConfig
 from dovetail.plugins.spec_decode.lookup import look_up
 
 
-class SuffixDrafter(Drafter):
+class SuffixDrafter(BuiltinDrafter):
     config: SuffixConfig
-
-    @property
-    def lookahead(self) -> int:
-        return self.config.lookahead
 
     def propose(self, ctx: DraftContext) -> Draft:
         c = self.config

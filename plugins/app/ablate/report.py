@@ -10,7 +10,7 @@ from rich.text import Text
 
 from dovetail.plugins.app.ablate.compare import BY_PATH, METRICS, Metric, sentence, summary, unit
 from dovetail.plugins.app.ablate.stats import CONFIDENCE, Estimate
-from dovetail.plugins.app.tables import NONE, console, figures_table, number, share
+from dovetail.plugins.app.tables import NONE, console, figures_table, number, share, simulated_title
 
 DRAWN = ("output_tokens_per_s", "ttft_ms.median", "tpot_ms.median")
 
@@ -88,6 +88,7 @@ def _many(number: int, what: str) -> str:
 
 def _table(result: Mapping[str, Any], title: str, rate: float | None, heads: Iterable[str]) -> Table:
     at = "" if rate is None else f", {rate:g} requests/s"
+    title = simulated_title(s["startup"] for v in result["variants"] for s in v.get("starts", ())) + title
     return figures_table(title + at, "step" if result["design"] == "ladder" else "variant", heads, overflow="fold")
 
 
