@@ -276,12 +276,17 @@ class Runner:
 
     def _join(self, plan: StepPlan, blobs: Blobs) -> list[SlotInfo]:
         """Apply the plan's leaves and joins on the host. Return the record of each join."""
+        state, on_device = self.state, self.drafts.on_device
         for slot in plan.leaves:
             self.slots.leave(slot)
+            if on_device:
+                self.drafts.drafter.leave(slot, state.tokens_SL[slot], state.computed_S[slot] + 1)
         joined = []
         for join in plan.joins:
             blob = blobs[join.uid, join.epoch]
             joined.append(self.slots.join(join.slot, blob))
+            if on_device:
+                self.drafts.drafter.enter(join.slot, blob.request)
             if blob.adapter >= 0 and blob.request.adapter:
                 self.parts.adapters.place(blob.adapter, blob.request.adapter)
         return joined

@@ -91,6 +91,11 @@ class SuffixConfig(DrafterOptions):
     """Shortest matching suffix, in tokens."""
     max_match: int = Field(64, ge=16, le=256)
     """Longest suffix compared, in tokens. Longer matches win, then later ones."""
+    ring: int = Field(16384, ge=0, le=2**20)
+    """Tokens of earlier outputs that are searched too, the newest ones; 0 = none. A request matches those with its own
+    cache_salt alone."""
+    prediction: int = Field(4096, ge=0, le=2**20)
+    """Most tokens of a request's prediction that are searched; 0 = predictions are not used."""
 
 
 class DraftModelConfig(DrafterOptions):
