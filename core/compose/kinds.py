@@ -91,6 +91,13 @@ KINDS: dict[str, Kind] = {
             "sums and gathers between ranks",
             api="0.2",
         ),
+        _kind(
+            "experts",
+            "one",
+            "ExpertPlacement",
+            "experts:ExpertsContract",
+            "which rank has which routed experts, and how rows get there",
+        ),
         _kind("cost", "one", "CostModel", "cost:CostContract", "predicts the time of a plan", api="0.2"),
         _kind(
             "logits",

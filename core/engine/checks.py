@@ -13,7 +13,8 @@ from dovetail.core.engine.adapters import check_folders
 from dovetail.core.engine.cost import number_format
 from dovetail.core.engine.stored_weights import stored_formats, table_formats
 from dovetail.core.errors import CapabilityError, CapacityError, DovetailError
-from dovetail.core.interfaces import Formats, Model
+from dovetail.core.interfaces import ExpertPlacement, Formats, Model
+from dovetail.core.interfaces.placement import expert_ranks
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -28,6 +29,7 @@ def check_fit(composition: Composition) -> None:
     here = host.detect_host(composition.engine.device)
     composition.check(here, host.model_facts(spec))
     found = [*_depth_conflicts(composition, here), *_overlap_conflicts(composition), *_launch_conflicts(composition)]
+    found += expert_conflicts(composition, spec)
     if found:
         raise CapabilityError(found)
     check_weights_fit(composition, spec, here)
@@ -94,6 +96,45 @@ def _launch_conflicts(composition: Composition) -> Iterator[str]:
             f"engine.depth={engine.depth} has {engine.depth - 1 or 'no'} others in flight. "
             "Would work: engine.depth=2, engine.late_launch=false."
         )
+
+
+def expert_conflicts(composition: Composition, spec: ModelSpec) -> list[str]:
+    """Return conflicts of engine.ep with the ranks, with the placement of experts, and with the model. Layouts that do
+    not fit the number of experts raise ConfigError."""
+    engine = composition.engine
+    if "experts" not in composition.parts:
+        return []
+    part = composition.part("experts")
+    placement: ExpertPlacement = part.build()
+    if spec.moe is None:
+        has = f"engine.ep={engine.ep} spreads experts, and {spec.architecture} has none. Would work: engine.ep=null."
+        return [has] if (engine.ep or 1) > 1 else []
+    ep = expert_ranks(placement, engine.ep, engine.tp)
+    if engine.tp % ep:
+        works = [f"engine.ep={ranks}" for ranks in range(1, engine.tp + 1) if engine.tp % ranks == 0]
+        return [f"engine.ep={ep} does not divide engine.tp={engine.tp} ranks. Would work: {', '.join(works)}."]
+    if not placement.spreads and ep > 1:
+        spread = ", ".join(f"experts={name}" for name in spreading(composition))
+        return [
+            f"experts={part.name} has every expert on each rank, and engine.ep={ep} spreads them. Would work: "
+            f"engine.ep=1, {spread}."
+        ]
+    for rank in range(ep):
+        placement.layout(spec.moe.experts, rank, ep)
+    return []
+
+
+def spreading(composition: Composition) -> list[str]:
+    """Return the names of the placements that spread experts."""
+    registry, found = composition.registry, []
+    for name in registry.options("experts"):
+        try:
+            registered = registry.get("experts", name)
+            if registered.target().spreads:
+                found.append(name)
+        except DovetailError:
+            continue  # an unusable one is no remedy
+    return found
 
 
 MOST_GPUS = 16

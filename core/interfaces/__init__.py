@@ -66,6 +66,7 @@ from dovetail.core.interfaces.parsers import (
     ToolCallEnd,
     ToolParser,
 )
+from dovetail.core.interfaces.placement import Dispatched, ExpertPlacement, ExpertSlots
 from dovetail.core.interfaces.plan import (
     HostDraft,
     Join,
@@ -130,6 +131,7 @@ __all__ = [
     "Collective",
     "Content",
     "CostModel",
+    "Dispatched",
     "Draft",
     "DraftContext",
     "Drafter",
@@ -140,7 +142,9 @@ __all__ = [
     "ExpertBias",
     "ExpertMethod",
     "ExpertPart",
+    "ExpertPlacement",
     "ExpertShape",
+    "ExpertSlots",
     "FedTokens",
     "FinishReason",
     "Formats",

@@ -86,10 +86,11 @@ SWIGLU = GatedActivation()
 
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
-    """This rank's share of the routed experts of a layer: some channels of every expert. gate and up are [F, C], down
-    is [C, F]."""
+    """This rank's share of the routed experts of a layer: all or some of the experts, and all or some of their
+    channels. gate and up are [F, C], down is [C, F]."""
 
     experts: int
+    """E: slots of this rank. Methods number experts by slot."""
     hidden: int
     """C"""
     intermediate: int
@@ -104,10 +105,15 @@ class ExpertShape:
     """Channels of the whole experts; 0 = `intermediate`."""
     first_channel: int = 0
     """This rank's first channel in the whole experts."""
+    ids: tuple[int, ...] = ()
+    """Expert in each slot, as the checkpoint numbers them, for paths of layers (`skip` of quantizers); () = 0, 1, and
+    so on."""
 
     def __post_init__(self) -> None:
         if not self.whole_intermediate:
             object.__setattr__(self, "whole_intermediate", self.intermediate)
+        if not self.ids:
+            object.__setattr__(self, "ids", tuple(range(self.experts)))
 
 
 @dataclass(frozen=True, slots=True)

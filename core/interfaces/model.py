@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dovetail.core.interfaces.checkpoint import Checkpoint
     from dovetail.core.interfaces.collective import Collective
     from dovetail.core.interfaces.kv_cache import KVGroup
+    from dovetail.core.interfaces.placement import ExpertPlacement
     from dovetail.core.interfaces.quant import Quantizer
     from dovetail.core.interfaces.tuning import Tunable
 
@@ -207,6 +208,9 @@ class BuildContext:
     They must not read weights, which may be on the meta device."""
     first_group: int = 0
     """Id of the model's first KV group; others follow. Not 0 for a model inside a drafter."""
+    placement: ExpertPlacement | None = None
+    """Bound placement of routed experts (dovetail.core.layers.Experts calls it); None = each rank has some channels of
+    every expert."""
 
     def tune_attention(self, layer: AttentionLayer) -> None:
         """Append what the attention backend can tune of a layer to `tuned`."""

@@ -16,6 +16,7 @@ from dovetail.core.interfaces import (
     AttentionBackend,
     BuildContext,
     Collective,
+    ExpertPlacement,
     ForwardContext,
     Hidden,
     Model,
@@ -53,6 +54,7 @@ def build_context(
     attention: AttentionBackend | None = None,
     collective: Collective | None = None,
     adapters: Adapters | None = None,
+    placement: ExpertPlacement | None = None,
     dtype: torch.dtype = torch.float32,
     page_tokens: int = 8,
     max_len: int = 512,
@@ -72,6 +74,7 @@ def build_context(
         attention=attention or build("attention", "sdpa"),
         collective=collective or Alone(None),
         adapters=adapters,
+        placement=placement,
     )
 
 
