@@ -35,7 +35,7 @@ def bind_cost(
     cost.bind(spec, composition.engine, bound)
     facts: DrafterFacts | None = composition.part("spec_decode").facts() if "spec_decode" in composition.parts else None
     if facts is not None and facts.spec is not None and facts.spec.parameters is not None:
-        cost.drafter = composition.build("cost")
+        cost.drafter, cost.drafts_in_one_pass = composition.build("cost"), facts.one_pass
         bits = 8.0 * bound.dtype_bytes if facts.weight_bits is None else facts.weight_bits
         # Matmuls of narrow weights are those of the model's dtype: the facts do not name a product.
         own = replace(

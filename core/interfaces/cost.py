@@ -118,6 +118,9 @@ class CostModel(ABC):
     """Cost model of the model inside the drafter, bound to that one; None = the drafter has none. Written by the engine
     after `bind`."""
 
+    drafts_in_one_pass = False
+    """DrafterFacts.one_pass. Written by the engine together with `drafter`."""
+
     def __init__(self, config: object) -> None:
         self.config = config
 
@@ -158,6 +161,8 @@ class CostModel(ABC):
         that the step before accepted; 0.0 for a drafter without a model."""
         if self.drafter is None or not rows or not drafts:
             return 0.0
+        if self.drafts_in_one_pass:
+            return self.drafter.decode_seconds(rows, context)
         first = self.drafter.step_seconds([RowWork(1 + drafts, context, 1, rows)])
         return first + (drafts - 1) * self.drafter.decode_seconds(rows, context)
 
