@@ -91,6 +91,7 @@ from dovetail.core.interfaces.records import (
     StepResult,
 )
 from dovetail.core.interfaces.router import Arrival, ReplicaLoad, Router
+from dovetail.core.interfaces.rows import RowShard
 from dovetail.core.interfaces.scheduler import (
     Resource,
     Scheduler,
@@ -207,6 +208,7 @@ __all__ = [
     "Row",
     "RowFlag",
     "RowResult",
+    "RowShard",
     "RowWork",
     "SamplingParams",
     "Scheduler",
