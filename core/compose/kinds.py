@@ -81,7 +81,7 @@ KINDS: dict[str, Kind] = {
             "proposes tokens that the model then verifies",
             api="0.3",
         ),
-        _kind("executor", "one", "Executor", "executor:ExecutorContract", "runs plans on one or many ranks"),
+        _kind("executor", "one", "Executor", "executor:ExecutorContract", "runs plans on one or many ranks", api="0.2"),
         _kind("router", "one", "Router", "router:RouterContract", "which data-parallel replica runs a request"),
         _kind(
             "collective",
@@ -113,7 +113,7 @@ KINDS: dict[str, Kind] = {
             "GrammarCompiler",
             "grammar:GrammarContract",
             "which tokens may come next, for outputs of a given form",
-            api="0.2",
+            api="0.3",
         ),
         _kind(
             "observer",

@@ -41,11 +41,18 @@ class ExpertRouter:
     input = PLAIN
 
     def __init__(
-        self, name: str, build: BuildContext, hidden: int, rule: RoutingRule, selection_bias: str | None = None
+        self,
+        name: str,
+        build: BuildContext,
+        hidden: int,
+        rule: RoutingRule,
+        selection_bias: str | None = None,
+        bias: bool = False,
     ) -> None:
         """`selection_bias`: checkpoint name of a bias of the scores by which experts are selected, None = there is
-        none."""
+        none. `bias`: whether the logits have one."""
         self.name, self.rule, self.bias_name = name, rule, selection_bias
+        self.logit_bias_E = torch.zeros(rule.experts, dtype=torch.float32, device=build.device) if bias else None
         self.weight = torch.empty(rule.experts, hidden, dtype=build.dtype, device=build.device)
         self.bias_E = None
         if selection_bias is not None:
@@ -54,12 +61,20 @@ class ExpertRouter:
 
     def __call__(self, x: Bundle, live_T: torch.Tensor | None) -> Routing:
         """`live_T`: ForwardContext.live_T."""
-        return route(router_logits(x[PLAIN].values, self.weight, self.counts), self.rule, self.bias_E, live_T)
+        logits_TE = router_logits(x[PLAIN].values, self.weight, self.counts, self.logit_bias_E)
+        return route(logits_TE, self.rule, self.bias_E, live_T)
 
     def weights(self) -> Iterator[Taker]:
         yield Weight(f"{self.name}.weight", lambda lazy: self.weight.copy_(lazy[:]), tuple(self.weight.shape))
+        if (logit_bias_E := self.logit_bias_E) is not None:
+            take = partial(_copy_whole, logit_bias_E)
+            yield Weight(f"{self.name}.bias", take, (self.rule.experts,), "zeros")
         if self.bias_name is not None:
             yield Weight(self.bias_name, lambda lazy: self.bias_E.copy_(lazy[:]), (self.rule.experts,), "zeros")
+
+
+def _copy_whole(to: torch.Tensor, lazy: LazyTensor) -> None:
+    to.copy_(lazy[:])
 
 
 class Experts:

@@ -302,8 +302,9 @@ class StepGraphs:
             return self._ragged_inputs.first(size.rows, size.tokens)
         return self.inputs[size.width].first(size.rows)
 
-    def pick(self, rows: Rows, adapted: bool = False) -> ForwardGraph | None:
-        """Return the smallest graph that serves these rows, if any. `adapted`: some row has an adapter."""
+    def pick(self, rows: Rows, adapted: bool = False, *, drafts: bool = True) -> ForwardGraph | None:
+        """Return the smallest graph that serves these rows, if any. `adapted`: some row has an adapter. `drafts`:
+        whether the graph may begin with the drafter's work."""
         decodes, moved = rows.decodes, len(rows) - len(rows.sampled)
         chunks = max(len(rows) - decodes, moved)
         tokens, width = sum(rows.counts), self.widths[-1] if chunks else self.width(rows)
@@ -313,6 +314,7 @@ class StepGraphs:
             capacity = graph.capacity
             if (
                 capacity.adapted is adapted
+                and (drafts or not capacity.drafts)
                 and bool(capacity.chunks) is bool(chunks)
                 and capacity.width == width
                 and tokens <= capacity.tokens

@@ -35,6 +35,7 @@ from dovetail.core.interfaces import (
 from dovetail.core.memory.pools import HostPool, apply_page_ops, make_pools
 from dovetail.core.worker.batch import Batch, Rows, adapting, build_batch
 from dovetail.core.worker.device_state import DeviceState
+from dovetail.core.worker.draft_copies import DraftCopies
 from dovetail.core.worker.drafts import Drafts
 from dovetail.core.worker.graphs import ForwardGraph, Recorder, StepGraphs
 from dovetail.core.worker.result_copies import Mark, ResultCopies, pooled_states, prompt_logprobs
@@ -139,6 +140,8 @@ class Runner:
         self._use_device()
         self._waiting: tuple[StepPlan, _ForwardedStep] | None = None
         """The latest plan, while its late inputs are missing."""
+        self._drafted: DraftCopies | None = None
+        """Drafts of that plan's rows with late inputs, on rank 0."""
         self._reader = ThreadPoolExecutor(1, "dovetail-adapter")
         """Reads adapters, one at a time."""
         self.slots = Slots(name for name, processor in parts.processors.items() if not processor.graph_safe)
@@ -179,6 +182,11 @@ class Runner:
         (plan, step), self._waiting = self._waiting, None
         self._finish(plan, step, late)
 
+    def drafted(self) -> Mapping[int, tuple[int, ...]]:
+        """Return the drafts of the latest plan's rows with late inputs, by index of the row. Waits for the drafter, not
+        for the layers. For rank 0."""
+        return {} if self._drafted is None else self._drafted.read()
+
     def collect(self) -> StepResult:
         """Return the result of the oldest plan. Waits for its copy, not for later plans. For rank 0."""
         return self.results.collect()
@@ -198,7 +206,9 @@ class Runner:
         joined = self._join(plan, blobs)
         graphs = self.graphs
         adapted = not self.slots.adapted.isdisjoint(rows.slots)
-        graph = None if graphs is None else graphs.pick(rows, adapted)
+        guided = plan.late and rows.width > 1
+        # The host reads drafts of rows with masks before the layers end, so no graph may do both.
+        graph = None if graphs is None else graphs.pick(rows, adapted, drafts=not guided)
         if graph is not None:
             starts = graphs.starts(graph, rows)
             sections = [graphs.section(graph, rows, starts)]
@@ -222,12 +232,14 @@ class Runner:
                     if name in info.affected:
                         processor.join(join.slot, info.blob.request)
         apply_page_ops(self.pools, plan.ops, parts.host_pools)
-        if plan.drafts:
-            self.drafts.take_host(sent.pop())
+        host_drafts = sent.pop() if plan.drafts else None
         if joins:
             self.drafts.join(sent.pop())
         if drafts:
             self._draft(rows, sent.pop(), captured=graph is not None)
+        if host_drafts is not None:
+            self.drafts.take_host(host_drafts)
+        self._drafted = DraftCopies.of(rows, state) if guided and parts.connection.rank == 0 else None
         if graph is not None:
             batch, hidden = graphs.forward(graph, rows, sent[0])
             return _ForwardedStep(began, batch, hidden, starts, sent[0][graph.sections.before_samples :], graph)

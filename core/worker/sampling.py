@@ -47,12 +47,17 @@ class SampledRows:
 
 @dataclass(slots=True)
 class Masks:
-    """Late inputs of a step. M rows that have a mask, X rows whose mask is missing."""
+    """Late inputs of a step. M positions that have a mask, Y rows with such positions, X rows whose masks are
+    missing."""
 
     bits_MW: torch.Tensor
     """int32, as in LateInputs."""
     rows_M: torch.Tensor
     """Index into the N rows of logits."""
+    masked_Y: torch.Tensor
+    """Index into the R rows that sample."""
+    limit_Y: torch.Tensor
+    """Drafts to verify of these rows."""
     lacking_X: torch.Tensor | None
     """Index into the R rows that sample."""
 
@@ -61,15 +66,18 @@ def upload_masks(late: LateInputs, rows: Rows, device: torch.device) -> Masks:
     """Send the masks with one copy."""
     given = set(late.rows)
     place = {row: r for r, row in enumerate(rows.sampled)}
-    masked = [place[row] * rows.width for row in late.rows]
+    limits = late.drafts or (0,) * len(late.rows)
+    rows_of = [place[row] for row in late.rows]
+    masked = [r * rows.width + w for r, drafts in zip(rows_of, limits, strict=True) for w in range(1 + drafts)]
     lacking = [r for row, r in place.items() if rows.flags[row] & LATE and row not in given]
     bits = late.masks_MW.view(np.int32)
-    sizes = bits.size, len(masked), len(lacking)
+    sizes = bits.size, len(masked), len(rows_of), len(limits), len(lacking)
     host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
     host.numpy()[: bits.size] = bits.reshape(-1)
-    host.numpy()[bits.size :] = [*masked, *lacking]
-    sent, rows_M, lacking_X = host.to(device, non_blocking=True).split(sizes)
-    return Masks(sent.view(bits.shape), rows_M.long(), lacking_X.long() if lacking else None)
+    host.numpy()[bits.size :] = [*masked, *rows_of, *limits, *lacking]
+    sent, *indices = host.to(device, non_blocking=True).split(sizes)
+    rows_M, masked_Y, limit_Y, lacking_X = (index.long() for index in indices)
+    return Masks(sent.view(bits.shape), rows_M, masked_Y, limit_Y, lacking_X if lacking else None)
 
 
 def sit_out(lacking_X: torch.Tensor, at: SamplePositions, state: DeviceState) -> None:
@@ -114,6 +122,7 @@ def sample_step(
     if best is not None:
         top = best_logprobs(logits_NV, max(best, 1), state.logprobs_S[slots_N])
     if masks is not None:
+        at.limit_R[masks.masked_Y] = masks.limit_Y
         apply_bitmask(logits_NV, masks.bits_MW, masks.rows_M)
 
     if wanted:

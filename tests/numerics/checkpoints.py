@@ -41,6 +41,7 @@ GEMMA3_ROPE = {
 }
 PARTLY = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
 QWEN3_MOE = {"head_dim": 24, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+GPT_OSS = {"head_dim": 24, "sliding_window": 37, "num_local_experts": 8, "num_experts_per_tok": 3}
 GLM4_MOE = {"head_dim": 24, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 VARIANTS: dict[str, tuple[str, dict]] = {
     "gqa": ("Llama", {}),
@@ -79,6 +80,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 37}),
     "qwen3_moe": ("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": True, "mlp_only_layers": [0]}),
     "qwen3_moe_scores": ("Qwen3Moe", QWEN3_MOE),
+    "gpt_oss": ("GptOss", GPT_OSS),
     "glm4_moe": ("Glm4Moe", {**GLM4_MOE, "use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 2.5}),
     "glm4_moe_groups": ("Glm4Moe", {**GLM4_MOE, "n_group": 4, "topk_group": 2, "norm_topk_prob": False}),
 }

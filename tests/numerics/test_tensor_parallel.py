@@ -36,7 +36,7 @@ TOKENS = random_tokens(50, seed=3)
 FAMILIES = (
     *("gqa", "mistral_window", "qwen2_window", "qwen3", "gemma2", "gemma3", "glm4", "phi3_window"),
     *("falcon_7b", "falcon_40b", "falcon_1b", "gptj"),
-    *("mixtral", "qwen3_moe", "glm4_moe"),
+    *("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss"),
 )
 """A variant of each family and of each of its checkpoint layouts."""
 
@@ -88,6 +88,8 @@ def placed(placement: type[ExpertPlacement], ep: int, ranks: ThreadCollective, f
         *((variant, WholePlacement, 2, 2) for variant in ("mixtral", "glm4_moe")),
         ("qwen3_moe", WholePlacement, 4, 2),
         ("qwen3_moe", Dealt, 2, 2),
+        ("gpt_oss", WholePlacement, 2, 2),
+        ("gpt_oss", FewGo, 4, 2),
         ("glm4_moe", GatherPlacement, 2, 2),
         ("qwen3_moe", GatherPlacement, 4, 2),
         ("glm4_moe", FewGo, 4, 2),

@@ -21,7 +21,8 @@ def capabilities(config: LlamaConfig, host: Host) -> Capabilities:
     planned = f"model=llama runs {', '.join(sorted(RUNNABLE))}, and app=plan plans for the others"
     spec = spec_of(config)
     kinds = {"window" if window else "full" for window in spec.windows}
-    scores = ("soft_cap",) if read_model(spec.hf or {}, "config.json")[1].soft_cap else ()
+    layout = read_model(spec.hf or {}, "config.json")[1]
+    scores = ("soft_cap",) * bool(layout.soft_cap) + ("sinks",) * layout.sinks
     return Capabilities(
         provides={
             "architecture": spec.architecture,

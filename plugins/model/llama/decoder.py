@@ -45,6 +45,7 @@ from dovetail.core.layers import (
     QKVParallel,
     RMSNorm,
     RowParallel,
+    Sinks,
     Taker,
     VocabParallelEmbedding,
     VocabTable,
@@ -65,7 +66,7 @@ from dovetail.core.memory.sizing import group_layers
 from dovetail.core.ops import gelu, gelu_and_mul, silu_and_mul
 from dovetail.core.startup_notes import note
 from dovetail.plugins.model.config import LlamaConfig
-from dovetail.plugins.model.llama.experts import SparseMLP
+from dovetail.plugins.model.llama.experts import SparseMLP, stacks_of
 from dovetail.plugins.model.llama.families import RUNNABLE, mtp_layers, read_model, spec_of
 from dovetail.plugins.model.llama.family import Layout, Names
 
@@ -107,6 +108,7 @@ class Attention:
         self.backend, self.rope = build.attention, rope
         attention = f"{prefix}.{names.o.rpartition('.')[0]}"
         self.kv_scales = KVScales(attention, index, build, spec.kv_heads, self.qkv.kv_heads)
+        self.sinks = Sinks(f"{attention}.sinks", build, self.qkv.heads) if layout.sinks else None
         self.layer = AttentionLayer(
             index=index,
             group=group.id,
@@ -119,6 +121,7 @@ class Attention:
             window=group.window,
             k_scale=self.kv_scales.k,
             v_scale=self.kv_scales.v,
+            sinks=None if self.sinks is None else self.sinks.values_H,
         )
         build.tune_attention(self.layer)
 
@@ -302,14 +305,14 @@ class Llama(Model):
     def check_checkpoint(self, checkpoint: Checkpoint) -> None:
         headers = dict(self._named(checkpoint.tensors().items()))
         if (experts := self.layout.experts) is not None:
-            found = unstacked_headers(headers.items(), experts.names.stacked, experts.rule.experts)
+            found = unstacked_headers(headers.items(), stacks_of(experts.names), experts.rule.experts)
             headers = dict(without(found, self._elsewhere))
         check_headers(self._weights(), headers, checkpoint, self._ignored, self._ignored_parts)
 
     def load(self, weights: Iterable[tuple[str, Callable[[], Any]]]) -> None:
         weights = self._named(weights)
         if (experts := self.layout.experts) is not None:
-            weights = unstacked(weights, experts.names.stacked, experts.rule.experts)
+            weights = unstacked(weights, stacks_of(experts.names), experts.rule.experts)
             weights = without(weights, self._elsewhere)
         load_weights(self._weights(), weights, self._ignored, self._ignored_parts)
         for linear in self._linears():
@@ -389,8 +392,9 @@ class Llama(Model):
     def _weights(self) -> Iterator[Taker]:
         norms = (norm for block in self.blocks for norm in (*block.norms, *block.attention.norms))
         scales = (block.attention.kv_scales for block in self.blocks)
+        sinks = (block.attention.sinks for block in self.blocks if block.attention.sinks is not None)
         head = () if self.head is None else (self.head,)
-        for layer in (*self.tables, *head, *norms, self.norm, *scales, *self._linears(), *self._sparse()):
+        for layer in (*self.tables, *head, *norms, self.norm, *scales, *sinks, *self._linears(), *self._sparse()):
             yield from layer.weights()
 
 

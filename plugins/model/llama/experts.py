@@ -12,9 +12,10 @@ import torch
 
 from dovetail.core.interfaces import PLAIN, ActFormat, BuildContext, Bundle, ForwardContext, Partial, RowShard
 from dovetail.core.interfaces.rows import share_of
-from dovetail.core.layers import ExpertRouter, Experts, Linear, Taker
+from dovetail.core.layers import ExpertRouter, Experts, Linear, Stack, Taker
 from dovetail.core.layers.alone import Alone
 from dovetail.plugins.model.llama.families import Layout
+from dovetail.plugins.model.llama.moe import ExpertNames
 
 SparseCalls = Generator[Callable[[], Any], Any, torch.Tensor | Partial | RowShard]
 """Type of a layer's calls within `Layers`."""
@@ -45,10 +46,11 @@ class SparseMLP:
         prefix, names = layout.names.layer.format(index), experts.names
         bias = None if names.selection_bias is None else f"{prefix}.{names.selection_bias}"
         rule = replace(experts.rule, uniform=uniform)
-        self.router = ExpertRouter(f"{prefix}.{names.router}", build, spec.hidden, rule, bias)
+        self.router = ExpertRouter(f"{prefix}.{names.router}", build, spec.hidden, rule, bias, experts.bias)
         gate, up, down = (f"{prefix}.{name}" for name in names.matrices)
         matrices = [(gate.format(e), up.format(e), down.format(e)) for e in range(spec.moe.experts)]
-        self.experts = Experts(f"layers.{index}.mlp.experts", matrices, build, spec.hidden, spec.moe.intermediate)
+        sizes, path = (spec.hidden, spec.moe.intermediate), f"layers.{index}.mlp.experts"
+        self.experts = Experts(path, matrices, build, *sizes, experts.activation, experts.bias)
         self.collective = build.collective
         self.own_rows = build.placement is not None and build.placement.rows == "own"
         # Layers that get a rank's own rows have all channels.
@@ -103,3 +105,20 @@ class SparseMLP:
     def finish(self) -> None:
         """Call it after the last weight is loaded; `linears` are finished by themselves."""
         self.experts.finish()
+
+
+def stacks_of(names: ExpertNames) -> dict[str, Stack]:
+    """Return the layouts of the tensors that hold a matrix, or its bias, codes or scales, of all experts of a layer."""
+    gate_up, down = names.matrices[:2], names.matrices[2:]
+
+    def stack(matrices: tuple[str, ...], tensor: str, sides: int, transposed: bool = False) -> Stack:
+        parts = tuple(f"{matrix}.{tensor}" for matrix in matrices)
+        return Stack(parts, names.alternate and len(parts) > 1, transposed, sides)
+
+    stacks = {}
+    for stem, matrices in (("mlp.experts.gate_up_proj", gate_up), ("mlp.experts.down_proj", down)):
+        stacks[stem] = stack(matrices, "weight", 2, names.alternate)
+        if names.alternate:
+            for tensor, sides in (("bias", 1), ("blocks", 3), ("scales", 2)):
+                stacks[f"{stem}_{tensor}"] = stack(matrices, tensor, sides)
+    return stacks

@@ -13,7 +13,7 @@ from dovetail.core.errors import ConfigError, shown
 from dovetail.core.interfaces import MLA, EmbeddingSpec, ModelSpec
 from dovetail.core.rope import RopeConfig, read_rope
 from dovetail.plugins.model.config import LlamaConfig
-from dovetail.plugins.model.llama import gemma
+from dovetail.plugins.model.llama import gemma, gpt_oss
 from dovetail.plugins.model.llama.family import BlockLayout, ConfigKeys, Family, Layout, Names, attention_bias, no
 from dovetail.plugins.model.llama.moe import (
     MOST_EXPERTS,
@@ -203,6 +203,7 @@ FAMILIES: dict[str, Family] = {
         rotary_dim=_half_by_default,
         experts=read_glm4,
     ),
+    **gpt_oss.FAMILIES,
     "DeepseekV3ForCausalLM": Family(experts=read_deepseek_v3, mla=_deepseek_mla),
 }
 """Families by architectures[0] in config.json. Those with MLA work with app=plan only."""
@@ -279,6 +280,7 @@ def read_model(hf: HF, where: str) -> tuple[ModelSpec, Layout]:
         o_bias=family.o_bias(config),
         mlp_bias=family.mlp_bias(config),
         head_bias=family.head_bias,
+        sinks=family.sinks,
         qk_norm=family.qk_norm(config),
         rope=rope,
         window_rope=window_rope,

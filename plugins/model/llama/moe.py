@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dovetail.core.config_json import ConfigJson
-from dovetail.core.interfaces import MoE, RoutingRule
+from dovetail.core.interfaces import SWIGLU, GatedActivation, MoE, RoutingRule
 
 MOST_EXPERTS = 2**14
 MOST_CHANNELS = 2**22
@@ -34,11 +34,8 @@ class ExpertNames:
     )
     """gate, up and down of the experts that process every token, which are one MLP."""
 
-    @property
-    def stacked(self) -> dict[str, tuple[str, ...]]:
-        """Names of stacked tensors -> names of the matrices in them (core.layers.unstacked)."""
-        gate, up, down = (f"{name}.weight" for name in self.matrices)
-        return {"mlp.experts.gate_up_proj": (gate, up), "mlp.experts.down_proj": (down,)}
+    alternate: bool = False
+    """Whether stacked matrices are [inputs, outputs], with alternating outputs of gate and up (gpt-oss, 2025)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +44,22 @@ class ExpertLayout:
 
     rule: RoutingRule
     names: ExpertNames
+    activation: GatedActivation = SWIGLU
+    bias: bool = False
+    """Whether router and experts have biases."""
 
 
 Experts = tuple[MoE, ExpertLayout]
+
+
+def read_gpt_oss(config: ConfigJson, layers: int) -> Experts:
+    # Newer versions of transformers write num_experts_per_tok, the first files also have experts_per_token.
+    experts, active = _counts(config, "num_local_experts", 128, 4)
+    moe = MoE(experts, active, config.count("intermediate_size", 2880, at_most=MOST_CHANNELS))
+    alpha, limit = config.number("swiglu_alpha", 1.702), config.number("swiglu_limit", 7.0)
+    names = ExpertNames("mlp.router", alternate=True)
+    rule = RoutingRule(experts, active, normalize=True)
+    return moe, ExpertLayout(rule, names, GatedActivation(alpha, limit, 1.0), bias=True)
 
 
 def read_mixtral(config: ConfigJson, layers: int) -> Experts:

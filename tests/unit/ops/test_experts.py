@@ -281,7 +281,8 @@ def test_fp8_kernels_equal_the_reference(tokens, routed):
         got = gated_experts_triton(x, on, placed, SWIGLU, None, FP8_TOKEN, DTYPE, True)
     x_cpu = replace(x, values=x.values.cpu(), scale=x.scale.cpu())
     want = gated_experts(x_cpu, routing, weights, SWIGLU, between=FP8_TOKEN, dtype=DTYPE)
-    assert row_error(got.cpu().float(), want.float()) < 2e-2
+    # A value between the products that lies between two E4M3 numbers may be rounded to either, which differ by 1/8.
+    assert row_error(got.cpu().float(), want.float()) < 4e-2
     check(want.float(), exact(x_TC, routing, up, down, SWIGLU, None), 0.25)
 
 
