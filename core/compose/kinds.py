@@ -89,7 +89,7 @@ KINDS: dict[str, Kind] = {
             "Collective",
             "collective:CollectiveContract",
             "sums and gathers between ranks",
-            api="0.2",
+            api="0.3",
         ),
         _kind(
             "experts",

@@ -99,6 +99,7 @@ from dovetail.core.interfaces.records import (
     StepResult,
 )
 from dovetail.core.interfaces.router import Arrival, ReplicaLoad, Router
+from dovetail.core.interfaces.rows import RowShard
 from dovetail.core.interfaces.scheduler import (
     Resource,
     Scheduler,
@@ -216,6 +217,7 @@ __all__ = [
     "Row",
     "RowFlag",
     "RowResult",
+    "RowShard",
     "RowWork",
     "SamplingParams",
     "Scheduler",
