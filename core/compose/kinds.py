@@ -56,7 +56,7 @@ KINDS: dict[str, Kind] = {
             "AttentionBackend",
             "attention:AttentionContract",
             "writes keys and values to pages and attends over them",
-            api="0.3",
+            api="0.4",
         ),
         _kind(
             "quant",

@@ -302,6 +302,8 @@ class TableDrive(Drive):
 
 def _by_position(now: Sequence[tuple[Counters, int]], replicas: Sequence[ReplicaRun]) -> list[float | None]:
     """Return the share of accepted drafts by position, among those that follow accepted ones; None = none did."""
+    from dovetail.core.engine.counters import Counters
+
     after, before = Counters.total(each for each, _ in now), Counters.total(one.before[0] for one in replicas)
     gains = []
     for name in ("accepted_at", "reached_at"):

@@ -60,6 +60,7 @@ from dovetail.plugins.spec_decode.kernels import look_up_triton
 
 from ..nowhere import lone_copies, lone_reducer
 from .expert_launches import experts
+from .latent_launches import latents
 from .packed_launches import packed_products
 from .shipped import SHIPPED, TILES
 
@@ -425,6 +426,7 @@ CASES: dict[str, Callable[[], None]] = {
     "decoded products": decoded_products,
     "packed products": partial(packed_products, cuda, has_fp8, EVERYTHING),
     "experts": partial(experts, cuda, has_fp8, EVERYTHING),
+    "latents": partial(latents, cuda, has_fp8, EVERYTHING),
     "adapters": adapters,
     **dict(attention_cases()),
 }
