@@ -16,8 +16,16 @@ from dovetail.core.interfaces.attention import (
 )
 from dovetail.core.interfaces.checkpoint import Checkpoint, LazyTensor, TensorHeader
 from dovetail.core.interfaces.collective import Collective, Residual
-from dovetail.core.interfaces.cost import CostModel, Formats, RowWork
-from dovetail.core.interfaces.executor import Blobs, Executor, ExecutorInfo, JoinBlob, Progress
+from dovetail.core.interfaces.cost import CostModel, Formats, RowWork, StepTerms
+from dovetail.core.interfaces.executor import (
+    Blobs,
+    Clock,
+    Executor,
+    ExecutorInfo,
+    JoinBlob,
+    Progress,
+    VirtualClock,
+)
 from dovetail.core.interfaces.expert import (
     SWIGLU,
     ExpertBias,
@@ -92,6 +100,7 @@ from dovetail.core.interfaces.records import (
     StepResult,
 )
 from dovetail.core.interfaces.router import Arrival, ReplicaLoad, Router
+from dovetail.core.interfaces.rows import RowShard
 from dovetail.core.interfaces.scheduler import (
     Resource,
     Scheduler,
@@ -129,6 +138,7 @@ __all__ = [
     "BuildContext",
     "Bundle",
     "Checkpoint",
+    "Clock",
     "Collective",
     "Content",
     "CostModel",
@@ -209,6 +219,7 @@ __all__ = [
     "Row",
     "RowFlag",
     "RowResult",
+    "RowShard",
     "RowWork",
     "SamplingParams",
     "Scheduler",
@@ -220,6 +231,7 @@ __all__ = [
     "StepPlan",
     "StepRecord",
     "StepResult",
+    "StepTerms",
     "TargetView",
     "TensorHeader",
     "TimedRequest",
@@ -230,6 +242,7 @@ __all__ = [
     "ToolCallEnd",
     "ToolParser",
     "Verify",
+    "VirtualClock",
     "Vocabulary",
     "Workload",
     "WorkloadContext",

@@ -54,6 +54,7 @@ from dovetail.core.worker.row_sections import (
 )
 from dovetail.core.worker.sampler import SampleParams, sample, sample_over_ranks
 from dovetail.core.worker.sampling import SampledRows, process, token_logprobs
+from dovetail.core.worker.simulated_acceptance import simulate
 from dovetail.core.worker.slots import DRAWS, Draw
 
 if TYPE_CHECKING:
@@ -394,7 +395,7 @@ class StepGraphs:
                 ctx = LogitsContext(at.slots_N, at.position_N, *history)
                 logits_NV = process(raw_NV, self._processors, ctx, keep=True)
             drawn_N = sample(logits_NV, at.position_N, params)
-        tokens_RW = at.by_row(drawn_N)
+        tokens_RW = simulate(at.by_row(drawn_N), at.slots_R, at.base_R, state, self.drafts.vocab)
         lengths = state.tokens_SL, state.computed_S, state.drafts_S
         accepted = accept(tokens_RW, at.slots_R, at.base_R, at.limit_R, *lengths)
         logprobs = None

@@ -125,7 +125,7 @@ class MLP:
         return self.down(self.activation(self.up(x), emit=self.down.inputs))
 
 
-BlockCalls = Generator[Callable[[], Any], Any, tuple[Partial, Residual]]
+BlockCalls = Generator[Callable[[], Any], Any, tuple[Any, Residual]]
 """Type of a block's calls within `Layers`."""
 
 
@@ -145,6 +145,7 @@ class Block:
         prefix = layout.names.layer.format(index)
         self.before = before
         self.boundary, self.parallel = build.collective.boundary, layout.block.parallel
+        self.mlp_boundary = self.boundary
         # LayerNorm adds the two outputs of a parallel block, except before a sum over ranks.
         self.adds_later = layout.norm == "layer" and build.collective.size == 1
         self.norms = [_norm(f"{prefix}.{name}", build, layout) for name in layout.block.norms + layout.block.after]
@@ -160,8 +161,10 @@ class Block:
             matrices = (*layout.names.up, layout.names.down)
             self.mlp = MLP(index, build, layout, matrices, build.spec.intermediate, defers(layout))
         else:
-            shared = partial(MLP, index, build, layout, defers=False, path="mlp.shared")
+            shared = partial(_shared_mlp, index, layout)
             self.mlp = SparseMLP(index, build, layout, uniform, shared)
+            if self.mlp.own_rows:
+                self.mlp_boundary = build.collective.own_boundary
 
     def __call__(self, x: torch.Tensor | Partial, residual: Residual | None, ctx: ForwardContext) -> BlockCalls:
         return (self._parallel if self.parallel else self._sequential)(x, residual, ctx)
@@ -169,9 +172,11 @@ class Block:
     def _sequential(self, x: torch.Tensor | Partial, residual: Residual | None, ctx: ForwardContext) -> BlockCalls:
         normed, residual = yield lambda: self.boundary(x, residual, self.norms[0], self.attention.inputs, self.before)
         x = self.attention(normed, ctx)
-        normed, residual = yield lambda: self.boundary(
+        normed, residual = yield lambda: self.mlp_boundary(
             x, residual, self.norms[1], self.mlp.inputs, self.after_attention
         )
+        if isinstance(self.mlp, SparseMLP):
+            return (yield from self.mlp.calls(normed, ctx)), residual
         return self.mlp(normed, ctx), residual
 
     def _parallel(self, x: torch.Tensor | Partial, residual: Residual | None, ctx: ForwardContext) -> BlockCalls:
@@ -181,6 +186,7 @@ class Block:
         x = self.attention(normed, ctx)
         if len(self.norms) == 2:
             normed, _ = yield lambda: self.boundary(residual, None, self.norms[1], self.mlp.inputs)
+        assert isinstance(self.mlp, MLP), "no family has experts in parallel blocks"
         y = self.mlp(normed, ctx)
         return Partial(x.values, plus=y.values) if self.adds_later else Partial(x.values + y.values), residual
 
@@ -335,6 +341,11 @@ class Llama(Model):
         head = () if self.head is None else (self.head,)
         for layer in (*self.tables, *head, *norms, self.norm, *attentions, *self._linears(), *self._sparse()):
             yield from layer.weights()
+
+
+def _shared_mlp(index: int, layout: Layout, build: BuildContext, matrices: tuple[str, ...], channels: int) -> MLP:
+    """Build the MLP of experts that process every token."""
+    return MLP(index, build, layout, matrices, channels, False, "mlp.shared")
 
 
 def _norm(name: str, build: BuildContext, layout: Layout) -> RMSNorm | LayerNorm:

@@ -196,6 +196,7 @@ def test_a_file_of_endless_nesting_is_refused(tmp_path):
 MIXTRAL = {**HF, "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
 QWEN3_MOE = {**HF, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2}
 GLM4_MOE = {**HF, "architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 8, "num_experts_per_tok": 4}
+GPT_OSS = {**HF, "architectures": ["GptOssForCausalLM"]}
 DEEPSEEK_V2 = compose(["model=deepseek_v2"], app="generate").part("model").config.hf
 DEEPSEEK = compose(["model=deepseek_v3"], app="generate").part("model").config.hf
 
@@ -207,6 +208,13 @@ DEEPSEEK = compose(["model=deepseek_v3"], app="generate").part("model").config.h
         (QWEN3_MOE, {"num_experts_per_tok": 0}, "num_experts_per_tok is 0; it must be from 1 to 8"),
         (QWEN3_MOE, {"decoder_sparse_step": 2}, "decoder_sparse_step is 2; .*it must be 1"),
         (QWEN3_MOE, {"mlp_only_layers": [1]}, "mlp_only_layers is .*come first"),
+        (GPT_OSS, {"num_experts_per_tok": 129}, "num_experts_per_tok is 129; it must be from 1 to 128"),
+        (
+            GPT_OSS,
+            {"layer_types": ["full_attention"]},
+            "layer_types is .*it must be a list of 3 of full_attention",
+        ),
+        (GPT_OSS, {"swiglu_limit": 0}, "swiglu_limit is 0; it must be from 1e-12"),
         (GLM4_MOE, {"n_group": 3}, "n_group is 3; it must divide 8 experts"),
         (GLM4_MOE, {"n_group": 4, "topk_group": 1}, "topk_group is 1; .*fewer than 4 experts"),
         (GLM4_MOE, {"n_group": 4}, "topk_group' is missing"),
@@ -331,6 +339,19 @@ def test_capped_scores_are_required_of_attention():
     assert ("attention", "scores", "soft_cap") in {
         (one.kind, one.key, one.contains) for one in capabilities(config, Host()).requires
     }
+
+
+def test_what_gpt_oss_leaves_out_is_that_of_transformers():
+    spec, layout = read_model(GPT_OSS, "config.json")
+    assert (spec.windows, spec.head_dim, spec.moe.experts, spec.moe.active) == ((128, 0, 128), 64, 128, 4)
+    assert (layout.rope.kind, layout.rope.factor, layout.rope.theta, layout.rope.truncate) == (
+        "yarn",
+        32,
+        150000,
+        False,
+    )
+    config = LlamaConfig(hf=GPT_OSS, load="dummy")
+    assert any((one.key, one.contains) == ("scores", "sinks") for one in capabilities(config, Host()).requires)
 
 
 def test_the_text_part_of_a_model_with_images_has_the_defaults_of_its_family():
