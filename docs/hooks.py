@@ -29,7 +29,7 @@ from dovetail.core.compose.wording import show
 from dovetail.core.errors import DovetailError
 from dovetail.core.interfaces import SamplingParams
 from dovetail.plugins.app.plugins.listing import type_name
-from dovetail.plugins.model.llama.families import FAMILIES, RUNNABLE
+from dovetail.plugins.model.llama.families import FAMILIES
 
 CONF = Path(__file__).parent.parent / "conf"
 HOSTS = {
@@ -312,11 +312,20 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def architectures() -> str:
-    """Return how each architecture runs that the registry or the tests name."""
+    """Return how each architecture runs that the registry or the tests name, and the variants that have its shapes."""
     kinds = runpy.run_path(str(CONF.parent / "tests" / "numerics" / "decoders.py"))["DECODERS"]
-    names = ", ".join(f"`{kind}`" for kind in sorted(kinds))
-    rows = [[f"`{name}`", "native" if name in RUNNABLE else "planned"] for name in FAMILIES]
-    return _table(("in config.json", "runs as"), [*rows, [f"`model_type` {names}", "any decoder"]])
+    native = {name.lower() for name in FAMILIES}
+    others = [
+        kind for kind in sorted(kinds) if f"{kind.removesuffix('_text').replace('_', '')}forcausallm" not in native
+    ]
+    variants: dict[str, list[str]] = {}
+    for file in sorted((CONF / "model").glob("*.yaml")):
+        for name in re.findall(r"architectures: \[(\w+)\]", file.read_text(encoding="utf-8")):
+            variants.setdefault(name, []).append(f"`{file.stem}`")
+    rows = [[f"`{name}`", "native", ", ".join(variants.get(name, []))] for name in FAMILIES]
+    names = ", ".join(f"`{kind}`" for kind in others)
+    head = "in config.json", "runs as", "variants with its shapes"
+    return _table(head, [*rows, [f"`model_type` {names}", "any decoder", ""]])
 
 
 def _value(value: object) -> str:

@@ -290,7 +290,7 @@ class _Ranking:
         """`able_R`: which rows the drafter can draft for."""
         self._uids, self._lookahead = [seq.uid for seq in rows], lookahead
         slots_R, uids_R = np.array([seq.slot for seq in rows]), np.array(self._uids)
-        # No drafts past a sequence's limit, and none of rows with a grammar.
+        # No drafts past a sequence's limit.
         self._most_R = np.where(able_R, [_most_drafts(seq, lookahead) for seq in rows], 0)
         self._last_R = acceptance.last_drafted(slots_R, uids_R)
         wanted_RK = np.arange(lookahead) < self._most_R[:, None]
@@ -319,8 +319,6 @@ class _Ranking:
 
 
 def _most_drafts(seq: Sequence, lookahead: int) -> int:
-    if seq.request.params.grammar is not None:
-        return 0
     return max(min(seq.limit - seq.max_len - 1, lookahead), 0)
 
 

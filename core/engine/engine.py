@@ -11,13 +11,12 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from dovetail.core.engine.adapters import AdapterTable
 from dovetail.core.engine.checks import check_fit, exact_lengths
 from dovetail.core.engine.cost import bind_cost
 from dovetail.core.engine.counters import Counters, Observers
 from dovetail.core.engine.grammars import build_grammars
+from dovetail.core.engine.host_drafts import host_drafts, late_inputs
 from dovetail.core.engine.launch_timer import LaunchTimer
 from dovetail.core.engine.pooling import clear_sample_flags
 from dovetail.core.engine.progress import ProgressWatch
@@ -31,10 +30,8 @@ from dovetail.core.interfaces import (
     Executor,
     ExecutorInfo,
     FinishReason,
-    HostDraft,
     JoinBlob,
     KVAllocator,
-    LateInputs,
     Progress,
     RequestOptions,
     SamplingParams,
@@ -124,7 +121,7 @@ class Engine:
         """Whether the engine had work since the last launch."""
         # A row that skips a step is shorter than plans in flight assume, which backends with exact lengths cannot take.
         patient = engine.depth > 1 and exact_lengths(composition)
-        self._grammars = build_grammars(composition, info.spec, patient=patient)
+        self._grammars = build_grammars(composition, info.spec, patient=patient, drafts=info.lookahead > 0)
         self._results = Results(self._tracked, self._grammars)
         self._recorder = make_recorder(record, composition, info, self.limits, self.scheduler, self._now)
 
@@ -274,14 +271,9 @@ class Engine:
             self._recorder.planned(ctx, None)
             return False
         self._steps += 1
-        if self._host_drafter is not None:
-            plan.drafts = [
-                HostDraft(
-                    row.slot, tuple(self._host_drafter.propose_host(self._tracked[row.uid].seq.tokens, row.draft))
-                )
-                for row in plan.rows
-                if row.draft
-            ]
+        if self._host_drafter is not None or self._follows_grammars:
+            in_flight = (launched.plan for launched in self._launched)
+            plan.drafts = host_drafts(plan, self._tracked, list(in_flight), self._host_drafter)
         if self._embeddings:
             clear_sample_flags(plan, self._tracked)
         late = self._mark_late(plan) if self._follows_grammars else {}
@@ -330,9 +322,6 @@ class Engine:
         late = {}
         for i, row in enumerate(plan.rows):
             if row.flags & SAMPLE and (one := self._tracked.get(row.uid)) is not None and one.grammar is not None:
-                if row.draft:
-                    name = type(self.scheduler).__name__
-                    raise RuntimeError(f"{name} planned {row.draft} drafts for sequence {row.uid}, which has a grammar")
                 plan.rows[i] = row._replace(flags=row.flags | LATE)
                 late[row.uid] = i
         return late
@@ -352,15 +341,21 @@ class Engine:
         ):
             return []
         states = self._grammar_states(newest.late)
-        masks, over = self._grammars.masks(states, others=len(newest.late) < len(newest.plan.rows))
-        rows = tuple(newest.late[uid] for uid in masks)
-        stacked = np.stack(list(masks.values())) if masks else np.zeros((0, 0), np.uint32)
-        self.executor.complete(LateInputs(newest.plan.step, rows, stacked))
+        guesses = self._guesses(newest)
+        masks, over = self._grammars.masks(states, len(newest.late) < len(newest.plan.rows), guesses)
+        self.executor.complete(late_inputs(newest.plan.step, newest.late, masks))
         newest.waits = False
-        self.counters.late_rows += len(states) - len(rows) - len(over)
+        self.counters.late_rows += len(states) - len(masks) - len(over)
         for ended in over:
             self.finish(ended.uid, self._tracked[ended.uid].seq.known_len, ended.reason)
         return [ended_event(ended) for ended in over]
+
+    def _guesses(self, newest: _Launched) -> dict[int, tuple[int, ...]]:
+        """Return the drafts of the rows that need masks, by uid."""
+        if not any(newest.plan.rows[at].draft for at in newest.late.values()):
+            return {}
+        found = self.executor.drafted()
+        return {uid: found[at] for uid, at in newest.late.items() if at in found}
 
     def _grammar_states(self, uids: Iterable[int]) -> dict[int, GrammarState]:
         """Return the states of those sequences that have not ended."""

@@ -249,7 +249,7 @@ class PolicyScheduler(Scheduler):
             if room <= 0 or not budget or seq.status is not running:
                 continue
             draft = 0
-            if lookahead and seq.request.params.grammar is None:
+            if lookahead:
                 draft = min(self.draft_tokens(seq, ctx), room - 1, budget - 1)
             count = 1 + draft
             bound = seq.computed + count

@@ -10,6 +10,7 @@ from dovetail.core.interfaces.attention import (
     BatchMeta,
     HostBounds,
     KVPool,
+    LatentNorm,
     QKNorm,
     Rope,
 )
@@ -74,6 +75,7 @@ from dovetail.core.interfaces.parsers import (
     ToolCallEnd,
     ToolParser,
 )
+from dovetail.core.interfaces.placement import Dispatched, ExpertPlacement, ExpertSlots
 from dovetail.core.interfaces.plan import (
     HostDraft,
     Join,
@@ -98,6 +100,7 @@ from dovetail.core.interfaces.records import (
     StepResult,
 )
 from dovetail.core.interfaces.router import Arrival, ReplicaLoad, Router
+from dovetail.core.interfaces.rows import RowShard
 from dovetail.core.interfaces.scheduler import (
     Resource,
     Scheduler,
@@ -139,6 +142,7 @@ __all__ = [
     "Collective",
     "Content",
     "CostModel",
+    "Dispatched",
     "Draft",
     "DraftContext",
     "Drafter",
@@ -149,7 +153,9 @@ __all__ = [
     "ExpertBias",
     "ExpertMethod",
     "ExpertPart",
+    "ExpertPlacement",
     "ExpertShape",
+    "ExpertSlots",
     "FedTokens",
     "FinishReason",
     "Formats",
@@ -169,6 +175,7 @@ __all__ = [
     "KVSequence",
     "KVStats",
     "LateInputs",
+    "LatentNorm",
     "LayerAdapters",
     "Layers",
     "LazyTensor",
@@ -212,6 +219,7 @@ __all__ = [
     "Row",
     "RowFlag",
     "RowResult",
+    "RowShard",
     "RowWork",
     "SamplingParams",
     "Scheduler",

@@ -110,6 +110,13 @@ class Executor(ABC):
         """Enqueue the sampling half of the newest plan, which has LATE rows. Earlier plans may be collected before this
         call, the plan itself only after it. Raises ValueError if no plan waits for late inputs."""
 
+    def drafted(self) -> Mapping[int, tuple[int, ...]]:
+        """Return the drafts of the newest plan's LATE rows, by index of the row: at most Row.draft tokens, in the
+        order in which they would follow. A row that is left out verifies no drafts. Valid before `complete`; waits for
+        the drafter, and so for all earlier plans. Raises ValueError if no plan waits for late inputs. Default: rows
+        with late inputs verify no drafts."""
+        return {}
+
     @abstractmethod
     def collect(self) -> StepResult:
         """Wait for the oldest submitted plan and return its result. Raises ValueError if that plan lacks its late

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from dovetail.core.interfaces.kv_cache import KVGroup
     from dovetail.core.interfaces.model import BuildContext, ForwardContext, Hidden, ModelSource, ModelSpec
     from dovetail.core.interfaces.quant import Quantizer
+    from dovetail.core.interfaces.records import Request
 
 Verify = Literal["draws", "rejection", "typical"]
 """How drafts of rows that are not greedy are verified. Greedy rows accept the drafts that equal the target's arg-max.
@@ -41,6 +42,8 @@ class DrafterFacts:
     """The same of its matrix of logits, also if the embedding is tied to it."""
     embedding_bits: float | None = None
     """The same of an embedding that is not tied."""
+    one_pass: bool = False
+    """All drafts come from one pass over the model's layers, instead of one pass per draft."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +157,9 @@ class Drafter(ABC):
     """Whether such a row catches up, by `window` tokens per proposal. False = it has no more drafts."""
     verify: Verify = "draws"
     """How its drafts are verified."""
+    simulated_rates: tuple[float, ...] = ()
+    """For measurements: by position, the probability that a draft is accepted if those before it were, by a coin and
+    not by verification. () = drafts are verified."""
 
     def __init__(self, config: object) -> None:
         self.config = config
@@ -181,6 +187,14 @@ class Drafter(ABC):
         """Called before the first step of new sequences (int64, on the device): each takes a slot, and the KV of its
         first `computed` tokens is in its pages, because another sequence computed it or it was forked. With
         `follows_features` the first step feeds the last of these tokens again."""
+
+    def enter(self, slot: int, request: Request) -> None:
+        """A sequence of this request takes the slot. Called on the host of each rank, before `join`. Work on the device
+        is in the order of the steps, and in no CUDA graph. The default does nothing."""
+
+    def leave(self, slot: int, tokens_L: torch.Tensor, length: torch.Tensor) -> None:
+        """The slot's sequence has ended or is preempted. `tokens_L` (int32) and `length` (int64, no dimension) have its
+        text on the device, for work that this call enqueues. Called as `enter` is. The default does nothing."""
 
     def observe(self, fed: FedTokens, hidden: Hidden) -> None:
         """Receive the tokens and hidden states of a step, after the target's layers and before any token is sampled.

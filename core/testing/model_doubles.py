@@ -20,6 +20,7 @@ from dovetail.core.interfaces import (
     Partial,
     Quantizer,
     Residual,
+    RowShard,
 )
 from dovetail.core.testing.model_driver import Alone
 from dovetail.core.testing.reference import build as build_component
@@ -34,7 +35,7 @@ class WatchedCollective(Alone):
         self._check()
         return super().boundary(*args)
 
-    def reduce(self, x: torch.Tensor | Partial) -> torch.Tensor:
+    def reduce(self, x: torch.Tensor | Partial | RowShard) -> torch.Tensor:
         self._check()
         return super().reduce(x)
 

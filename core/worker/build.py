@@ -16,11 +16,13 @@ from dovetail.core.interfaces import (
     Checkpoint,
     Collective,
     Drafter,
+    ExpertPlacement,
     Model,
     ModelSpec,
     Quantizer,
     TargetView,
 )
+from dovetail.core.interfaces.placement import expert_ranks
 from dovetail.core.interfaces.tuning import Tunable
 from dovetail.core.tuning.startup import MOST_ROWS
 from dovetail.core.worker.dtypes import resolve_dtype, resolve_kv_dtype
@@ -101,6 +103,10 @@ def build_context(
     adapters: Adapters | None = None,
 ) -> BuildContext:
     engine = composition.engine
+    placement: ExpertPlacement | None = None
+    if "experts" in composition.parts:
+        placement = composition.build("experts")
+        placement.bind(collective, expert_ranks(placement, engine.ep, collective.size))
     return BuildContext(
         spec=spec,
         device=device,
@@ -112,6 +118,7 @@ def build_context(
         attention=attention,
         collective=collective,
         adapters=adapters,
+        placement=placement,
     )
 
 

@@ -101,6 +101,11 @@ class Drafts:
         """Write drafts that the host found (`row_sections.pack_host_drafts`)."""
         slots_B, count_B, tokens_BK = drafts_N.view(-1, 2 + self.lookahead).split((1, 1, self.lookahead), 1)
         slots_B, count_B = slots_B[:, 0], count_B[:, 0]
+        if self.state.draft_probs_SKV is not None:
+            # These drafts were not drawn: each has the whole probability.
+            self.state.draft_probs_SKV[slots_B] = torch.nn.functional.one_hot(
+                tokens_BK.clamp(0, self.vocab - 1), self.vocab
+            ).float()
         self._write(Draft(tokens_BK, count_B), slots_B, self.state.computed_S[slots_B] + 1, count_B)
 
     def observe(

@@ -54,6 +54,7 @@ from dovetail.core.worker.row_sections import (
 )
 from dovetail.core.worker.sampler import SampleParams, sample, sample_over_ranks
 from dovetail.core.worker.sampling import SampledRows, process, token_logprobs
+from dovetail.core.worker.simulated_acceptance import simulate
 from dovetail.core.worker.slots import DRAWS, Draw
 
 if TYPE_CHECKING:
@@ -302,8 +303,9 @@ class StepGraphs:
             return self._ragged_inputs.first(size.rows, size.tokens)
         return self.inputs[size.width].first(size.rows)
 
-    def pick(self, rows: Rows, adapted: bool = False) -> ForwardGraph | None:
-        """Return the smallest graph that serves these rows, if any. `adapted`: some row has an adapter."""
+    def pick(self, rows: Rows, adapted: bool = False, *, drafts: bool = True) -> ForwardGraph | None:
+        """Return the smallest graph that serves these rows, if any. `adapted`: some row has an adapter. `drafts`:
+        whether the graph may begin with the drafter's work."""
         decodes, moved = rows.decodes, len(rows) - len(rows.sampled)
         chunks = max(len(rows) - decodes, moved)
         tokens, width = sum(rows.counts), self.widths[-1] if chunks else self.width(rows)
@@ -313,6 +315,7 @@ class StepGraphs:
             capacity = graph.capacity
             if (
                 capacity.adapted is adapted
+                and (drafts or not capacity.drafts)
                 and bool(capacity.chunks) is bool(chunks)
                 and capacity.width == width
                 and tokens <= capacity.tokens
@@ -392,7 +395,7 @@ class StepGraphs:
                 ctx = LogitsContext(at.slots_N, at.position_N, *history)
                 logits_NV = process(raw_NV, self._processors, ctx, keep=True)
             drawn_N = sample(logits_NV, at.position_N, params)
-        tokens_RW = at.by_row(drawn_N)
+        tokens_RW = simulate(at.by_row(drawn_N), at.slots_R, at.base_R, state, self.drafts.vocab)
         lengths = state.tokens_SL, state.computed_S, state.drafts_S
         accepted = accept(tokens_RW, at.slots_R, at.base_R, at.limit_R, *lengths)
         logprobs = None

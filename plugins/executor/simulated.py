@@ -134,7 +134,8 @@ class SimulatedExecutor(Executor):
 
     def complete(self, late: LateInputs) -> None:
         self._ledger.complete(late)
-        self._run(dict(zip(late.rows, late.masks_MW, strict=True)))
+        # It makes up no tokens of drafts, so rows with masks verify none.
+        self._run({row: masks[0] for row, masks in late.by_row().items()})
 
     def _run(self, masks: Mapping[int, np.ndarray]) -> None:
         """Compute the results of the newest plan; plans run in the order of a device."""
@@ -169,12 +170,13 @@ class SimulatedExecutor(Executor):
     def _answer(self, index: int, row: Row, mask: np.ndarray | None) -> RowResult:
         slot, params = self._slots[row.slot], self._slots[row.slot].request.params
         tokens: tuple[int, ...] = ()
+        drafts = 0 if row.flags & LATE else row.draft
         if row.flags & SAMPLE and (mask is not None or not row.flags & LATE):
             if not row.flags & DECODE:
                 slot.length = row.bound
-            tokens = self._sample(slot, row.draft, mask)
+            tokens = self._sample(slot, drafts, mask)
         if row.flags & DECODE and params.logprobs is None:
-            return RowResult(index, row.uid, row.epoch, tokens, drafted=row.draft)
+            return RowResult(index, row.uid, row.epoch, tokens, drafted=drafts)
         before = 0 if row.flags & DECODE else len(slot.request.prompt_ids) - 1 - (row.bound - row.count)
         return RowResult(
             index,
@@ -184,7 +186,7 @@ class SimulatedExecutor(Executor):
             self._uniform(params.logprobs) * len(tokens),
             self._uniform(params.prompt_logprobs) * max(min(row.count, before), 0),
             self._pooled(slot.request, row),
-            row.draft,
+            drafts,
         )
 
     def _sample(self, slot: _Slot, drafts: int, mask: np.ndarray | None) -> tuple[int, ...]:

@@ -71,7 +71,8 @@ class Plan:
         if p is None:
             raise ConfigError(f"the size of the draft model {facts.spec.architecture} is unknown: set spec_decode=none")
         bits = 8 * formats.dtype_bytes if facts.weight_bits is None else facts.weight_bits
-        own = replace(formats, weight_bits=bits, head_bits=facts.head_bits, embedding_bits=facts.embedding_bits)
+        tables = {"head_bits": facts.head_bits, "embedding_bits": facts.embedding_bits, "expert_bits": None}
+        own = replace(formats, weight_bits=bits, **tables)
         return probs + own.weight_bytes(p) / engine.tp
 
     @property
