@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from dovetail.core.compose import EngineConfig
 from dovetail.core.errors import ConfigError
+from dovetail.core.expert_load import expert_load
 from dovetail.core.interfaces import CostModel, Formats, ModelSpec, RowWork
 from dovetail.plugins.cost.config import RooflineConfig
 
@@ -15,7 +16,8 @@ class Roofline(CostModel):
     """Linear layers + attention of chunks + attention of decode rows + all-reduces + kernels x overhead.
 
     Each of the first three takes the longer of its reads and its matmuls, on one of engine.tp ranks. Pipeline stages
-    add up. Weights are read once per step, KV once per row. Activations stay in cache and are not counted.
+    add up. Weights are read once per step, KV once per row. Activations stay in cache and are not counted. Experts on
+    different ranks (engine.ep) take as long as those of the busiest rank; their exchange counts as two all-reduces.
     """
 
     config: RooflineConfig
@@ -58,11 +60,22 @@ class Roofline(CostModel):
                 chunk_bytes += row.times * read
         if not tokens:
             return 0.0
-        weights = self.step_weight_bytes(tokens) / self.engine.tp / self._bandwidth
-        products = tokens * self._linear_flops / self._products + sampled * self._head_seconds
+        more_bytes, more_flops = self._excess(tokens)
+        weights = (self.step_weight_bytes(tokens) + more_bytes) / self.engine.tp / self._bandwidth
+        products = (tokens * self._linear_flops + more_flops) / self._products + sampled * self._head_seconds
         chunks = max(chunk_flops / self._attention, chunk_bytes / self._kv_bandwidth)
         decodes = max(decode_flops / self._attention, decode_bytes / self._kv_bandwidth)
         return max(weights, products) + chunks + decodes + self._communication(tokens) + self._fixed
+
+    def _excess(self, tokens: int) -> tuple[float, float]:
+        """Return (bytes over all ranks, FLOPs of a rank) that experts of the busiest rank add to the mean."""
+        p, moe, ep = self._parameters, self.spec.moe, self.engine.ep or 1
+        if moe is None or ep == 1:
+            return 0.0, 0.0
+        load = expert_load(moe, tokens, ep)
+        read = p.experts * load.distinct * ep / moe.experts / load.reads * self.formats.weight_bits / 8
+        flops = 2 * tokens * p.active_experts / self.engine.tp
+        return (load.reads - 1) * read, (load.products - 1) * flops
 
     def _attended(self, row: RowWork) -> tuple[float, float]:
         """Return (query-key pairs, KV bytes read) of one row over all layers."""

@@ -15,7 +15,16 @@ class PlanConfig(AppConfig):
     """Predict whether a model fits, how many sequences of each length, and how fast, from shapes and a cost model.
     Needs neither a GPU nor weights."""
 
-    needs: ClassVar[tuple[str, ...]] = ("engine", "model", "quant", "adapter", "spec_decode", "cost", "executor")
+    needs: ClassVar[tuple[str, ...]] = (
+        "engine",
+        "model",
+        "quant",
+        "adapter",
+        "experts",
+        "spec_decode",
+        "cost",
+        "executor",
+    )
 
     lengths: tuple[Count, ...] = (1024, 4096, 16384, 32768, 131072)
     """Sequence lengths to tabulate, tokens."""
