@@ -194,7 +194,7 @@ class Triton(AttentionBackend):
 
     def tunables(self, layer: AttentionLayer, build: BuildContext, rows: int) -> Sequence[Tunable]:
         # Without weights, a model is built on the meta device.
-        if build.device.type == "cpu" or rows not in TUNED_ROWS:
+        if build.device.type == "cpu" or rows not in TUNED_ROWS or layer.mla is not None:
             return ()
         device = torch.device("cuda", torch.cuda.current_device())
         geometry = _geometry(layer, build.dtype, build.kv_dtype, build.page_tokens)
