@@ -34,7 +34,10 @@ def bind_cost(
     bound = formats(composition, spec, device or composition.engine.device, here)
     cost.bind(spec, composition.engine, bound)
     facts: DrafterFacts | None = composition.part("spec_decode").facts() if "spec_decode" in composition.parts else None
-    if facts is not None and facts.spec is not None and facts.spec.parameters is not None:
+    if facts is not None and facts.target_share and spec.parameters is not None:
+        cost.drafter = composition.build("cost")
+        cost.drafter.bind(_part_of(spec, facts.target_share), composition.engine, bound)
+    elif facts is not None and facts.spec is not None and facts.spec.parameters is not None:
         cost.drafter, cost.drafts_in_one_pass = composition.build("cost"), facts.one_pass
         bits = 8.0 * bound.dtype_bytes if facts.weight_bits is None else facts.weight_bits
         # Matmuls of narrow weights are those of the model's dtype: the facts do not name a product.
@@ -48,6 +51,15 @@ def bind_cost(
         )
         cost.drafter.bind(facts.spec, composition.engine, own)
     return cost
+
+
+def _part_of(spec: ModelSpec, share: float) -> ModelSpec:
+    """Return a model of some of the layers, with the embedding and logits of the whole."""
+    layers = max(1, round(spec.layers * share))
+    p, part = spec.parameters, layers / spec.layers
+    assert p is not None
+    fewer = {name: int(getattr(p, name) * part) for name in ("attention", "mlp", "experts", "active_experts", "rest")}
+    return replace(spec, layers=layers, windows=spec.windows[:layers], parameters=replace(p, **fewer))
 
 
 def formats(composition: Composition, spec: ModelSpec, device: str, here: Host | None = None) -> Formats:
