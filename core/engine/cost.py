@@ -36,7 +36,10 @@ def bind_cost(
     engine = with_expert_ranks(composition)
     cost.bind(spec, engine, bound)
     facts: DrafterFacts | None = composition.part("spec_decode").facts() if "spec_decode" in composition.parts else None
-    if facts is not None and facts.spec is not None and facts.spec.parameters is not None:
+    if facts is not None and facts.target_share and spec.parameters is not None:
+        cost.drafter = composition.build("cost")
+        cost.drafter.bind(_part_of(spec, facts.target_share), engine, bound)
+    elif facts is not None and facts.spec is not None and facts.spec.parameters is not None:
         cost.drafter, cost.drafts_in_one_pass = composition.build("cost"), facts.one_pass
         bits = 8.0 * bound.dtype_bytes if facts.weight_bits is None else facts.weight_bits
         # Matmuls of narrow weights are those of the model's dtype: the facts do not name a product.
@@ -60,6 +63,15 @@ def with_expert_ranks(composition: Composition) -> EngineConfig:
         return engine
     placement: ExpertPlacement = composition.build("experts")
     return engine.model_copy(update={"ep": expert_ranks(placement, engine.ep, engine.tp)})
+
+
+def _part_of(spec: ModelSpec, share: float) -> ModelSpec:
+    """Return a model of some of the layers, with the embedding and logits of the whole."""
+    layers = max(1, round(spec.layers * share))
+    p, part = spec.parameters, layers / spec.layers
+    assert p is not None
+    fewer = {name: int(getattr(p, name) * part) for name in ("attention", "mlp", "experts", "active_experts", "rest")}
+    return replace(spec, layers=layers, windows=spec.windows[:layers], parameters=replace(p, **fewer))
 
 
 def formats(composition: Composition, spec: ModelSpec, device: str, here: Host | None = None) -> Formats:

@@ -44,6 +44,12 @@ class DrafterFacts:
     """The same of an embedding that is not tied."""
     one_pass: bool = False
     """All drafts come from one pass over the model's layers, instead of one pass per draft."""
+    target_share: float = 0.0
+    """Share of the target's layers that a pass of the drafter runs; 0 = none."""
+
+
+def _no_layers(embeds_TC: torch.Tensor, ctx: ForwardContext) -> Hidden:
+    raise NotImplementedError("this TargetView has no layers of the target")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,8 @@ class TargetView:
     """Model.embed"""
     logits: Callable[[torch.Tensor], torch.Tensor]
     """Model.logits"""
+    forward: Callable[[torch.Tensor, ForwardContext], Hidden] = _no_layers
+    """Model.forward, for drafters with `on_target_pages`."""
 
     def build_context(self, spec: ModelSpec, quantizer: Quantizer) -> BuildContext:
         """Return the inputs of a model inside the drafter: the target's device, dtypes, attention and collective,
@@ -95,8 +103,8 @@ class DraftContext:
     lay_out: Callable[[torch.Tensor, int], tuple[torch.Tensor, ForwardContext]]
     """lay_out(first_S, count): the inputs of a forward pass over `count` tokens of each row, from position
     first_S[slot] (int64, by slot): their ids, int32 [B * count], which are meaningless from position `length` on, and
-    positions and attention of the drafter's own KV groups. Pages have room up to position length + k_B - 1; what is
-    written past that is lost."""
+    positions and attention of the drafter's own KV groups, or with `on_target_pages` of the target's. Pages have room
+    up to position length + k_B - 1; what is written past that is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +163,9 @@ class Drafter(ABC):
     proposal, after steps without drafts, has none. None = drafts do not depend on earlier proposals."""
     resumes: bool = True
     """Whether such a row catches up, by `window` tokens per proposal. False = it has no more drafts."""
+    on_target_pages: bool = False
+    """True = `propose` runs layers of the target over its pages, which hold the KV of all tokens before position
+    `length` - 1. What it writes from there on is replaced by the step that verifies. Rows use their adapter."""
     verify: Verify = "draws"
     """How its drafts are verified."""
     simulated_rates: tuple[float, ...] = ()

@@ -276,7 +276,8 @@ class StepGraphs:
         state, rows = self.state, capacity.rows
         slots_B, row_start_B1, chunks_N, samples_R3 = capacity.sections.unpack(input_N, capacity.width)
         if self.drafts.on_device and capacity.drafts:
-            self.drafts.propose(slots_B, samples_R3[:, 2].contiguous(), capacity.width - 1, bound=self.max_len)
+            most_B = samples_R3[:, 2].contiguous()
+            self.drafts.propose(slots_B, most_B, capacity.width - 1, bound=self.max_len, adapted=capacity.adapted)
         counts = (capacity.width,) * capacity.decodes + (capacity.tokens,) * capacity.chunks
         host = HostBounds(counts, (self.max_len,) * rows, capacity.decodes)
         groups = self.drafts.groups_to_lay_out(self.groups, chunks=capacity.chunks > 0)

@@ -113,6 +113,17 @@ class DraftModelConfig(DrafterOptions):
     """Quantizer of the draft model; auto: the one that reads its checkpoint."""
 
 
+class LayerSkipConfig(DrafterOptions):
+    """Drafts by some of the model's own layers, on the model's pages: without training, weights or pages of its own."""
+
+    lookahead: int = Field(4, ge=1, le=16)
+    """Draft tokens per sequence and step; each is a pass over the layers that are kept."""
+    verify: Verify = "draws"
+    """How drafts of requests that are not greedy are verified; as for spec_decode=draft_model."""
+    share: float = Field(0.5, gt=0, lt=1)
+    """Share of the layers that drafts run: the first, the last, and others at equal distances."""
+
+
 class HeadFiles(DrafterOptions):
     """Options of drafters that are trained for one target."""
 

@@ -13,6 +13,7 @@ from dovetail.plugins.spec_decode.config import (
     Eagle3Config,
     EagleConfig,
     HeadFiles,
+    LayerSkipConfig,
     MedusaConfig,
     NgramConfig,
     NoneConfig,
@@ -37,6 +38,10 @@ def suffix(config: SuffixConfig) -> DrafterFacts:
 def draft_model(config: DraftModelConfig) -> DrafterFacts:
     spec = config.model.facts() or config.model.target().spec(config.model.config)
     return _with_layers(config, spec)
+
+
+def layer_skip(config: LayerSkipConfig) -> DrafterFacts:
+    return DrafterFacts(config.lookahead, verify=config.verify, target_share=config.share)
 
 
 def eagle(config: EagleConfig) -> DrafterFacts:
