@@ -12,6 +12,7 @@ from dovetail.core.interfaces.attention import (
     KVPool,
     QKNorm,
     Rope,
+    TreeMask,
 )
 from dovetail.core.interfaces.checkpoint import Checkpoint, LazyTensor, TensorHeader
 from dovetail.core.interfaces.collective import Collective, Residual
@@ -98,6 +99,7 @@ from dovetail.core.interfaces.scheduler import (
     SchedulerStats,
 )
 from dovetail.core.interfaces.spec_decode import (
+    AcceptedPath,
     Draft,
     DraftContext,
     Drafter,
@@ -113,6 +115,7 @@ __all__ = [
     "PLAIN",
     "SLO",
     "SWIGLU",
+    "AcceptedPath",
     "ActFormat",
     "Activation",
     "AdapterFacts",
@@ -223,6 +226,7 @@ __all__ = [
     "ToolCallBegin",
     "ToolCallEnd",
     "ToolParser",
+    "TreeMask",
     "Verify",
     "Vocabulary",
     "Workload",

@@ -12,7 +12,7 @@ from dovetail.plugins.spec_decode.config import (
 )
 
 COMPONENTS = tuple(
-    builtin("spec_decode", name, config, target, capabilities=f"capabilities:{name}", facts=f"facts:{name}", api="0.3")
+    builtin("spec_decode", name, config, target, capabilities=f"capabilities:{name}", facts=f"facts:{name}", api="0.4")
     for name, config, target in (
         ("none", NoneConfig, "none:NoDrafter"),
         ("ngram", NgramConfig, "ngram:NgramDrafter"),

@@ -32,6 +32,7 @@ from dovetail.core.interfaces import (
     HostBounds,
     QKNorm,
     Rope,
+    TreeMask,
 )
 from dovetail.core.interfaces.tuning import Tunable
 from dovetail.core.ops.formats import encode
@@ -39,6 +40,7 @@ from dovetail.core.ops.kernels.launch import HOPPER, dependent
 from dovetail.core.ops.kv_write import FLOAT8
 from dovetail.core.ops.padding import empty_rows
 from dovetail.core.ops.tiles import HOPPER_SHARED
+from dovetail.core.ops.trees import within_window
 from dovetail.plugins.attention.config import TritonConfig
 from dovetail.plugins.attention.triton.gather import ROOM_BYTES, Gathered
 from dovetail.plugins.attention.triton.kernels import attend_items
@@ -85,6 +87,8 @@ class Items:
     """int32: for each item, the pages of the first tile.prefetch_keys keys of its range."""
     mail: torch.Tensor
     """Mailboxes of all programs, int32 of tile.box_words each, EMPTY between launches; one word if no row is split."""
+    tree_T3: torch.Tensor | None
+    """int64: root and visible keys of each token of decode rows with draft trees (`visible`); None = causal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +140,7 @@ class Triton(AttentionBackend):
         # A tile that holds all tokens of a row can write them itself. Longer rows would be written by several tiles.
         longest = host.widest_decode
         one_tile = longest <= 1 or longest * (layer.heads // layer.kv_heads) <= DECODE_ROWS
-        if host.num_decode < len(host.counts) or not one_tile or ctx.meta.tree_mask_TW is not None:
+        if host.num_decode < len(host.counts) or not one_tile or ctx.meta.tree is not None:
             return super().write_and_attend(layer, ctx, qkv, rope, qk_norm, emit)
         return self._run(layer, ctx, qkv.contiguous(), emit, _Writes(longest, rope, qk_norm))
 
@@ -157,7 +161,7 @@ class Triton(AttentionBackend):
         kv_dtype = self.pools[layer.group].planes["k"].dtype
         geometry = _geometry(layer, q.dtype, kv_dtype, ctx.meta.page_tokens)
         if geometry not in ctx.state:
-            hopper = self.config.gluon and ctx.meta.tree_mask_TW is None and _has_hopper(q.device)
+            hopper = self.config.gluon and _has_hopper(q.device)
             tiles = self.tiles or TunedTiles(geometry, ctx.host.num_decode, _gpu(q.device))
             ctx.state[geometry] = _make_plan(
                 tiles, geometry, ctx.meta, ctx.host, q.shape[0], partial(self._room_on, q.device), hopper
@@ -193,7 +197,6 @@ class Triton(AttentionBackend):
     ) -> None:
         tile, dim = items.tile, layer.head_dim
         k, v = (self.pools[layer.group].layer(layer.local, name) for name in ("k", "v"))
-        tree = meta.tree_mask_TW
         k_from, v_from, table, page_tokens = k, v, meta.page_table_BP, meta.page_tokens
         if (copy := items.gathered) is not None:
             copy.fill(meta, k, v)
@@ -227,8 +230,7 @@ class Triton(AttentionBackend):
             items.items,
             table,
             table.stride(0),
-            tree,
-            0 if tree is None else tree.shape[1],
+            items.tree_T3,
             layer.scale,
             layer.k_scale,
             layer.v_scale,
@@ -287,19 +289,22 @@ def _make_plan(
     device = meta.kv_len_B.device
     shape = _shape(geometry, device, hopper)
     rows, decode = len(host.counts), host.num_decode
-    launches: list[tuple[int, int, Tile, Gathered | None]] = []
+    launches: list[tuple[int, int, Tile, Gathered | None, torch.Tensor | None]] = []
     if decode:
         programs = decode * kv_heads / _processors(device)
-        launches.append((0, decode, tiles.decode(shape, host.widest_decode, programs), None))
+        # The kernels for Hopper have no tree masks.
+        decodes = shape if meta.tree is None else replace(shape, hopper=False)
+        tree_T3 = None if meta.tree is None else _visible_keys(meta.tree, window, host.widest_decode - 1)
+        launches.append((0, decode, tiles.decode(decodes, host.widest_decode, programs), None, tree_T3))
     if decode < rows:
         gathered, bounds = None, host.bounds[decode:]
         fed = min(tokens - decode, sum(host.counts[decode:]))
         if not window and tiles.gather(shape, fed, bounds, kv_heads):
             gathered = Gathered.within(room(), meta, bounds, decode, kv_heads, dim, dtype)
             shape = replace(shape, kv_dtype=dtype, page_tokens=gathered.page_tokens)
-        launches.append((decode, rows - decode, tiles.prefill(shape, fed, rows - decode), gathered))
+        launches.append((decode, rows - decode, tiles.prefill(shape, fed, rows - decode), gathered, None))
     lists, part_rows = [], 0
-    for first_row, count, tile, gathered in launches:
+    for first_row, count, tile, gathered, tree_T3 in launches:
         queries, units = tile.queries(shape.group), kv_heads * tile.head_tiles(shape.group)
         last = first_row + count == rows
         # Every row may end in a partly filled tile, and so may the tokens that belong to no row.
@@ -328,7 +333,7 @@ def _make_plan(
             tile.least if split else WHOLE,
             tile.root,
             capacity,
-            int(meta.tree_mask_TW is not None),
+            int(tree_T3 is not None),
             window,
             queries,
             tile.span,
@@ -345,9 +350,14 @@ def _make_plan(
         # must not be plan_items. The fill kernel starts only after plan_items has ended.
         boxes = capacity * units * words if split else min(1, words)
         mail = torch.full((boxes,), EMPTY, dtype=torch.int32, device=device)
-        lists.append(Items(tile, items, counts, gathered, first_pages, mail))
+        lists.append(Items(tile, items, counts, gathered, first_pages, mail, tree_T3))
         part_rows += capacity * queries if split and not words else 0
     return LaunchPlan(tuple(lists), part_rows)
+
+
+def _visible_keys(tree: TreeMask, window: int, most: int) -> torch.Tensor:
+    """Return the rows of `visible`, [T, 3]. `most`: most drafts of a row."""
+    return torch.stack((tree.root_T, *within_window(tree, window, most)), 1)
 
 
 def _tensor_map(plane: torch.Tensor, rows: int) -> TensorDescriptor:
