@@ -29,7 +29,7 @@ from dovetail.core.ops.step import TokenLayout, write_drafts
 from dovetail.core.ops.trees import keep_path, write_tree
 from dovetail.core.worker.batch import adapting, lay_out
 from dovetail.core.worker.device_state import DeviceState
-from dovetail.core.worker.sampler import SampleParams, best_tokens, probabilities, sample
+from dovetail.core.worker.sampler import SampleParams, probabilities, sample, siblings
 
 
 class Drafts:
@@ -92,9 +92,8 @@ class Drafts:
         def best(logits_MV: torch.Tensor, w: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
             each = len(logits_MV) // len(slots_B)
             slots_M, position_M = slots_B.repeat_interleave(each), (lengths_B + w).repeat_interleave(each)
-            return best_tokens(
-                logits_MV, position_M, SampleParams.of(state, slots_M, random=random, filtered=filtered), count
-            )
+            params = SampleParams.of(state, slots_M, random=random, filtered=filtered)
+            return siblings(logits_MV, position_M, params, count)
 
         def lay_out_rows(
             first_S: torch.Tensor, count: int, bits_BN: torch.Tensor | None = None

@@ -11,6 +11,7 @@ import torch
 
 from dovetail.core.interfaces import Model
 from dovetail.core.ops.random import Purpose, gumbel, uniform
+from dovetail.core.ops.siblings import best_tokens
 from dovetail.core.ops.step import best, draw, draw_filtered, gather_params, leading, least_kept, scaled
 
 if TYPE_CHECKING:
@@ -55,27 +56,12 @@ def sample(logits_NV: torch.Tensor, position_N: torch.Tensor, params: SamplePara
     return draw(logits_NV, position_N, params.temperature_N, params.key_N, params.random)
 
 
-def best_tokens(
+def siblings(
     logits_NV: torch.Tensor, position_N: torch.Tensor, params: SampleParams, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the `count` tokens of each row with the highest scores of `sample`, int64 [N, count], highest first, and
-    the logarithm of each one's share in the scores, float32. -1 and -inf = there is no other token that can be drawn,
-    or some logit is NaN or +inf."""
-    scores_NV = logits_NV.float()
-    finite_N1 = (scores_NV < float("inf")).all(-1, keepdim=True)
-    if params.random:
-        scaled_NV = scaled(scores_NV, params.temperature_N)
-        if params.filtered:
-            least_N = least_logit(logits_NV, params)
-            scaled_NV = scaled_NV.masked_fill(scores_NV < least_N[:, None], float("-inf"))
-        noise_NV = gumbel(params.key_N, position_N, Purpose.SAMPLE, scores_NV.shape[-1])
-        scores_NV = torch.where((params.temperature_N > 0)[:, None], scaled_NV + noise_NV, scores_NV)
-    shares_NV = scores_NV.log_softmax(-1)
-    if (fewer := count - shares_NV.shape[-1]) > 0:
-        shares_NV = torch.nn.functional.pad(shares_NV, (0, fewer), value=float("-inf"))
-    best_Nn, tokens_Nn = shares_NV.topk(count)
-    best_Nn = torch.where(finite_N1, best_Nn, float("-inf"))
-    return torch.where(best_Nn > float("-inf"), tokens_Nn, -1), best_Nn
+    """Return the `count` tokens that `sample` would prefer for each row, and their confidence (ops.siblings)."""
+    least_N = least_logit(logits_NV, params)
+    return best_tokens(logits_NV, position_N, params.temperature_N, params.key_N, params.random, count, least_N)
 
 
 def warm_up_float32(state: DeviceState, vocab: int) -> None:

@@ -32,7 +32,7 @@ from dovetail.core.interfaces import (
     TreeMask,
 )
 from dovetail.core.memory.pools import make_pools
-from dovetail.core.ops import samples, step, trees
+from dovetail.core.ops import samples, siblings, step, trees
 from dovetail.core.ops.activations import gelu
 from dovetail.core.ops.bitmask import apply_bitmask
 from dovetail.core.ops.choices import temporarily
@@ -199,6 +199,9 @@ def draft_trees(
     trees.place_tree(layout, lengths, state, rows)
     drawn = cuda(rows, width, dtype=INT64)
     _, _, path = trees.accept_tree(drawn, *by_row, tokens_SL, lengths, lengths, state)
+    logits, temperature = cuda(rows, VOCAB, dtype=BF16), cuda(rows, dtype=FP32)
+    for random in (False, True):
+        siblings.best_tokens(logits, by_row[1], temperature, by_row[1], random, 4, temperature if random else None)
     for dtype in (BF16, E4M3):
         planes = tuple(Plane(name, (8, 128), dtype) for name in "kv")
         pools = make_pools([KVGroup(0, (0, 1), planes, page_tokens=16)], {0: 9}, torch.device("cuda"))

@@ -14,13 +14,15 @@ if not (INTERPRETED or torch.cuda.is_available()):
 from dovetail.core.interfaces import KVGroup, Plane  # noqa: E402
 from dovetail.core.interfaces.spec_decode import AcceptedPath  # noqa: E402
 from dovetail.core.memory.pools import make_pools  # noqa: E402
+from dovetail.core.ops.kernels.siblings import best_tokens_triton  # noqa: E402
 from dovetail.core.ops.kernels.trees import (  # noqa: E402
     accept_tree_triton,
     keep_path_triton,
     place_tree_triton,
     write_tree_triton,
 )
-from dovetail.core.ops.step import lay_out_tokens_reference  # noqa: E402
+from dovetail.core.ops.siblings import best_tokens_reference  # noqa: E402
+from dovetail.core.ops.step import best_reference, lay_out_tokens_reference  # noqa: E402
 from dovetail.core.ops.trees import (  # noqa: E402
     TreeState,
     accept_tree_reference,
@@ -157,3 +159,24 @@ def test_keep_path(dtype):  # type: ignore[no-untyped-def]
         now = [plane[:, int(table_SP[slots_R[row], (root_R[row] + depth) // 4]) - 1] for plane in kept[0]]
         for before, after in zip(moved, now, strict=True):
             assert torch.equal(before, after[:, int(root_R[row] + depth) % 4])
+
+
+@pytest.mark.parametrize(("vocab", "count", "random"), [(5000, 4, False), (2100, 3, True), (5, 7, True)])
+def test_best_tokens(vocab, count, random):  # type: ignore[no-untyped-def]
+    """Against the reference, and the draw, which is the best one. Some rows are greedy, filtered or not finite."""
+    torch.seed()
+    rows = 6
+    logits_NV = torch.randn(rows, vocab, device=DEVICE) * 2
+    logits_NV[4, vocab // 2] = float("nan")
+    position_N, key_N = draw(rows, high=1000), draw(rows, high=1 << 60)
+    temperature_N = torch.tensor([0.0, 0.7, 1.0, 1.3, 1.0, 0.5], device=DEVICE)
+    least_N = torch.full((rows,), float("-inf"), device=DEVICE)
+    least_N[3] = logits_NV[3].topk(2).values[-1]
+    given = logits_NV, position_N, temperature_N, key_N, random, count, least_N if random else None
+    (tokens, shares), (want_tokens, want_shares) = best_tokens_triton(*given), best_tokens_reference(*given)
+    assert torch.equal(tokens, want_tokens)
+    assert torch.allclose(shares, want_shares, atol=1e-4)
+    assert torch.equal(tokens[:, 0], best_reference(logits_NV, position_N, temperature_N, key_N, random, given[-1])[1])
+    assert (tokens[4] == -1).all()
+    if random:
+        assert tokens[3, 1] >= 0 and (tokens[3, 2:] == -1).all(), "two tokens can be drawn"

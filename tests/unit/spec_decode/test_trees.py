@@ -16,7 +16,11 @@ from dovetail.core.compose import compose, installed
 from dovetail.core.compose.registry import Package, Registered, Registry
 from dovetail.core.engine.checks import check_fit
 from dovetail.core.errors import CapabilityError, ConfigError
-from dovetail.core.interfaces import Draft, DraftContext, Drafter
+from dovetail.core.interfaces import Draft, DraftContext, Drafter, ForwardContext, HostBounds
+from dovetail.core.ops.trees import TreeState, write_tree
+from dovetail.core.testing.executor_scripts import PAGES_PER_SLOT, SLOTS, VOCAB, small_runner
+from dovetail.core.worker.batch import lay_out
+from dovetail.core.worker.runner import Runner
 from dovetail.plugins.attention.sdpa import capabilities
 
 PARAMS = [
@@ -189,3 +193,48 @@ def test_trees_that_lie_change_no_token(registry, plain, monkeypatch) -> None:
     found, _, accepted, _ = run(registry, "spec_decode=bushes", "engine.depth=2")
     assert_equal(found, plain)
     assert accepted > 10
+
+
+def feed(runner: Runner, slot: int, tokens: list[int], first: int, decodes: int) -> torch.Tensor:
+    """Feed tokens to the model, and return the logits after each."""
+    parts, state = runner.parts, runner.state
+    state.tokens_SL[slot, first : first + len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+    state.computed_S[slot] = first
+    starts, host = torch.tensor([0, len(tokens)]).int(), HostBounds((len(tokens),), (first + len(tokens),), decodes)
+    rows = torch.tensor([slot]), starts, len(tokens), host
+    layout, attn = lay_out(*rows, state, parts.groups, parts.attention)
+    ctx = ForwardContext(layout.positions_T, attn, layout.live_T)
+    return parts.model.logits(parts.model.forward(parts.model.embed(layout.ids_T), ctx).states)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_logits_after_each_draft_are_those_of_its_path_fed_alone(window) -> None:
+    """In layers with a window that is shorter than the paths, too."""
+    rng, prompt, count = random.Random(5), list(range(1, 12)), 14
+    more = (
+        [] if window is None else [f"+model.hf.sliding_window={window}", "model.hf.architectures=[MistralForCausalLM]"]
+    )
+    runner = small_runner(*more)
+    state = runner.state
+    assert runner.parts.groups[0].window == (window or 0)
+    state.tables[0][:SLOTS, :PAGES_PER_SLOT] = torch.arange(1, 1 + SLOTS * PAGES_PER_SLOT).view(SLOTS, -1).int()
+    drafts = [rng.randrange(VOCAB) for _ in range(count)]
+    parents = [-1, -1, *(rng.randrange(max(-1, node - 4), node) for node in range(2, count))]
+    with torch.inference_mode():
+        feed(runner, 0, prompt[:-1], 0, 0)
+        state.trees = TreeState.empty(SLOTS + 1, count, 6, state.device)
+        tree = torch.tensor([drafts]), torch.tensor([parents]), torch.tensor([count])
+        row = torch.tensor([0]), torch.tensor([len(prompt)]), torch.tensor([count])
+        write_tree(*tree, *row, state.tokens_SL, state.drafts_S, state.trees, VOCAB)
+        kept = int(state.drafts_S[0])
+        found_NV = feed(runner, 0, [prompt[-1], *drafts], len(prompt) - 1, 1)
+        state.trees = None
+        for node in range(kept):
+            path, up = [], node
+            while up >= 0:
+                path.insert(0, drafts[up])
+                up = parents[up]
+            alone_NV = feed(runner, 1, [*prompt, *path], 0, 0)
+            assert torch.allclose(found_NV[1 + node], alone_NV[-1], atol=1e-4), (node, path)
+    assert kept > 6
+    runner.close()
