@@ -35,6 +35,8 @@ class RopeConfig:
     """yarn: widen the blended range to whole dimensions."""
     attention_factor: float = 1.0
     """Multiplies cos and sin."""
+    score_factor: float = 1.0
+    """Multiplies scores in models with compressed attention (DeepSeek-V2, 2024); the others leave it out."""
     divisors: tuple[float, ...] = ()
     """longrope: divisor of each frequency, for lengths beyond trained_len."""
     short_divisors: tuple[float, ...] = ()
@@ -103,6 +105,9 @@ def read_rope(
             high=high,
             truncate=options.flag("truncate", True),
             attention_factor=options.number("attention_factor", _yarn_attention(options, factor)),
+            score_factor=_mscale(factor, options.number("mscale_all_dim")) ** 2
+            if options.get("mscale_all_dim")
+            else 1.0,
         )
     rope["factor"] = options.number("factor")
     if kind == "linear":
@@ -167,10 +172,10 @@ def _note_dropped_theta(config: ConfigJson, options: ConfigJson, theta: float) -
 
 def _yarn_attention(options: ConfigJson, factor: float) -> float:
     """Default factor of YaRN (Peng et al. 2023) and DeepSeek's variant, since longer contexts flatten the softmax."""
-
-    def at(strength: float) -> float:
-        return 0.1 * strength * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     if options.get("mscale") and options.get("mscale_all_dim"):
-        return at(options.number("mscale")) / at(options.number("mscale_all_dim"))
-    return at(1.0)
+        return _mscale(factor, options.number("mscale")) / _mscale(factor, options.number("mscale_all_dim"))
+    return _mscale(factor, 1.0)
+
+
+def _mscale(factor: float, strength: float) -> float:
+    return 0.1 * strength * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -36,6 +36,7 @@ SUITES = (
     "unit/ops/test_step_kernels.py",
     "unit/adapter/test_kernel.py",
     "numerics/test_triton_attention.py",
+    "numerics/test_triton_latents.py",
 )
 
 

@@ -166,7 +166,18 @@ def expert_conflicts(composition: Composition, spec: ModelSpec) -> list[str]:
         ]
     for rank in range(ep):
         placement.layout(spec.moe.experts, rank, ep)
-    return []
+    return list(_own_rows_conflicts(composition, placement, spec.moe.shared))
+
+
+def _own_rows_conflicts(composition: Composition, placement: ExpertPlacement, shared: int) -> Iterator[str]:
+    """Yield a conflict of adapters with shared experts that get a rank's own rows."""
+    if placement.rows == "own" and shared and "adapter" in composition.parts:
+        adapter = composition.part("adapter")
+        if getattr(adapter.config, "slots", 0):
+            yield (
+                f"experts={composition.part('experts').name} gives each rank its own rows, and adapter={adapter.name} "
+                "applies to all rows of the shared experts. Would work: adapter=none, experts=whole, experts=tensor."
+            )
 
 
 def spreading(composition: Composition) -> list[str]:

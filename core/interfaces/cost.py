@@ -51,8 +51,11 @@ class Formats:
 
     def layer_bytes(self, p: Parameters, experts: float) -> float:
         """Return the bytes of the matrices of layers with so many weights in routed experts, over all ranks."""
-        expert_bits = self.weight_bits if self.expert_bits is None else self.expert_bits
-        return ((p.attention + p.mlp) * self.weight_bits + experts * expert_bits) / 8
+        return (p.attention + p.mlp) * self.weight_bits / 8 + self.expert_bytes(experts)
+
+    def expert_bytes(self, weights: float) -> float:
+        """Return the bytes of so many weights of routed experts."""
+        return weights * (self.weight_bits if self.expert_bits is None else self.expert_bits) / 8
 
     def weight_bytes(self, p: Parameters) -> float:
         """Return the bytes of all weights, over all ranks."""
@@ -118,6 +121,9 @@ class CostModel(ABC):
     """Cost model of the model inside the drafter, bound to that one; None = the drafter has none. Written by the engine
     after `bind`."""
 
+    drafts_in_one_pass = False
+    """DrafterFacts.one_pass. Written by the engine together with `drafter`."""
+
     def __init__(self, config: object) -> None:
         self.config = config
 
@@ -158,6 +164,8 @@ class CostModel(ABC):
         that the step before accepted; 0.0 for a drafter without a model."""
         if self.drafter is None or not rows or not drafts:
             return 0.0
+        if self.drafts_in_one_pass:
+            return self.drafter.decode_seconds(rows, context)
         first = self.drafter.step_seconds([RowWork(1 + drafts, context, 1, rows)])
         return first + (drafts - 1) * self.drafter.decode_seconds(rows, context)
 

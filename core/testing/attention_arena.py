@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -54,6 +54,9 @@ class Step:
 class Arena:
     """One group of two layers for each window, with the true keys and values in float64 per layer and sequence."""
 
+    kind: Literal["mla"] | None = None
+    """Kind of the groups; None = by window."""
+
     def __init__(
         self,
         backend: AttentionBackend,
@@ -75,14 +78,14 @@ class Arena:
         self.kv_scales, self.soft_cap, self.sinks = kv_scales, soft_cap, sinks
         self.backend, self.device, self.dtype, self.kv_dtype = backend, device, dtype, kv_dtype
         self.tolerance, (self.heads, self.kv_heads), self.head_dim = tolerance, heads, head_dim
-        planes = tuple(Plane(name, (self.kv_heads, head_dim), kv_dtype) for name in ("k", "v"))
+        planes = self.page_planes()
         self.groups = tuple(
             KVGroup(
                 id=id,
                 # Interleaved, so that a layer's index in its pool differs from its model index and its group.
                 layers=(id, id + len(windows)),
                 planes=planes,
-                kind="window" if window else "full",
+                kind=self.kind or ("window" if window else "full"),
                 window=window,
                 page_tokens=page_tokens[id % len(page_tokens)],
             )
@@ -92,6 +95,14 @@ class Arena:
         backend.bind(self.paging.pools)
         self.truth: dict[tuple[int, str], torch.Tensor] = {}
         """(layer index, sequence) -> [MAX_LEN, 2, K, D]: keys and values as a cache of kv_dtype holds them."""
+
+    @property
+    def columns(self) -> int:
+        """Columns of the output."""
+        return self.heads * self.head_dim
+
+    def page_planes(self) -> tuple[Plane, ...]:
+        return tuple(Plane(name, (self.kv_heads, self.head_dim), self.kv_dtype) for name in ("k", "v"))
 
     @property
     def layers(self) -> tuple[AttentionLayer, ...]:
@@ -190,7 +201,7 @@ class Arena:
         self, layer: AttentionLayer, step: Step, q_THD: torch.Tensor, tokens: Sequence[int] | None = None
     ) -> None:
         """Attend and compare with the loop; `tokens` selects the tokens compared (default: all but padding)."""
-        got, shape = self.attend(layer, step, q_THD)[PLAIN].values, (len(q_THD), self.heads * self.head_dim)
+        got, shape = self.attend(layer, step, q_THD)[PLAIN].values, (len(q_THD), self.columns)
         assert got.shape == shape, f"attend must return shape {shape}, got {tuple(got.shape)}"
         assert got.dtype == self.dtype, f"a plain activation must have the model's dtype {self.dtype}, not {got.dtype}"
         chosen = list(range(step.tokens)) if tokens is None else list(tokens)

@@ -156,6 +156,9 @@ class CostContract:
         passes = [cost.draft_seconds(8, drafts, 900) for drafts in range(1, 5)]
         assert 0 < passes[0] and passes == sorted(set(passes)), f"each further draft takes time, got {passes} s"
         _no_less(cost.draft_seconds(16, 4, 900), passes[-1], "drafting for 16 rows instead of 8")
+        cost.drafts_in_one_pass = True
+        few = cost.draft_seconds(8, 4, 900)
+        assert 0 < few < passes[-1], f"drafts of one pass take less time than {passes[-1]} s of passes, got {few} s"
 
     # Memory
 

@@ -10,6 +10,7 @@ import torch
 
 from dovetail.core.errors import CapabilityError
 from dovetail.core.interfaces import (
+    Adapters,
     AttentionBackend,
     AttnCtx,
     Draft,
@@ -23,7 +24,7 @@ from dovetail.core.interfaces import (
 )
 from dovetail.core.ops.random import Purpose, gumbel
 from dovetail.core.ops.step import TokenLayout, write_drafts
-from dovetail.core.worker.batch import lay_out
+from dovetail.core.worker.batch import adapting, lay_out
 from dovetail.core.worker.device_state import DeviceState
 from dovetail.core.worker.sampler import SampleParams, probabilities, sample
 
@@ -31,9 +32,21 @@ from dovetail.core.worker.sampler import SampleParams, probabilities, sample
 class Drafts:
     """A drafter with the state of the rows that it drafts for. All work is on the device and can be captured."""
 
-    def __init__(self, drafter: Drafter, state: DeviceState, attention: AttentionBackend, vocab: int) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        state: DeviceState,
+        attention: AttentionBackend,
+        vocab: int,
+        target_groups: Seq[KVGroup] = (),
+        adapters: Adapters | None = None,
+    ) -> None:
+        """`target_groups`, `adapters`: the target's, for drafters that run its layers."""
         self.drafter, self.state, self.attention, self.vocab = drafter, state, attention, vocab
         self.groups = drafter.kv_groups() if drafter.lookahead else ()
+        self._passes = target_groups if drafter.on_target_pages else self.groups
+        """KV groups of the drafter's passes."""
+        self._adapters = adapters if drafter.on_target_pages else None
         self.lookahead, self.taps = drafter.lookahead, drafter.taps
         self.on_device = self.lookahead > 0 and not drafter.needs_host_tokens
         """Whether `propose` drafts; otherwise nothing does, or the host."""
@@ -53,9 +66,11 @@ class Drafts:
         bound: int,
         random: bool = True,
         filtered: bool = True,
+        adapted: bool = True,
     ) -> None:
         """Draft for decode rows. `most_B` (int64): drafts that each row verifies at most, 0 .. k. `bound`: upper bound
-        of the rows' lengths. `random`, `filtered`: whether some row is not greedy, or filtered."""
+        of the rows' lengths. `random`, `filtered`, `adapted`: whether some row is not greedy, is filtered, has an
+        adapter."""
         state = self.state
         lengths_B = state.computed_S[slots_B] + 1
         gathered: list[SampleParams] = []
@@ -78,12 +93,15 @@ class Drafts:
             row_start_B1 = torch.arange(rows + 1, dtype=torch.int32, device=state.device) * count
             host = HostBounds((count,) * rows, (bound + self.lookahead,) * rows, rows)
             tokens, attn = lay_out(
-                slots_B, row_start_B1, rows * count, host, state, self.groups, self.attention, first_S
+                slots_B, row_start_B1, rows * count, host, state, self._passes, self.attention, first_S
             )
             return tokens.ids_T, ForwardContext(tokens.positions_T, attn, tokens.live_T)
 
         ctx = DraftContext(slots_B, state.tokens_SL, lengths_B, k, most_B, state.key_S, draw, lay_out_rows)
-        self._write(self.drafter.propose(ctx), slots_B, lengths_B, most_B)
+        # Passes over the target's layers feed one token per row.
+        with adapting(self._adapters if adapted else None, state.adapter_S, slots_B):
+            draft = self.drafter.propose(ctx)
+        self._write(draft, slots_B, lengths_B, most_B)
 
     def _write(self, draft: Draft, slots_B: torch.Tensor, lengths_B: torch.Tensor, most_B: torch.Tensor) -> None:
         if draft.parents_BK is not None:

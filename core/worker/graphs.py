@@ -54,6 +54,7 @@ from dovetail.core.worker.row_sections import (
 )
 from dovetail.core.worker.sampler import SampleParams, sample, sample_over_ranks
 from dovetail.core.worker.sampling import SampledRows, process, token_logprobs
+from dovetail.core.worker.simulated_acceptance import simulate
 from dovetail.core.worker.slots import DRAWS, Draw
 
 if TYPE_CHECKING:
@@ -275,7 +276,8 @@ class StepGraphs:
         state, rows = self.state, capacity.rows
         slots_B, row_start_B1, chunks_N, samples_R3 = capacity.sections.unpack(input_N, capacity.width)
         if self.drafts.on_device and capacity.drafts:
-            self.drafts.propose(slots_B, samples_R3[:, 2].contiguous(), capacity.width - 1, bound=self.max_len)
+            most_B = samples_R3[:, 2].contiguous()
+            self.drafts.propose(slots_B, most_B, capacity.width - 1, bound=self.max_len, adapted=capacity.adapted)
         counts = (capacity.width,) * capacity.decodes + (capacity.tokens,) * capacity.chunks
         host = HostBounds(counts, (self.max_len,) * rows, capacity.decodes)
         groups = self.drafts.groups_to_lay_out(self.groups, chunks=capacity.chunks > 0)
@@ -394,7 +396,7 @@ class StepGraphs:
                 ctx = LogitsContext(at.slots_N, at.position_N, *history)
                 logits_NV = process(raw_NV, self._processors, ctx, keep=True)
             drawn_N = sample(logits_NV, at.position_N, params)
-        tokens_RW = at.by_row(drawn_N)
+        tokens_RW = simulate(at.by_row(drawn_N), at.slots_R, at.base_R, state, self.drafts.vocab)
         lengths = state.tokens_SL, state.computed_S, state.drafts_S
         accepted = accept(tokens_RW, at.slots_R, at.base_R, at.limit_R, *lengths)
         logprobs = None

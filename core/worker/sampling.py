@@ -25,6 +25,7 @@ from dovetail.core.worker.sampler import (
     verify_rejection,
     verify_typical,
 )
+from dovetail.core.worker.simulated_acceptance import simulate
 from dovetail.core.worker.slots import Slots
 
 
@@ -113,6 +114,7 @@ def sample_step(
     by_draws = width == 1 or verify == "draws" or not params.random
     if best is None and masks is None and not wanted and not params.filtered and by_draws:
         tokens_RW = sample_over_ranks(model, states_NC, position_N, params).view(rows, width)
+        tokens_RW = simulate(tokens_RW, at.slots_R, at.base_R, state, model.build.spec.vocab)
         accepted = _accept(tokens_RW, at, state)
         return SampledRows(tokens_RW, accepted.accepted_R, at.slots_R, accepted.lengths_R, accepted.drafted_R)
 
@@ -134,6 +136,8 @@ def sample_step(
         sit_out(masks.lacking_X, at, state)
     if by_draws:
         tokens_RW = sample(logits_NV, position_N, params).view(rows, width)
+        if masks is None:  # Drafts that a mask forbids cannot be accepted.
+            tokens_RW = simulate(tokens_RW, at.slots_R, at.base_R, state, model.build.spec.vocab)
         accepted = _accept(tokens_RW, at, state)
     else:
         tokens_RW, accepted = _verify(logits_NV, at, position_RW, params, state, verify)

@@ -14,7 +14,6 @@ from dovetail.core.errors import ConfigError, shown
 from dovetail.core.interfaces import (
     Draft,
     DraftContext,
-    Drafter,
     FedTokens,
     Hidden,
     KVGroup,
@@ -26,17 +25,14 @@ from dovetail.core.interfaces import (
 )
 from dovetail.core.tokenizer import FILE, Tokenizer
 from dovetail.core.worker.fill import fill, read_headers
+from dovetail.plugins.spec_decode.base import BuiltinDrafter
 from dovetail.plugins.spec_decode.config import DraftModelConfig
 from dovetail.plugins.spec_decode.own_pages import OwnPages, last_states
 
 
-class DraftModel(Drafter):
+class DraftModel(BuiltinDrafter):
     config: DraftModelConfig
     model: Model
-
-    @property
-    def lookahead(self) -> int:
-        return self.config.lookahead
 
     @property
     def window(self) -> int:  # type: ignore[override]

@@ -14,7 +14,6 @@ from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import (
     Draft,
     DraftContext,
-    Drafter,
     FedTokens,
     Hidden,
     KVGroup,
@@ -25,6 +24,7 @@ from dovetail.core.interfaces import (
 from dovetail.core.startup_notes import note
 from dovetail.core.worker.features import FeatureStore
 from dovetail.core.worker.fill import fill, read_headers
+from dovetail.plugins.spec_decode.base import BuiltinDrafter
 from dovetail.plugins.spec_decode.config import Eagle3Config, EagleConfig
 from dovetail.plugins.spec_decode.eagle_files import EagleShape, read_eagle, read_eagle3
 from dovetail.plugins.spec_decode.eagle_layer import Eagle1Layer, Eagle3Layer, EagleLayer
@@ -33,7 +33,7 @@ from dovetail.plugins.spec_decode.head_files import source_of
 from dovetail.plugins.spec_decode.own_pages import OwnPages, last_states
 
 
-class Eagle(Drafter):
+class Eagle(BuiltinDrafter):
     """EAGLE and EAGLE-2: the feature is the state after the target's final norm."""
 
     config: EagleConfig | Eagle3Config
@@ -41,10 +41,6 @@ class Eagle(Drafter):
     resumes = False
     name: ClassVar[str] = "eagle"
     layer_class: ClassVar[type[EagleLayer]] = Eagle1Layer
-
-    @property
-    def lookahead(self) -> int:
-        return self.config.lookahead
 
     @property
     def window(self) -> int:  # type: ignore[override]

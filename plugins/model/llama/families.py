@@ -10,14 +10,13 @@ from dovetail.core.checkpoint import open_checkpoint
 from dovetail.core.config_json import ConfigJson
 from dovetail.core.embedding_files import read_embedding
 from dovetail.core.errors import ConfigError, shown
-from dovetail.core.interfaces import MLA, EmbeddingSpec, ModelSpec
+from dovetail.core.interfaces import EmbeddingSpec, ModelSpec
 from dovetail.core.rope import RopeConfig, read_longrope, read_rope
 from dovetail.plugins.model.config import LlamaConfig
-from dovetail.plugins.model.llama import gemma, gpt_oss
+from dovetail.plugins.model.llama import deepseek, gemma, gpt_oss
 from dovetail.plugins.model.llama.family import BlockLayout, ConfigKeys, Family, Layout, Names, attention_bias, no
 from dovetail.plugins.model.llama.moe import (
     MOST_EXPERTS,
-    read_deepseek_v3,
     read_glm4,
     read_mixtral,
     read_qwen3,
@@ -89,19 +88,6 @@ def _falcon_block(config: ConfigJson) -> BlockLayout:
     if norms == 2 and not new:
         raise config.wrong("num_ln_in_parallel_attn", "two norms need new_decoder_architecture")
     return BlockLayout(norms=("ln_attn", "ln_mlp") if norms == 2 else ("input_layernorm",), parallel=True)
-
-
-def _deepseek_mla(config: ConfigJson) -> MLA:
-    def size(key: str, at_least: int = 1) -> int:
-        return config.count(key, None if at_least else 0, at_least=at_least, at_most=MOST["hidden"])
-
-    return MLA(
-        q_rank=size("q_lora_rank", 0),
-        kv_rank=size("kv_lora_rank"),
-        rope_dim=size("qk_rope_head_dim"),
-        nope_dim=size("qk_nope_head_dim"),
-        v_dim=size("v_head_dim"),
-    )
 
 
 LLAMA = Family(qkv_bias=attention_bias, o_bias=attention_bias, mlp_bias=lambda config: config.flag("mlp_bias"))
@@ -199,11 +185,9 @@ FAMILIES: dict[str, Family] = {
         experts=read_glm4,
     ),
     **gpt_oss.FAMILIES,
-    "DeepseekV3ForCausalLM": Family(experts=read_deepseek_v3, mla=_deepseek_mla),
+    **deepseek.FAMILIES,
 }
-"""Families by architectures[0] in config.json. Those with MLA work with app=plan only."""
-
-RUNNABLE = tuple(name for name, family in FAMILIES.items() if family.mla is None)
+"""Families by architectures[0] in config.json."""
 
 MOST = {
     "vocab": 2**24,
@@ -264,7 +248,7 @@ def read_model(hf: HF, where: str) -> tuple[ModelSpec, Layout]:
         ignored=family.ignored,
         block=family.block(config),
         embed_scale=hidden**0.5 if family.embed_scaled else 1.0,
-        score_scale=family.score_scale(config, head_dim),
+        score_scale=family.score_scale(config, head_dim) * (1.0 if mla is None else rope.score_factor),
         soft_cap=soft_cap,
         logit_cap=logit_cap,
         norm=family.norm,
@@ -315,7 +299,7 @@ def _family(config: ConfigJson) -> tuple[str, Family]:
     if isinstance(architecture, str) and architecture.endswith("Model"):
         architecture = architecture.removesuffix("Model") + "ForCausalLM"
     if not isinstance(architecture, str) or architecture not in FAMILIES:
-        raise config.wrong("architectures", f"model=llama runs {', '.join(sorted(RUNNABLE))}")
+        raise config.wrong("architectures", f"model=llama runs {', '.join(sorted(FAMILIES))}")
     return architecture, FAMILIES[architecture]
 
 
@@ -334,8 +318,8 @@ def runs(hf: HF) -> bool:
     """Whether model=llama runs the architecture that a config.json states, with the options that it states."""
     try:
         config = ConfigJson(hf, "config.json")
-        architecture, family = _family(config)
-        return architecture in RUNNABLE and family.native(config)
+        _, family = _family(config)
+        return family.native(config)
     except ConfigError:
         return False
 

@@ -1,6 +1,7 @@
 """config.json of supported models, and the errors in them."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -197,6 +198,7 @@ MIXTRAL = {**HF, "architectures": ["MixtralForCausalLM"], "num_local_experts": 4
 QWEN3_MOE = {**HF, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2}
 GLM4_MOE = {**HF, "architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 8, "num_experts_per_tok": 4}
 GPT_OSS = {**HF, "architectures": ["GptOssForCausalLM"]}
+DEEPSEEK_V2 = compose(["model=deepseek_v2"], app="generate").part("model").config.hf
 DEEPSEEK = compose(["model=deepseek_v3"], app="generate").part("model").config.hf
 
 
@@ -240,12 +242,47 @@ def test_ranks_share_the_channels_of_experts():
     assert list(spec.shares()) == [1, 2]
 
 
-def test_models_for_planning_only_are_refused():
-    config = compose(["model=deepseek_v3"], app="generate").part("model").config
-    with pytest.raises(
-        ConfigError, match="no compressed attention.*works with app=plan only.*It runs LlamaForCausalLM"
-    ):
-        Llama(config, build_context(Llama.spec(config)))
+@pytest.mark.parametrize(
+    ("hf", "change", "words"),
+    [
+        (DEEPSEEK, {"attention_bias": True}, "attention_bias is True; .*no biases beside compressed attention"),
+        (DEEPSEEK, {"rope_interleave": False}, "rope_interleave is False; .*set model=transformers"),
+        (DEEPSEEK, {"moe_layer_freq": 2}, "moe_layer_freq is 2; .*experts in every layer after the dense ones"),
+        (DEEPSEEK, {"kv_lora_rank": 0}, "kv_lora_rank is 0; it must be from 1"),
+        (DEEPSEEK, {"qk_rope_head_dim": 63}, "rotary positions take 63 of 191 dimensions"),
+        (DEEPSEEK_V2, {"norm_topk_prob": True}, "norm_topk_prob is True; .*not divided by their sum"),
+        (DEEPSEEK_V2, {"topk_method": "noaux_tc"}, "the options are greedy, group_limited_greedy"),
+        (DEEPSEEK_V2, {"topk_group": 9}, "topk_group is 9; it must be from 1 to 8"),
+    ],
+)
+def test_latents_that_cannot_be_are_refused(hf, change, words):
+    with pytest.raises(ConfigError, match=f"here: .*{words}"):
+        read_spec({**hf, **change}, "here")
+
+
+def test_queries_are_compressed_unless_the_file_says_null():
+    """A file without the key has transformers' default."""
+    without = {key: value for key, value in DEEPSEEK_V2.items() if key != "q_lora_rank"}
+    ranks = [read_spec(hf, "here").mla.q_rank for hf in (without, {**DEEPSEEK_V2, "q_lora_rank": None})]
+    assert ranks == [1536, 0]
+
+
+def test_yarn_scales_scores_of_compressed_attention_alone():
+    scaled = {**HF, "max_position_embeddings": 163840, "rope_parameters": DEEPSEEK["rope_parameters"]}
+    factor = (0.1 * math.log(40) + 1) ** 2
+    assert read_model(DEEPSEEK, "here")[1].score_scale == pytest.approx(192**-0.5 * factor)
+    _, layout = read_model(scaled, "here")
+    assert layout.rope.score_factor == pytest.approx(factor) and layout.score_scale == layout.score_scale
+    assert layout.score_scale == read_spec(scaled, "here").head_dim ** -0.5
+
+
+def test_latents_share_no_rank_and_take_656_bytes_in_eight_bits():
+    spec = read_spec(DEEPSEEK, "here")
+    assert [spec.kv_bytes_per_token(size, tp) // 61 for size, tp in ((2, 1), (2, 8), (1, 1), (1, 8))] == [
+        *(1152, 1152),
+        *(656, 656),
+    ]
+    assert spec.shares()[8] == 64 and 128 in spec.shares()
 
 
 def test_a_missing_key_is_named():

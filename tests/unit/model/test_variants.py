@@ -37,6 +37,9 @@ PUBLISHED = {
     "gpt_oss_120b": (36, 2880, 64, 8, 2880, 201088, 73728, 116.8e9),
     "falcon_7b": (32, 4544, 71, 1, 18176, 65024, 8192, 6.92e9),
     "gptj_6b": (28, 4096, 16, 16, 16384, 50400, 458752, 6.05e9),
+    "deepseek_v2_lite": (27, 2048, 16, 16, 10944, 102400, 31104, 15.7e9),
+    "deepseek_v2": (60, 5120, 128, 128, 12288, 102400, 69120, 236e9),
+    "deepseek_v3_4layers": (4, 7168, 128, 128, 18432, 129280, 4608, 37.0e9),
     "deepseek_v3": (61, 7168, 128, 128, 18432, 129280, 70272, 671e9),
 }
 """layers, hidden, heads, kv heads, FFN, vocabulary, KV bytes per token in bfloat16, parameters"""
@@ -67,6 +70,8 @@ def test_shapes_and_sizes(variant):
         ("mixtral_8x22b", 39e9, 0.01),
         ("qwen3_30b_a3b", 3.3e9, 0.02),
         ("glm45_air", 13e9, 0.04),
+        ("deepseek_v2_lite", 2.4e9, 0.12),
+        ("deepseek_v2", 21e9, 0.02),
         ("deepseek_v3", 37e9, 0.02),
         # OpenAI states 3.6 and 5.1 billion, without the embedding table.
         ("gpt_oss_20b", 3.6e9 + 201088 * 2880, 0.02),

@@ -91,7 +91,7 @@ def fresh(tmp_path, monkeypatch) -> Iterator[None]:
     decoding = importlib.import_module(decoded_matmul.__module__)
     cached = (
         *(module.device_facts, decoding._device, launch._capable),
-        *(backend._processors, backend._shared_bytes, backend._has_hopper),
+        *(backend._processors, backend.shared_bytes_of, backend._has_hopper),
     )
     for one in cached:
         one.cache_clear()

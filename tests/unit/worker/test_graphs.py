@@ -218,7 +218,7 @@ def registry() -> Iterator[Registry]:
         config=Options,
         target="acme_attention:FromDevice",
         capabilities="acme_attention:provides",
-        api="attention/0.3",
+        api="attention/0.4",
     )
     own = installed()
     part = Registered(component, Package("acme", "1.0"))
