@@ -23,9 +23,10 @@ DECODE, DRAFTS, MIXED = (
 
 def latents(cuda: Callable[..., torch.Tensor], has_fp8: Callable[[], bool], everything: bool) -> None:
     """`everything`: whether to add shapes, and the kernels for the keys and values of expanded rows."""
-    attend(cuda, DECODE, 128, BF16)
     if has_fp8():
         attend(cuda, DRAFTS, 16, E4M3)
+    if everything or not has_fp8():
+        attend(cuda, DECODE, 128, BF16)
     if everything:
         attend(cuda, DECODE, 16, BF16)
         attend(cuda, DECODE, 8, FP32, FP32)
