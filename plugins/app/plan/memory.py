@@ -75,8 +75,8 @@ class Plan:
         if p is None:
             raise ConfigError(f"the size of the draft model {facts.spec.architecture} is unknown: set spec_decode=none")
         bits = 8 * formats.dtype_bytes if facts.weight_bits is None else facts.weight_bits
-        tables = {"head_bits": facts.head_bits, "embedding_bits": facts.embedding_bits, "expert_bits": None}
-        own = replace(formats, weight_bits=bits, **tables)
+        head, embedding = facts.head_bits, facts.embedding_bits
+        own = replace(formats, weight_bits=bits, head_bits=head, embedding_bits=embedding, expert_bits=None)
         return probs + own.weight_bytes(p) / engine.tp
 
     @property
