@@ -29,6 +29,8 @@ KV_EVERY = 16
 """Steps between samples of KV cache usage, whose cost grows with the number of sequences."""
 POLL_SECONDS = 0.1
 """Seconds between checks whether the run was stopped."""
+ROUNDING = 1e-9
+"""Seconds; more than rounding errors of a clock, and too short to matter."""
 SPIN_SECONDS = 1e-3
 """Last part of a wait for a request, which a sleep might overrun."""
 
@@ -170,7 +172,8 @@ class StepDrive(Drive):
         while not self.stopped and (due or any(one.engine.has_work for one in self._engines)):
             first = self._first()
             now = first.clock.now() - began
-            while (index := self._take(now)) is not None:
+            # A virtual clock that has jumped to an arrival may be a rounding error before it.
+            while (index := self._take(now + ROUNDING)) is not None:
                 self._add(index, began)
             if not first.engine.has_work:
                 if due:
