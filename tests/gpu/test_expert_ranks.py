@@ -26,7 +26,7 @@ def tokens(*overrides: str) -> list[list[int]]:
         ("experts=whole",),
         ("experts=gather",),
         ("experts=all_to_all",),
-        ("experts=all_to_all", "experts.capacity=0.3", "engine.cuda_graphs=false"),
+        ("experts=all_to_all", "experts.capacity=0.3", "experts.check_rows=8", "engine.cuda_graphs=false"),
         ("experts=gather", "collective=symm_mem"),
         ("experts=whole", "collective=symm_mem"),
         ("experts=all_to_all", "engine.overlap_tokens=16", "engine.graph_tokens=0"),
