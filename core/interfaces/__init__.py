@@ -10,13 +10,23 @@ from dovetail.core.interfaces.attention import (
     BatchMeta,
     HostBounds,
     KVPool,
+    LatentNorm,
     QKNorm,
     Rope,
+    TreeMask,
 )
 from dovetail.core.interfaces.checkpoint import Checkpoint, LazyTensor, TensorHeader
 from dovetail.core.interfaces.collective import Collective, Residual
-from dovetail.core.interfaces.cost import CostModel, Formats, RowWork
-from dovetail.core.interfaces.executor import Blobs, Executor, ExecutorInfo, JoinBlob, Progress
+from dovetail.core.interfaces.cost import CostModel, Formats, RowWork, StepTerms
+from dovetail.core.interfaces.executor import (
+    Blobs,
+    Clock,
+    Executor,
+    ExecutorInfo,
+    JoinBlob,
+    Progress,
+    VirtualClock,
+)
 from dovetail.core.interfaces.expert import (
     SWIGLU,
     ExpertBias,
@@ -100,6 +110,7 @@ from dovetail.core.interfaces.scheduler import (
     SchedulerStats,
 )
 from dovetail.core.interfaces.spec_decode import (
+    AcceptedPath,
     Draft,
     DraftContext,
     Drafter,
@@ -115,6 +126,7 @@ __all__ = [
     "PLAIN",
     "SLO",
     "SWIGLU",
+    "AcceptedPath",
     "ActFormat",
     "Activation",
     "AdapterFacts",
@@ -129,6 +141,7 @@ __all__ = [
     "BuildContext",
     "Bundle",
     "Checkpoint",
+    "Clock",
     "Collective",
     "Content",
     "CostModel",
@@ -165,6 +178,7 @@ __all__ = [
     "KVSequence",
     "KVStats",
     "LateInputs",
+    "LatentNorm",
     "LayerAdapters",
     "Layers",
     "LazyTensor",
@@ -220,6 +234,7 @@ __all__ = [
     "StepPlan",
     "StepRecord",
     "StepResult",
+    "StepTerms",
     "TargetView",
     "TensorHeader",
     "TimedRequest",
@@ -229,7 +244,9 @@ __all__ = [
     "ToolCallBegin",
     "ToolCallEnd",
     "ToolParser",
+    "TreeMask",
     "Verify",
+    "VirtualClock",
     "Vocabulary",
     "Workload",
     "WorkloadContext",

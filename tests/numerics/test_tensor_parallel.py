@@ -38,7 +38,7 @@ TOKENS = random_tokens(50, seed=3)
 FAMILIES = (
     *("gqa", "mistral_window", "qwen2_window", "qwen3", "gemma2", "gemma3", "glm4", "phi3_window"),
     *("falcon_7b", "falcon_40b", "falcon_1b", "gptj"),
-    *("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss"),
+    *("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss", "deepseek_v2_lite", "deepseek_v3"),
 )
 """A variant of each family and of each of its checkpoint layouts."""
 

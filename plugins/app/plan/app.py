@@ -22,6 +22,12 @@ class PlanApp(App):
     config: PlanConfig
 
     def run(self, composition: Composition, prompts: Sequence[str]) -> int:
+        if self.config.load is not None:
+            from dovetail.plugins.app.plan.load import plan_load, show
+
+            found = plan_load(composition, self.config)
+            print(json.dumps(found, indent=2)) if self.config.format == "json" else show(found)
+            return 0 if found["best"] else 1
         plan = make_plan(composition)
         facts = self._facts(composition, plan)
         if self.config.format == "json":

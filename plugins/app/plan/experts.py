@@ -32,7 +32,7 @@ class PlacedExperts:
         one = 3 * self.spec.hidden * self.moe.intermediate * (self.spec.layers - self.moe.dense_layers)
         copies = (self.slots * self.ep - self.moe.experts) / self.tp
         shared = self.moe.shared * (1 - 1 / self.tp) if self.replicates_shared else 0
-        return (copies + shared) * one * formats.weight_bits / 8
+        return formats.expert_bytes(copies * one) + shared * one * formats.weight_bits / 8
 
     def facts(self, batches: tuple[int, ...], dp: int, formats: Formats) -> dict[str, Any]:
         rows = exchanged_rows(self.exchange, self.moe.active, self.tp, self.ep)

@@ -75,7 +75,8 @@ class Plan:
         if p is None:
             raise ConfigError(f"the size of the draft model {facts.spec.architecture} is unknown: set spec_decode=none")
         bits = 8 * formats.dtype_bytes if facts.weight_bits is None else facts.weight_bits
-        own = replace(formats, weight_bits=bits, head_bits=facts.head_bits, embedding_bits=facts.embedding_bits)
+        head, embedding = facts.head_bits, facts.embedding_bits
+        own = replace(formats, weight_bits=bits, head_bits=head, embedding_bits=embedding, expert_bits=None)
         return probs + own.weight_bytes(p) / engine.tp
 
     @property
@@ -129,7 +130,7 @@ def make_plan(composition: Composition) -> Plan:
     cost = bind_cost(composition, spec, "cuda")
     if cost is None:
         raise ConfigError(f"cost={part.name} predicts nothing; choose hardware, such as cost=h200")
-    memory = getattr(part.config, "memory", None)
+    memory = cost.memory
     if memory is None:
         raise ConfigError(f"cost={part.name} does not state the memory of a device: set cost.memory=<GB>")
     adapter = composition.part("adapter")
