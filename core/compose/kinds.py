@@ -41,7 +41,7 @@ KINDS: dict[str, Kind] = {
             "Scheduler",
             "scheduler:SchedulerContract",
             "which sequences run in a step, and how many tokens of each",
-            api="0.2",
+            api="0.3",
         ),
         _kind(
             "kv_cache",
@@ -56,7 +56,7 @@ KINDS: dict[str, Kind] = {
             "AttentionBackend",
             "attention:AttentionContract",
             "writes keys and values to pages and attends over them",
-            api="0.3",
+            api="0.4",
         ),
         _kind(
             "quant",
@@ -89,7 +89,7 @@ KINDS: dict[str, Kind] = {
             "Collective",
             "collective:CollectiveContract",
             "sums and gathers between ranks",
-            api="0.2",
+            api="0.3",
         ),
         _kind(
             "experts",

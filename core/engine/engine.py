@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
@@ -88,6 +87,7 @@ class Engine:
             info.max_len,
             info.lookahead,
             engine.depth,
+            draft_depth=drafter.depth,
             weighs_drafts=engine.drafts == "paying",
             draft_window=drafter.window,
             draft_resumes=drafter.resumes,
@@ -96,7 +96,7 @@ class Engine:
         self.scheduler: Scheduler = composition.build("scheduler", limits=self.limits, kv=self.kv)
         here = None if info.device == "simulated" else detect_host(engine.device)
         self.cost = bind_cost(composition, info.spec, info.device, here)
-        self.clock = time.perf_counter
+        self.clock = self._now = executor.clock.now
         """Source of request arrival times and of SchedulerContext.clock, in seconds."""
         self._ledger = PageLedger(info.groups, info.num_pages, engine.max_seqs, info.lookahead)
         self._progress = ProgressWatch(self.limits)
@@ -124,7 +124,7 @@ class Engine:
         patient = engine.depth > 1 and exact_lengths(composition)
         self._grammars = build_grammars(composition, info.spec, patient=patient, drafts=info.lookahead > 0)
         self._results = Results(self._tracked, self._grammars)
-        self._recorder = make_recorder(record, composition, info, self.limits, self.scheduler)
+        self._recorder = make_recorder(record, composition, info, self.limits, self.scheduler, self._now)
 
     def interrupt(self) -> None:
         """Interrupt a step that hangs. Call it from another thread than `step`; only `shutdown` may follow."""
@@ -232,7 +232,7 @@ class Engine:
         the plan. 0 if no request could join, if the step time is unknown, and without `engine.late_launch`."""
         if self._launch_timer is None or len(self._launched) != 1 or self._follows_grammars:
             return 0.0
-        return self._launch_timer.delay(time.perf_counter()) if len(self._tracked) < self.limits.max_seqs else 0.0
+        return self._launch_timer.delay(self._now()) if len(self._tracked) < self.limits.max_seqs else 0.0
 
     @property
     def _follows_grammars(self) -> bool:
@@ -264,7 +264,7 @@ class Engine:
             yield ended_event(ended)
 
     def _launch(self) -> bool:
-        began = time.perf_counter()
+        began = self._now()
         engine = self.composition.engine
         ctx = SchedulerContext(self._steps, self.clock(), engine.seed, engine.depth, self.kv, self.cost)
         plan = self.scheduler.schedule(ctx)
@@ -280,10 +280,10 @@ class Engine:
         late = self._mark_late(plan) if self._follows_grammars else {}
         self._check(plan, bool(late))
         blobs = self._join_blobs(plan)
-        decided = time.perf_counter()
+        decided = self._now()
         self.executor.submit(plan, blobs)
         self.counters.schedule_seconds += decided - began
-        submitted = time.perf_counter()
+        submitted = self._now()
         self.counters.submit_seconds += submitted - decided
         self._recorder.planned(ctx, plan, decided - began)
         delayed = self._launch_timer is not None and self._launch_timer.launched(plan, submitted - began)
@@ -364,9 +364,9 @@ class Engine:
         return {uid: one.grammar for uid, one in tracked if one is not None and one.grammar is not None}
 
     def _take(self) -> list[SequenceEvent]:
-        began = time.perf_counter()
+        began = self._now()
         result = self.executor.collect()
-        arrived = time.perf_counter()
+        arrived = self._now()
         self.counters.wait_seconds += arrived - began
         launched = self._launched.popleft()
         events, ended = self._results.take(launched.plan, result)
@@ -379,7 +379,7 @@ class Engine:
             running = self._launched[0].plan if self._launched else None
             delayed = launched.delayed and launched.follows
             self._launch_timer.observe(launched.plan, result, delayed, arrived - began, arrived, running)
-        self.counters.update_seconds += time.perf_counter() - arrived
+        self.counters.update_seconds += self._now() - arrived
         return events
 
     def _record(self, launched: _Launched, result: StepResult, ended: bool) -> None:
@@ -395,7 +395,7 @@ class Engine:
         stats, kv = self.scheduler.stats(), self.kv.stats()
         record = StepRecord(
             step=result.step,
-            clock=time.perf_counter(),
+            clock=self._now(),
             rows=len(plan.rows),
             tokens=plan.num_tokens,
             sampled=counts.sampled,

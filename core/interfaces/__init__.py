@@ -10,13 +10,23 @@ from dovetail.core.interfaces.attention import (
     BatchMeta,
     HostBounds,
     KVPool,
+    LatentNorm,
     QKNorm,
     Rope,
+    TreeMask,
 )
 from dovetail.core.interfaces.checkpoint import Checkpoint, LazyTensor, TensorHeader
 from dovetail.core.interfaces.collective import Collective, Residual
-from dovetail.core.interfaces.cost import CostModel, Formats, RowWork
-from dovetail.core.interfaces.executor import Blobs, Executor, ExecutorInfo, JoinBlob, Progress
+from dovetail.core.interfaces.cost import CostModel, Formats, RowWork, StepTerms
+from dovetail.core.interfaces.executor import (
+    Blobs,
+    Clock,
+    Executor,
+    ExecutorInfo,
+    JoinBlob,
+    Progress,
+    VirtualClock,
+)
 from dovetail.core.interfaces.expert import (
     SWIGLU,
     ExpertBias,
@@ -91,6 +101,7 @@ from dovetail.core.interfaces.records import (
     StepResult,
 )
 from dovetail.core.interfaces.router import Arrival, ReplicaLoad, Router
+from dovetail.core.interfaces.rows import RowShard
 from dovetail.core.interfaces.scheduler import (
     Resource,
     Scheduler,
@@ -99,6 +110,7 @@ from dovetail.core.interfaces.scheduler import (
     SchedulerStats,
 )
 from dovetail.core.interfaces.spec_decode import (
+    AcceptedPath,
     Draft,
     DraftContext,
     Drafter,
@@ -114,6 +126,7 @@ __all__ = [
     "PLAIN",
     "SLO",
     "SWIGLU",
+    "AcceptedPath",
     "ActFormat",
     "Activation",
     "AdapterFacts",
@@ -128,6 +141,7 @@ __all__ = [
     "BuildContext",
     "Bundle",
     "Checkpoint",
+    "Clock",
     "Collective",
     "Content",
     "CostModel",
@@ -164,6 +178,7 @@ __all__ = [
     "KVSequence",
     "KVStats",
     "LateInputs",
+    "LatentNorm",
     "LayerAdapters",
     "Layers",
     "LazyTensor",
@@ -207,6 +222,7 @@ __all__ = [
     "Row",
     "RowFlag",
     "RowResult",
+    "RowShard",
     "RowWork",
     "SamplingParams",
     "Scheduler",
@@ -218,6 +234,7 @@ __all__ = [
     "StepPlan",
     "StepRecord",
     "StepResult",
+    "StepTerms",
     "TargetView",
     "TensorHeader",
     "TimedRequest",
@@ -227,7 +244,9 @@ __all__ = [
     "ToolCallBegin",
     "ToolCallEnd",
     "ToolParser",
+    "TreeMask",
     "Verify",
+    "VirtualClock",
     "Vocabulary",
     "Workload",
     "WorkloadContext",

@@ -157,6 +157,7 @@ class Runner:
             device=device,
             seed=engine.seed,
             draft_probs=parts.model.build.spec.vocab if parts.drafter.verify == "rejection" else 0,
+            draft_depth=parts.drafter.depth,
             simulated_rates=parts.drafter.simulated_rates,
         )
         self.drafts = Drafts(
@@ -334,7 +335,8 @@ class Runner:
         at = unpack_samples(step.samples_N, rows, batch.tokens.positions_T)
         states = hidden.states[at.token_RW.reshape(-1)]
         masks = None if late is None else upload_masks(late, rows, state.device)
-        return sample_step(parts.model, states, at, batch, state, self.slots, parts.processors, masks, verify)
+        some = self.slots, parts.processors, self.drafts.keep
+        return sample_step(parts.model, states, at, batch, state, *some, masks, verify)
 
     # Adapters.
 

@@ -68,7 +68,7 @@ def _with_layers(config: DraftModelConfig | HeadFiles, spec: ModelSpec) -> Draft
     stored = stored_formats(config.quant, spec, 8.0 * BYTES[spec.dtype])
     tables = table_formats(stated, stored)
     return DrafterFacts(
-        config.lookahead,
+        config.drafts,
         spec,
         stored.bits if stored is not None else float(bits) if isinstance(bits, int | float) else None,
         config.verify,

@@ -15,7 +15,9 @@ from dovetail.core.interfaces import ExpertPlacement
 from dovetail.core.testing.rank_threads import ThreadCollective, on_threads
 from dovetail.plugins.collective.config import OrderedConfig
 from dovetail.plugins.collective.ordered import OrderedCollective
+from dovetail.plugins.experts.config import AllToAllConfig
 from dovetail.plugins.experts.everywhere import WholePlacement
+from dovetail.plugins.experts.own_rows import AllToAllPlacement, GatherPlacement
 from dovetail.plugins.model.config import LlamaConfig
 from dovetail.plugins.model.llama.decoder import Llama
 
@@ -34,7 +36,7 @@ TOKENS = random_tokens(50, seed=3)
 FAMILIES = (
     *("gqa", "mistral_window", "qwen2_window", "qwen3", "gemma2", "gemma3", "glm4", "phi3_window"),
     *("falcon_7b", "falcon_40b", "falcon_1b", "gptj"),
-    *("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss"),
+    *("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss", "deepseek_v2_lite", "deepseek_v3"),
 )
 """A variant of each family and of each of its checkpoint layouts."""
 
@@ -63,6 +65,13 @@ class Dealt(WholePlacement):
         return [*range(rank, experts, size), *([0] if rank else [])]
 
 
+class FewGo(AllToAllPlacement):
+    """The second round has most rows."""
+
+    def __init__(self, config: None) -> None:
+        super().__init__(AllToAllConfig(capacity=0.3))
+
+
 def placed(placement: type[ExpertPlacement], ep: int, ranks: ThreadCollective, folder: Path) -> Llama:
     made = placement(None)
     made.bind(ranks, ep)
@@ -79,6 +88,11 @@ def placed(placement: type[ExpertPlacement], ep: int, ranks: ThreadCollective, f
         *((variant, WholePlacement, 2, 2) for variant in ("mixtral", "glm4_moe")),
         ("qwen3_moe", WholePlacement, 4, 2),
         ("qwen3_moe", Dealt, 2, 2),
+        ("gpt_oss", WholePlacement, 2, 2),
+        ("gpt_oss", FewGo, 4, 2),
+        ("glm4_moe", GatherPlacement, 2, 2),
+        ("qwen3_moe", GatherPlacement, 4, 2),
+        ("glm4_moe", FewGo, 4, 2),
     ],
 )
 def test_experts_on_different_ranks_equal_one(variant, placement, size, ep, tmp_path):

@@ -80,6 +80,11 @@ def test_heads_that_do_not_fit_are_refused(
         bound("parallel", tmp_path / "head")
 
 
+def test_trees_are_refused() -> None:
+    with pytest.raises(ConfigError, match="tree=12: spec_decode=parallel drafts chains alone"):
+        compose(["app=plan", "spec_decode=parallel_tiny", "spec_decode.tree=12"])
+
+
 def test_its_time_is_one_pass() -> None:
     def drafting(name: str, lookahead: int) -> float:
         words = [f"spec_decode={name}_llama3_8b", f"spec_decode.lookahead={lookahead}"]
