@@ -258,6 +258,25 @@ def test_a_variant_outside_the_gate_is_wrong_however_fast(
     assert "gate judges answers" in capsys.readouterr().err
 
 
+def test_blocks_are_compared_within_themselves(
+    fake: type[FakeChild], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = (f"ablate.report={tmp_path / 'x.html'}", f"ablate.plot={tmp_path / 'x.svg'}")
+    result = ablate(tmp_path, 0, "ablate.across={engine.max_seqs:[4,8]}", "ablate.rounds=2", *files)
+    names = [one["name"] for one in result["variants"]]
+    assert len(names) == 8 and names[-1] == "engine.max_seqs=8: kv_cache=prefix_hash, again"
+    pairs = {
+        (one["block"], one["variant"].split(": ")[0], one["baseline"].split(": ")[0]) for one in result["comparisons"]
+    }
+    assert pairs == {(block, block, block) for block in ("engine.max_seqs=4", "engine.max_seqs=8")}
+    assert len(result["comparisons"]) == 6 and result["comparisons"][0]["primary"]["comparisons"] == 4
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "in tokens/s, engine.max_seqs=8" in printed and "engine.max_seqs=4: kv_cache=radix raises" in printed
+    text = (tmp_path / "x.html").read_text()
+    assert text.count("<h2>engine.max_seqs=") == 2 and "<td>kv_cache=radix</td>" in text
+    assert "engine.max_seqs=8" in (tmp_path / "x.svg").read_text()
+
+
 def test_the_report_is_one_file_with_every_part(fake: type[FakeChild], tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     ablate(tmp_path, 0, f"ablate.report={path}")
