@@ -41,7 +41,7 @@ KINDS: dict[str, Kind] = {
             "Scheduler",
             "scheduler:SchedulerContract",
             "which sequences run in a step, and how many tokens of each",
-            api="0.2",
+            api="0.3",
         ),
         _kind(
             "kv_cache",

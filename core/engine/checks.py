@@ -16,6 +16,7 @@ from dovetail.core.engine.stored_weights import stored_formats, table_formats
 from dovetail.core.errors import CapabilityError, CapacityError, DovetailError
 from dovetail.core.interfaces import ExpertPlacement, Formats, Model
 from dovetail.core.interfaces.placement import expert_ranks
+from dovetail.core.interfaces.spec_decode import MOST_NODES
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -31,6 +32,7 @@ def check_fit(composition: Composition) -> None:
     composition.check(here, host.model_facts(spec))
     found = [*_depth_conflicts(composition, here), *_overlap_conflicts(composition), *_launch_conflicts(composition)]
     found += [*_former_conflicts(composition), *expert_conflicts(composition, spec)]
+    found += _tree_conflicts(composition, here)
     if found:
         raise CapabilityError(found)
     check_weights_fit(composition, spec, here)
@@ -118,6 +120,34 @@ def _depth_conflicts(composition: Composition, here: Host) -> Iterator[str]:
             f"attention={composition.part('attention').name} plans from exact lengths on the host, which does not have "
             f"them while drafts are in flight (spec_decode={chosen.name}, engine.depth={depth}). "
             "Would work: engine.depth=1, spec_decode=none."
+        )
+
+
+def _tree_conflicts(composition: Composition, here: Host) -> Iterator[str]:
+    """Yield conflicts of a drafter of trees with itself and with attention."""
+    drafter = composition.build("spec_decode")
+    if drafter.depth >= drafter.lookahead:
+        return
+    name = composition.part("spec_decode").name
+    if drafter.lookahead > MOST_NODES:
+        yield (
+            f"spec_decode={name} drafts trees of {drafter.lookahead} tokens, and the limit is {MOST_NODES}: the "
+            f"ancestors of a draft are the bits of one number. Would work: {MOST_NODES}."
+        )
+    if drafter.verify != "draws":
+        yield (
+            f"spec_decode={name} drafts trees, which are verified by the model's own draws, and its verification is "
+            f"{drafter.verify}. Would work: spec_decode.verify=draws, or chains."
+        )
+    attention = composition.part("attention")
+    if not attention.capabilities(here).provides.get("tree"):
+        registry = composition.registry
+        parts = (registry.get("attention", name) for name in registry.options("attention"))
+        chosen = (Selected(part, part.component.config()) for part in parts)
+        able = [f"attention={part.name}" for part in chosen if part.capabilities(here).provides.get("tree")]
+        yield (
+            f"attention={attention.name} has no tree masks, and spec_decode={name} drafts trees. "
+            f"Would work: {', '.join([*able, 'chains of drafts'])}."
         )
 
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from dovetail.core.compose import Host
 from dovetail.core.engine.stored_weights import stored_formats, table_formats
 from dovetail.core.errors import ConfigError, PluginError
-from dovetail.core.interfaces import CostModel, DrafterFacts, Formats
+from dovetail.core.interfaces import CostModel, DrafterFacts, ExpertPlacement, Formats
+from dovetail.core.interfaces.placement import expert_ranks
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition, EngineConfig
@@ -32,9 +33,13 @@ def bind_cost(
     if not cost.predicts:
         return None
     bound = formats(composition, spec, device or composition.engine.device, here)
-    cost.bind(spec, composition.engine, bound)
+    engine = with_expert_ranks(composition)
+    cost.bind(spec, engine, bound)
     facts: DrafterFacts | None = composition.part("spec_decode").facts() if "spec_decode" in composition.parts else None
-    if facts is not None and facts.spec is not None and facts.spec.parameters is not None:
+    if facts is not None and facts.target_share and spec.parameters is not None:
+        cost.drafter = composition.build("cost")
+        cost.drafter.bind(_part_of(spec, facts.target_share), engine, bound)
+    elif facts is not None and facts.spec is not None and facts.spec.parameters is not None:
         cost.drafter, cost.drafts_in_one_pass = composition.build("cost"), facts.one_pass
         bits = 8.0 * bound.dtype_bytes if facts.weight_bits is None else facts.weight_bits
         # Matmuls of narrow weights are those of the model's dtype: the facts do not name a product.
@@ -47,8 +52,26 @@ def bind_cost(
             embedding_bits=facts.embedding_bits,
             expert_bits=None,
         )
-        cost.drafter.bind(facts.spec, composition.engine, own)
+        cost.drafter.bind(facts.spec, engine, own)
     return cost
+
+
+def with_expert_ranks(composition: Composition) -> EngineConfig:
+    """Return the engine's settings with the number of expert ranks in place of ep=null."""
+    engine = composition.engine
+    if "experts" not in composition.parts:
+        return engine
+    placement: ExpertPlacement = composition.build("experts")
+    return engine.model_copy(update={"ep": expert_ranks(placement, engine.ep, engine.tp)})
+
+
+def _part_of(spec: ModelSpec, share: float) -> ModelSpec:
+    """Return a model of some of the layers, with the embedding and logits of the whole."""
+    layers = max(1, round(spec.layers * share))
+    p, part = spec.parameters, layers / spec.layers
+    assert p is not None
+    fewer = {name: int(getattr(p, name) * part) for name in ("attention", "mlp", "experts", "active_experts", "rest")}
+    return replace(spec, layers=layers, windows=spec.windows[:layers], parameters=replace(p, **fewer))
 
 
 def formats(composition: Composition, spec: ModelSpec, device: str, here: Host | None = None) -> Formats:

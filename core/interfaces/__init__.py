@@ -13,6 +13,7 @@ from dovetail.core.interfaces.attention import (
     LatentNorm,
     QKNorm,
     Rope,
+    TreeMask,
 )
 from dovetail.core.interfaces.checkpoint import Checkpoint, LazyTensor, TensorHeader
 from dovetail.core.interfaces.collective import Collective, Residual
@@ -109,6 +110,7 @@ from dovetail.core.interfaces.scheduler import (
     SchedulerStats,
 )
 from dovetail.core.interfaces.spec_decode import (
+    AcceptedPath,
     Draft,
     DraftContext,
     Drafter,
@@ -124,6 +126,7 @@ __all__ = [
     "PLAIN",
     "SLO",
     "SWIGLU",
+    "AcceptedPath",
     "ActFormat",
     "Activation",
     "AdapterFacts",
@@ -241,6 +244,7 @@ __all__ = [
     "ToolCallBegin",
     "ToolCallEnd",
     "ToolParser",
+    "TreeMask",
     "Verify",
     "VirtualClock",
     "Vocabulary",

@@ -1,6 +1,6 @@
 """Attention contract: write a step's K and V into pages and attend over them.
 
-Shapes: T tokens of the step, B rows, H query heads, K kv heads, D head dim, P pages per table, W tree-mask width.
+Shapes: T tokens of the step, B rows, H query heads, K kv heads, D head dim, P pages per table.
 """
 
 from __future__ import annotations
@@ -75,6 +75,25 @@ class HostBounds:
         return self.decode_width or max(self.counts[: self.num_decode], default=0)
 
 
+@dataclass(frozen=True, slots=True)
+class TreeMask:
+    """Visibility in decode rows that feed draft trees (SpecInfer, Miao et al. 2024). A row feeds its last accepted
+    token, the root, and then the drafts, parents before their children. Several drafts may have one position, so a
+    draft's index in the KV cache is not its position.
+
+    A token sees all keys up to the root, and its ancestors and itself among the drafts. A layer's window counts
+    positions: a token `depth` levels below the root, whose position is root + depth, sees those of its ancestors that
+    are less than `window` levels above it, and keys from index root + depth - window + 1 on. `core.ops.trees` computes
+    both.
+    """
+
+    root_T: torch.Tensor
+    """int64: index of the row's root among the row's keys."""
+    ancestors_T: torch.Tensor
+    """int64: bit i is set if the token sees the key with index root + 1 + i. A draft's own bit is set, and the number
+    of bits is its depth. 0 = the root, or padding. Tokens of other rows have arbitrary values: their mask is causal."""
+
+
 @dataclass(slots=True)
 class BatchMeta:
     """Device metadata of one step for one KV group. Written by the runner before `plan_device`; read-only for backends.
@@ -95,8 +114,8 @@ class BatchMeta:
     write_T: torch.Tensor
     """int64: flat token slot (page * page_tokens + offset) to which each token's K and V are written."""
     page_tokens: int
-    tree_mask_TW: torch.Tensor | None = None
-    """bool [T, W]: which of the row's last W tokens each token of a draft tree sees; None = causal chain."""
+    tree: TreeMask | None = None
+    """Mask of the decode rows, if they may feed draft trees (capability `tree`); None = every row is causal."""
 
 
 @dataclass(slots=True)

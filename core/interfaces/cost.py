@@ -51,8 +51,11 @@ class Formats:
 
     def layer_bytes(self, p: Parameters, experts: float) -> float:
         """Return the bytes of the matrices of layers with so many weights in routed experts, over all ranks."""
-        expert_bits = self.weight_bits if self.expert_bits is None else self.expert_bits
-        return ((p.attention + p.mlp) * self.weight_bits + experts * expert_bits) / 8
+        return (p.attention + p.mlp) * self.weight_bits / 8 + self.expert_bytes(experts)
+
+    def expert_bytes(self, weights: float) -> float:
+        """Return the bytes of so many weights of routed experts."""
+        return weights * (self.weight_bits if self.expert_bits is None else self.expert_bits) / 8
 
     def weight_bytes(self, p: Parameters) -> float:
         """Return the bytes of all weights, over all ranks."""

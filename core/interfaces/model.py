@@ -249,6 +249,9 @@ class ForwardContext:
     live_T: torch.Tensor | None = None
     """bool: which tokens belong to a sequence. The others are padding, whose states mean nothing and may be NaN; layers
     whose work depends on a token's values, such as experts, leave them out. None = all."""
+    skip: frozenset[int] = frozenset()
+    """Layers that this pass leaves out, for drafts. A model that states the capability `skips_layers` does so; the
+    others are not given any."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from dovetail.core.interfaces import Collective
 
 if TYPE_CHECKING:
-    from dovetail.core.interfaces import Norm
+    from dovetail.core.interfaces.collective import Norm
 
 
 def with_after(target: type[Collective]) -> type[Collective]:
@@ -19,6 +19,6 @@ def with_after(target: type[Collective]) -> type[Collective]:
     def boundary(self: Any, *args: Any, after: Norm | None = None, **options: Any) -> Any:
         if after is None:
             return target.boundary(self, *args, **options)
-        return Collective.boundary(self, *args, after=after, **options)
+        return Collective.boundary(self, *args, **options | {"after": after})
 
     return type(target.__name__, (target,), {"__module__": target.__module__, "boundary": boundary})

@@ -1,6 +1,6 @@
 """Driver that runs an attention backend over test pages and keeps the true keys and values for comparison.
 
-Shapes: T tokens, H query heads, K kv heads, D head dim, L KV length of a sequence, W tokens of a tree.
+Shapes: T tokens, H query heads, K kv heads, D head dim, L KV length of a sequence.
 """
 
 from __future__ import annotations
@@ -210,12 +210,9 @@ class Arena:
 
     def expected(self, layer: AttentionLayer, step: Step, q_THD: torch.Tensor) -> torch.Tensor:
         """Compute the expected output token by token, float64 [tokens, H * D]."""
-        meta, out = step.paged.metas[layer.group], []
-        tree_TW = None if meta.tree_mask_TW is None else meta.tree_mask_TW.cpu()
+        out = []
         for token, row, name, at in step.row_tokens():
-            length = step.paged.starts[row] + step.rows[row][1]
-            seen = [key for key in range(length) if sees(layer, at, key, length, tree_TW, token)]
-            k_LKD, v_LKD = self.truth[layer.index, name][seen].unbind(1)
+            k_LKD, v_LKD = self.truth[layer.index, name][visible_keys(layer, step, token, row, at)].unbind(1)
             out.append(attend_one(layer, q_THD[token].cpu().double(), k_LKD, v_LKD))
         return torch.stack(out)
 
@@ -229,14 +226,19 @@ def stored(x_KD: torch.Tensor, scale: float | torch.Tensor, dtype: torch.dtype) 
     return (x_KD.float() / per_head).clamp(-largest, largest).to(dtype).double() * per_head
 
 
-def sees(layer: AttentionLayer, at: int, key: int, length: int, tree_TW: torch.Tensor | None, token: int) -> bool:
-    """Whether a token whose own key has index `at` attends to a key."""
-    if layer.window and key <= at - layer.window:
-        return False
-    if tree_TW is None:
-        return key <= at
-    back = key - (length - tree_TW.shape[1])
-    return back < 0 or bool(tree_TW[token, back])
+def visible_keys(layer: AttentionLayer, step: Step, token: int, row: int, at: int) -> list[int]:
+    """Indices of the keys that a token of the step attends to. `at`: index of its own key."""
+    tree = step.paged.metas[layer.group].tree if row < step.paged.host.num_decode else None
+    if tree is None:
+        return [key for key in range(at + 1) if not layer.window or key > at - layer.window]
+    length = step.paged.starts[row] + step.rows[row][1]
+    return seen_in_tree(layer.window, length, int(tree.root_T[token]), int(tree.ancestors_T[token]))
+
+
+def seen_in_tree(window: int, length: int, root: int, bits: int) -> list[int]:
+    """Indices of the keys that a token of a draft tree attends to: the last `window` of its path, 0 = all of it."""
+    path = [*range(root + 1), *(key for key in range(root + 1, length) if bits >> (key - root - 1) & 1)]
+    return path[-window:]
 
 
 def attend_one(layer: AttentionLayer, q_HD: torch.Tensor, k_LKD: torch.Tensor, v_LKD: torch.Tensor) -> torch.Tensor:

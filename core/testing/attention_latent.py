@@ -23,10 +23,11 @@ from dovetail.core.interfaces import (
     LatentNorm,
     Plane,
     Rope,
+    TreeMask,
 )
 from dovetail.core.ops.formats import encode_reference
 from dovetail.core.ops.latents import latent_planes, read_latents
-from dovetail.core.testing.attention_arena import MAX_LEN, Arena, Step, sees
+from dovetail.core.testing.attention_arena import MAX_LEN, Arena, Step, visible_keys
 from dovetail.core.testing.formats import SCALED_ROWS
 from dovetail.core.testing.numeric import TOLERANCE, assert_near, fresh, poisoned_memory, same_bits
 
@@ -121,20 +122,19 @@ class LatentArena(Arena):
             return self.backend.attend_mla(layer, step.ctxs[layer.group], q_THD, self.up_HOL, emit)
 
     def expected(self, layer: AttentionLayer, step: Step, q_THD: torch.Tensor) -> torch.Tensor:
-        meta, out = step.paged.metas[layer.group], []
-        tree_TW = None if meta.tree_mask_TW is None else meta.tree_mask_TW.cpu()
+        out = []
         nope, rank, token = self.mla.nope_dim, self.mla.kv_rank, 0
         up_HOL, queries_THD = self.up_HOL.cpu().double(), q_THD.cpu().double()
-        for (name, count), start in zip(step.rows, step.paged.starts, strict=True):
+        for row, ((name, count), start) in enumerate(zip(step.rows, step.paged.starts, strict=True)):
             length = start + count
-            seen = [
-                [sees(layer, start + i, s, length, tree_TW, token + i) for s in range(length)] for i in range(count)
-            ]
+            seen = torch.zeros(count, length, dtype=torch.bool)
+            for i in range(count):
+                seen[i, visible_keys(layer, step, token + i, row, start + i)] = True
             latent_SL, key_SR = self.truth[layer.index, name][:length].split((rank, self.mla.rope_dim), dim=1)
             k_HSN, v_HSV = (latent_SL @ up_HOL.mT).split((nope, self.mla.v_dim), dim=2)
             q_HND = queries_THD[token : token + count].transpose(0, 1)
             scores_HNS = q_HND[..., :nope] @ k_HSN.mT + q_HND[..., nope:] @ key_SR.T
-            weights_HNS = (scores_HNS * layer.scale).masked_fill(~torch.tensor(seen), float("-inf")).softmax(-1)
+            weights_HNS = (scores_HNS * layer.scale).masked_fill(~seen, float("-inf")).softmax(-1)
             out.append((weights_HNS @ v_HSV).transpose(0, 1).flatten(1))
             token += count
         return torch.cat(out)
@@ -220,11 +220,11 @@ class LatentTests:
             pytest.skip("tree = False")
         arena = self._latents()
         arena.run(arena.plan([("a", 9), ("b", 6)]))
-        mask_TW = torch.tensor(
-            [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]] * 2, dtype=torch.bool, device=self.device
-        )
+        # The root has two children, and the second one a child.
+        bits_T = torch.tensor([0b000, 0b001, 0b010, 0b110] * 2, device=self.device)
+        root_T = torch.tensor([9] * 4 + [6] * 4, device=self.device)
         rows = [("a", 4), ("b", 4)]
-        arena.run(arena.plan(rows, num_decode=2, slack=4, change={"tree_mask_TW": mask_TW}))
+        arena.run(arena.plan(rows, num_decode=2, slack=4, change={"tree": TreeMask(root_T, bits_T)}))
 
     def test_write_mla_touches_nothing_else(self) -> None:
         """write_mla changes no other token's slot, layer or group, and attend_mla no slot at all."""

@@ -95,6 +95,17 @@ class SpyAttention(AttentionBackend):
         self.seen.append(layer)
         return self.inner.attend(layer, ctx, q, emit)
 
+    def attend_mla(
+        self,
+        layer: AttentionLayer,
+        ctx: AttnCtx,
+        q: torch.Tensor,
+        up_HOL: torch.Tensor,
+        emit: tuple[ActFormat, ...] = (PLAIN,),
+    ) -> Bundle:
+        self.seen.append(layer)
+        return self.inner.attend_mla(layer, ctx, q, up_HOL, emit)
+
 
 class TaggingQuantizer(Quantizer):
     """Unquantized matmuls whose inputs must have a format that is unique to the layer."""

@@ -157,9 +157,17 @@ class Runner:
             device=device,
             seed=engine.seed,
             draft_probs=parts.model.build.spec.vocab if parts.drafter.verify == "rejection" else 0,
+            draft_depth=parts.drafter.depth,
             simulated_rates=parts.drafter.simulated_rates,
         )
-        self.drafts = Drafts(parts.drafter, self.state, parts.attention, parts.model.build.spec.vocab)
+        self.drafts = Drafts(
+            parts.drafter,
+            self.state,
+            parts.attention,
+            parts.model.build.spec.vocab,
+            parts.model.kv_groups,
+            parts.adapters,
+        )
         self.results = ResultCopies(device)
         self.graphs: StepGraphs | None = None
         if capture is not None:
@@ -272,7 +280,8 @@ class Runner:
         random, filtered = (not kind.isdisjoint(slots) for kind in (self.slots.random, self.slots.filtered))
         # As many as graphs draft: further numbers would compile kernels while requests wait.
         most = self.drafts.lookahead
-        self.drafts.propose(slots_B, most_B, most, bound=bound, random=random, filtered=filtered)
+        kinds = {"random": random, "filtered": filtered, "adapted": not self.slots.adapted.isdisjoint(slots)}
+        self.drafts.propose(slots_B, most_B, most, bound=bound, **kinds)
 
     def _join(self, plan: StepPlan, blobs: Blobs) -> list[SlotInfo]:
         """Apply the plan's leaves and joins on the host. Return the record of each join."""
@@ -326,7 +335,8 @@ class Runner:
         at = unpack_samples(step.samples_N, rows, batch.tokens.positions_T)
         states = hidden.states[at.token_RW.reshape(-1)]
         masks = None if late is None else upload_masks(late, rows, state.device)
-        return sample_step(parts.model, states, at, batch, state, self.slots, parts.processors, masks, verify)
+        some = self.slots, parts.processors, self.drafts.keep
+        return sample_step(parts.model, states, at, batch, state, *some, masks, verify)
 
     # Adapters.
 

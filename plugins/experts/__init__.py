@@ -5,7 +5,9 @@ from dovetail.plugins.experts.config import AllToAllConfig, GatherConfig, Tensor
 
 COMPONENTS = (
     builtin("experts", "tensor", TensorConfig, "everywhere:TensorPlacement"),
-    builtin("experts", "whole", WholeConfig, "everywhere:WholePlacement", capabilities="capabilities:placed"),
-    builtin("experts", "gather", GatherConfig, "own_rows:GatherPlacement", capabilities="capabilities:placed"),
-    builtin("experts", "all_to_all", AllToAllConfig, "own_rows:AllToAllPlacement", capabilities="capabilities:placed"),
+    builtin("experts", "whole", WholeConfig, "everywhere:WholePlacement", capabilities="capabilities:whole"),
+    builtin("experts", "gather", GatherConfig, "own_rows:GatherPlacement", capabilities="capabilities:gather"),
+    builtin(
+        "experts", "all_to_all", AllToAllConfig, "own_rows:AllToAllPlacement", capabilities="capabilities:all_to_all"
+    ),
 )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dovetail.core.interfaces import Drafter
-from dovetail.plugins.spec_decode.config import DraftModelConfig, HeadFiles, NgramConfig, SuffixConfig
+from dovetail.plugins.spec_decode.config import DraftModelConfig, HeadFiles, LayerSkipConfig, NgramConfig, SuffixConfig
 
 
 class BuiltinDrafter(Drafter):
-    config: NgramConfig | SuffixConfig | DraftModelConfig | HeadFiles
+    config: NgramConfig | SuffixConfig | DraftModelConfig | LayerSkipConfig | HeadFiles
 
     @property
     def lookahead(self) -> int:

@@ -7,6 +7,7 @@ from dovetail.plugins.spec_decode.config import (
     DrafterOptions,
     DraftModelConfig,
     HeadFiles,
+    LayerSkipConfig,
     MedusaConfig,
     NgramConfig,
     NoneConfig,
@@ -44,6 +45,11 @@ def draft_model(config: DraftModelConfig, host: Host) -> Capabilities:
         requires=(_EXACT_LENGTHS,),
         lacks=("a draft model without attention windows",) if any(spec.windows) else (),
     )
+
+
+def layer_skip(config: LayerSkipConfig, host: Host) -> Capabilities:
+    skips = Requires(kind="model", key="skips_layers", allowed=(True,), reason="it drafts with some of the layers")
+    return Capabilities(provides=_drafts(config), requires=(_EXACT_LENGTHS, skips))
 
 
 def eagle(config: HeadFiles, host: Host) -> Capabilities:

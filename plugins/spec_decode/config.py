@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from dovetail.core.compose import Config, Part, Selected
+from dovetail.core.interfaces.spec_decode import MOST_NODES
 
 Verify = Literal["draws", "rejection", "typical"]
 
@@ -98,11 +99,56 @@ class SuffixConfig(DrafterOptions):
     """Most tokens of a request's prediction that are searched; 0 = predictions are not used."""
 
 
-class DraftModelConfig(DrafterOptions):
+class Trees(DrafterOptions):
+    """Options of drafters that can draft trees."""
+
+    lookahead: int = Field(4, ge=1, le=16)
+    tree: int = Field(0, ge=0, le=MOST_NODES)
+    """Draft tokens per sequence and step in a tree of `lookahead` levels, those with the highest joint confidence;
+    0 = a chain of `lookahead` tokens. Trees need an attention backend with tree masks, and verify=draws."""
+    width: int | None = Field(None, ge=1, le=MOST_NODES)
+    """Drafts of each level of a tree that get children, and children of each; null = as many as `tree` has room for in
+    passes of all levels but the last: tree / (lookahead - 1)."""
+    verify: Verify = "draws"
+
+    @property
+    def drafts(self) -> int:
+        """Draft tokens per sequence and step."""
+        return self.tree or self.lookahead
+
+    @property
+    def branches(self) -> int:
+        """Width of the tree."""
+        return self.width or self.tree // max(self.lookahead - 1, 1)
+
+    @model_validator(mode="after")
+    def _grows(self) -> Trees:
+        if not self.tree:
+            if self.width is not None:
+                raise ValueError(f"width={self.width} is that of a tree: set tree to the number of its drafts, too")
+            return self
+        levels, width = self.lookahead, self.branches
+        if self.tree <= levels:
+            raise ValueError(f"tree={self.tree} drafts in {levels} levels are a chain: set tree=0 or over {levels}")
+        if self.simulate_acceptance is not None:
+            raise ValueError(f"simulate_acceptance={self.simulate_acceptance} accepts chains alone: set tree=0")
+        if self.verify != "draws":
+            raise ValueError(f"verify={self.verify} verifies chains alone: set verify=draws, or tree=0")
+        if (least := width * (levels - 1)) > self.tree:
+            raise ValueError(
+                f"width={width} drafts with children in {levels - 1} levels need tree={least} or more, and it is "
+                f"{self.tree}: set width={self.tree // (levels - 1)} or less, or null"
+            )
+        if (grown := width + (levels - 1) * width * width) < self.tree:
+            raise ValueError(f"width={width} in {levels} levels makes {grown} drafts, fewer than tree={self.tree}")
+        return self
+
+
+class DraftModelConfig(Trees):
     """Drafts by a smaller model with the same vocabulary, which has KV pages of its own."""
 
     lookahead: int = Field(4, ge=1, le=16)
-    """Draft tokens per sequence and step; each is a pass of the draft model."""
+    """Draft tokens per sequence and step, or levels of a tree of them; each is a pass of the draft model."""
     verify: Verify = "draws"
     """How drafts of requests that are not greedy are verified. draws: by comparison with plain sampling's draws, so the
     text is the same as without drafts. rejection: accepts more at high temperatures; the same distribution, but other
@@ -113,11 +159,22 @@ class DraftModelConfig(DrafterOptions):
     """Quantizer of the draft model; auto: the one that reads its checkpoint."""
 
 
-class HeadFiles(DrafterOptions):
+class LayerSkipConfig(DrafterOptions):
+    """Drafts by some of the model's own layers, on the model's pages: without training, weights or pages of its own."""
+
+    lookahead: int = Field(4, ge=1, le=16)
+    """Draft tokens per sequence and step; each is a pass over the layers that are kept."""
+    verify: Verify = "draws"
+    """How drafts of requests that are not greedy are verified; as for spec_decode=draft_model."""
+    share: float = Field(0.5, gt=0, lt=1)
+    """Share of the layers that drafts run: the first, the last, and others at equal distances."""
+
+
+class HeadFiles(Trees):
     """Options of drafters that are trained for one target."""
 
     lookahead: int = Field(4, ge=1, le=16)
-    """Draft tokens per sequence and step."""
+    """Draft tokens per sequence and step, or levels of a tree of them."""
     verify: Verify = "draws"
     """How drafts of requests that are not greedy are verified; as for spec_decode=draft_model."""
     path: str | None = None

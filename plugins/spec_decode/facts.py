@@ -13,6 +13,7 @@ from dovetail.plugins.spec_decode.config import (
     Eagle3Config,
     EagleConfig,
     HeadFiles,
+    LayerSkipConfig,
     MedusaConfig,
     NgramConfig,
     NoneConfig,
@@ -39,6 +40,10 @@ def draft_model(config: DraftModelConfig) -> DrafterFacts:
     return _with_layers(config, spec)
 
 
+def layer_skip(config: LayerSkipConfig) -> DrafterFacts:
+    return DrafterFacts(config.lookahead, verify=config.verify, target_share=config.share)
+
+
 def eagle(config: EagleConfig) -> DrafterFacts:
     return _with_layers(config, read_eagle(config).spec)
 
@@ -58,7 +63,7 @@ def _with_layers(config: DraftModelConfig | HeadFiles, spec: ModelSpec) -> Draft
     stored = stored_formats(config.quant, spec, 8.0 * BYTES[spec.dtype])
     tables = table_formats(stated, stored)
     return DrafterFacts(
-        config.lookahead,
+        config.drafts,
         spec,
         stored.bits if stored is not None else float(bits) if isinstance(bits, int | float) else None,
         config.verify,

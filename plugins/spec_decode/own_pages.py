@@ -54,6 +54,11 @@ class OwnPages:
         self._at_S[ctx.slots_B] = ctx.lengths_B - 1 + w
         return ctx.lay_out(self._at_S, 1)[1]
 
+    def of_tree(self, ctx: DraftContext, first: int, bits_BN: torch.Tensor) -> ForwardContext:
+        """Return the layout of a pass over drafts of a tree, the first of which is bit `first`."""
+        self._at_S[ctx.slots_B] = ctx.lengths_B + first
+        return ctx.lay_out(self._at_S, bits_BN.shape[1], bits_BN)[1]
+
 
 def last_states(states_TC: torch.Tensor, index_B: torch.Tensor) -> torch.Tensor:
     """Return the state at each row's index, [B, C]. `states_TC`: equally many tokens of every row."""

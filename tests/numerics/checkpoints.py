@@ -40,6 +40,13 @@ GEMMA3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
 }
 PARTLY = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.3, 2.0],
+    "long_factor": [1.0, 1.5, 3.0, 9.0],
+    "original_max_position_embeddings": 48,
+}
 QWEN3_MOE = {"head_dim": 24, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 GPT_OSS = {"head_dim": 24, "sliding_window": 37, "num_local_experts": 8, "num_experts_per_tok": 3}
 GLM4_MOE = {"head_dim": 24, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
@@ -90,6 +97,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "glm4": ("Glm4", {"head_dim": 16, "pad_token_id": 0}),
     "phi3": ("Phi3", {"pad_token_id": 0}),
     "phi3_window": ("Phi3", {"pad_token_id": 0, "sliding_window": 37, **PARTLY}),
+    "phi3_longrope": ("Phi3", {"pad_token_id": 0, "rope_parameters": LONGROPE}),
     "gptj": ("GPTJ", {"rotary_dim": 6}),
     "gptj_tied": ("GPTJ", {"rotary_dim": 8, "tie_word_embeddings": True, "n_inner": 96}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 37}),

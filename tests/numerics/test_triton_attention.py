@@ -143,8 +143,8 @@ STEPS = {
     "empty rows": replace(MIXED, empty_rows=2),
     "window": replace(MIXED, window=21),
     "narrow window": replace(MIXED, window=1),
-    "tree": Case(lengths=(150, 20, 64), counts=(5, 1, 4), num_decode=3, tree_width=5, padding=1),
-    "tree and window": Case(lengths=(150, 20, 64), counts=(5, 1, 4), num_decode=3, tree_width=5, window=9),
+    "tree": Case(lengths=(150, 20, 90), counts=(35, 1, 40), num_decode=2, tree=True, padding=1),
+    "tree and window": Case(lengths=(150, 20, 64), counts=(15, 1, 24), num_decode=2, tree=True, window=5),
 }
 CUTS = {
     "whole": None,

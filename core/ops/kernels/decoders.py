@@ -191,14 +191,9 @@ def decode_e2m1(code, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def decode_small_e2m1(code, DTYPE: tl.constexpr):
-    """FP4 / 64 in E4M3, with the same fields, so that no product is needed."""
-    return (((code & 8) << 4) | ((code & 7) << 2)).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
-
-
-@triton.jit
 def decode_small_e2m1_words(words, AT: tl.constexpr, DTYPE: tl.constexpr):
-    """FP4 / 64 in E4M3. There must be a multiple of four words per thread."""
+    """FP4 / 64 in E4M3, with the same fields, so that no product is needed. There must be a multiple of four words per
+    thread."""
     # The byte that holds the code, of two words.
     BYTES: tl.constexpr = ("0x0040; ", "0x0051; ", "0x0062; ", "0x0073; ")[AT // 8]
     SHIFTS: tl.constexpr = "shl.b32 b, a, 4; shl.b32 a, a, 2; " if AT % 8 == 0 else "mov.b32 b, a; shr.u32 a, a, 2; "

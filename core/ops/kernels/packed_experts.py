@@ -28,7 +28,7 @@ from dovetail.core.interfaces.activation import PLAIN, ActFormat, Activation
 from dovetail.core.interfaces.expert import ExpertBias, GatedActivation, Routing
 from dovetail.core.ops.expert_tiles import GROUPED, ExpertTile, packed_expert_tile
 from dovetail.core.ops.formats import encode
-from dovetail.core.ops.kernels.decoders import decode_small_e2m1, decode_small_e2m1_words
+from dovetail.core.ops.kernels.decoders import decode_small_e2m1_words
 from dovetail.core.ops.kernels.experts import (
     Sorted,
     activated,
@@ -47,7 +47,7 @@ SPAN = EACH * SPANS[0]
 """Inputs of the longest span."""
 MOST_FP8_ROWS = 32
 E2M1_IN_E4M3 = 6
-"""Codes of E2M1 are decoded to E4M3 with exponents that are less by this."""
+"""decode_small_e2m1_words returns codes of E2M1 with exponents that are less by this."""
 
 
 @triton.jit
@@ -257,11 +257,13 @@ def _multiply_pairs(
     outputs, inputs = out.shape[1], EACH * codes_EOW.shape[2]
     limit = activation.limit if activation is not None else None
     kind = x.values.dtype
-    by_words, fp8 = x.values.is_cuda and kind is not torch.float32, kind is torch.float8_e4m3fn
-    fmt = weights.format
+    fmt, fp8 = weights.format, kind is torch.float8_e4m3fn
+    by_words = x.values.is_cuda and kind is not torch.float32 and fmt.decode_words is not None
+    small = fp8 and by_words and fmt is E2M1
+    by_words = by_words and (small or not fp8 or fmt.narrow_words)
     decode, bias = (fmt.decode_words if by_words else fmt.decode), BIAS
-    if fp8 and fmt is E2M1:
-        decode, bias = (decode_small_e2m1_words if by_words else decode_small_e2m1), BIAS - E2M1_IN_E4M3
+    if small:
+        decode, bias = decode_small_e2m1_words, BIAS - E2M1_IN_E4M3
     _packed_expert_matmul[(pairs.tiles * triton.cdiv(outputs, tile.outputs),)](
         x.values.contiguous(),
         x.scale,

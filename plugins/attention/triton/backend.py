@@ -32,6 +32,7 @@ from dovetail.core.interfaces import (
     HostBounds,
     QKNorm,
     Rope,
+    TreeMask,
 )
 from dovetail.core.interfaces.tuning import Tunable
 from dovetail.core.ops.formats import encode
@@ -39,6 +40,7 @@ from dovetail.core.ops.kernels.launch import HOPPER, dependent
 from dovetail.core.ops.kv_write import FLOAT8
 from dovetail.core.ops.padding import empty_rows
 from dovetail.core.ops.tiles import HOPPER_SHARED
+from dovetail.core.ops.trees import within_window
 from dovetail.plugins.attention.config import TritonConfig
 from dovetail.plugins.attention.triton.gather import ROOM_BYTES, Gathered
 from dovetail.plugins.attention.triton.kernels import attend_items
@@ -85,6 +87,8 @@ class Items:
     """int32: for each item, the pages of the first tile.prefetch_keys keys of its range."""
     mail: torch.Tensor
     """Mailboxes of all programs, int32 of tile.box_words each, EMPTY between launches; one word if no row is split."""
+    tree_T3: torch.Tensor | None
+    """int64: root and visible keys of each token of decode rows with draft trees (`visible`); None = causal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +140,7 @@ class Triton(AttentionBackend):
         # A tile that holds all tokens of a row can write them itself. Longer rows would be written by several tiles.
         longest = host.widest_decode
         one_tile = longest <= 1 or longest * (layer.heads // layer.kv_heads) <= DECODE_ROWS
-        if host.num_decode < len(host.counts) or not one_tile or ctx.meta.tree_mask_TW is not None:
+        if host.num_decode < len(host.counts) or not one_tile or ctx.meta.tree is not None:
             return super().write_and_attend(layer, ctx, qkv, rope, qk_norm, emit)
         return self._run(layer, ctx, qkv.contiguous(), emit, _Writes(longest, rope, qk_norm))
 
@@ -188,13 +192,13 @@ class Triton(AttentionBackend):
 
     def make_plan(self, geometry: Geometry, meta: BatchMeta, host: HostBounds, tokens: int) -> LaunchPlan:
         device = meta.kv_len_B.device
-        hopper = self.config.gluon and meta.tree_mask_TW is None and _has_hopper(device)
+        hopper = self.config.gluon and _has_hopper(device)
         tiles = self.tiles or TunedTiles(geometry, host.num_decode, _gpu(device))
         return _make_plan(tiles, geometry, meta, host, tokens, partial(self.room_on, device), hopper)
 
     def tunables(self, layer: AttentionLayer, build: BuildContext, rows: int) -> Sequence[Tunable]:
         # Without weights, a model is built on the meta device.
-        if build.device.type == "cpu" or rows not in TUNED_ROWS:
+        if build.device.type == "cpu" or rows not in TUNED_ROWS or layer.mla is not None:
             return ()
         device = torch.device("cuda", torch.cuda.current_device())
         geometry = _geometry(layer, build.dtype, build.kv_dtype, build.page_tokens)
@@ -222,7 +226,6 @@ class Triton(AttentionBackend):
         writes: _Writes | None,
     ) -> None:
         tile, dim = items.tile, layer.head_dim
-        tree = meta.tree_mask_TW
         k_from, v_from, table, page_tokens = k, v, meta.page_table_BP, meta.page_tokens
         if (copy := items.gathered) is not None:
             copy.fill(meta, k, v)
@@ -256,8 +259,7 @@ class Triton(AttentionBackend):
             items.items,
             table,
             table.stride(0),
-            tree,
-            0 if tree is None else tree.shape[1],
+            items.tree_T3,
             layer.scale,
             layer.k_scale,
             layer.v_scale,
@@ -316,20 +318,23 @@ def _make_plan(
     device = meta.kv_len_B.device
     shape = _shape(geometry, device, hopper)
     rows, decode = len(host.counts), host.num_decode
-    launches: list[tuple[int, int, Tile, Gathered | None]] = []
+    launches: list[tuple[int, int, Tile, Gathered | None, torch.Tensor | None]] = []
     if decode:
         programs = decode * kv_heads / _processors(device)
-        launches.append((0, decode, tiles.decode(shape, host.widest_decode, programs), None))
+        # The kernels for Hopper have no tree masks.
+        decodes = shape if meta.tree is None else replace(shape, hopper=False)
+        tree_T3 = None if meta.tree is None else visible_keys(meta.tree, window, host.widest_decode - 1)
+        launches.append((0, decode, tiles.decode(decodes, host.widest_decode, programs), None, tree_T3))
     if decode < rows:
         gathered, bounds = None, host.bounds[decode:]
         fed = min(tokens - decode, sum(host.counts[decode:]))
         if not window and tiles.gather(shape, fed, bounds, kv_heads):
             gathered = Gathered.within(room(), meta, bounds, decode, kv_heads, dim, dtype)
             shape = replace(shape, kv_dtype=dtype, page_tokens=gathered.page_tokens)
-        launches.append((decode, rows - decode, tiles.prefill(shape, fed, rows - decode), gathered))
+        launches.append((decode, rows - decode, tiles.prefill(shape, fed, rows - decode), gathered, None))
     lists, part_rows = [], 0
-    for first_row, count, tile, gathered in launches:
-        items, parts = make_items(tile, geometry, meta, host, tokens, (first_row, count), part_rows, gathered)
+    for first_row, count, tile, gathered, tree_T3 in launches:
+        items, parts = make_items(tile, geometry, meta, host, tokens, (first_row, count), part_rows, gathered, tree_T3)
         lists.append(items)
         part_rows += parts
     return LaunchPlan(tuple(lists), part_rows)
@@ -344,9 +349,11 @@ def make_items(
     rows: tuple[int, int],
     part_rows: int,
     gathered: Gathered | None = None,
+    tree_T3: torch.Tensor | None = None,
 ) -> tuple[Items, int]:
     """Create the work items of `rows`, the first and how many, and return them with their number of partial rows, which
-    are counted from `part_rows` on. `tokens`: those of the step."""
+    are counted from `part_rows` on. `tokens`: those of the step. `tree_T3`: the rows of `visible`, if these rows feed
+    trees."""
     (first_row, count), window, device = rows, geometry.window, meta.kv_len_B.device
     queries, units = tile.queries(geometry.group), geometry.kv_heads * tile.head_tiles(geometry.group)
     last = first_row + count == len(host.counts)
@@ -376,7 +383,7 @@ def make_items(
         tile.least if split else WHOLE,
         tile.root,
         capacity,
-        int(meta.tree_mask_TW is not None),
+        int(tree_T3 is not None),
         window,
         queries,
         tile.span,
@@ -393,7 +400,13 @@ def make_items(
     # not be plan_items. The fill kernel starts only after plan_items has ended.
     boxes = capacity * units * words if split else min(1, words)
     mail = torch.full((boxes,), EMPTY, dtype=torch.int32, device=device)
-    return Items(tile, items, counts, gathered, first_pages, mail), capacity * queries if split and not words else 0
+    parts = capacity * queries if split and not words else 0
+    return Items(tile, items, counts, gathered, first_pages, mail, tree_T3), parts
+
+
+def visible_keys(tree: TreeMask, window: int, most: int) -> torch.Tensor:
+    """Return the rows of `visible`, [T, 3]. `most`: most drafts of a row."""
+    return torch.stack((tree.root_T, *within_window(tree, window, most)), 1)
 
 
 def _tensor_map(plane: torch.Tensor, rows: int) -> TensorDescriptor:

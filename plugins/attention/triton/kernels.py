@@ -106,12 +106,10 @@ def _step(
     k_source,
     v_source,
     tree_ptr,
-    tree_width,
     token,
     at,
     seen_from,
     hi,
-    length,
     kv_head,
     qk_scale,
     K: tl.constexpr,
@@ -133,7 +131,7 @@ def _step(
         s = cap_scores(s, SOFT_CAP)
     if MASKED:
         keys = (n + tl.arange(0, BLOCK_N))[None, :]
-        seen = visible(keys, at[:, None], token[:, None], tree_ptr, tree_width, hi, length, WINDOW)
+        seen = visible(keys, at[:, None], token[:, None], tree_ptr, hi, WINDOW)
         s = tl.where(seen, s, float("-inf"))
     new_m = tl.maximum(m, tl.max(s, axis=1))
     p = tl.exp2(s - new_m[:, None])
@@ -183,7 +181,7 @@ def _put(pointers, x, scale, ok, LARGEST: tl.constexpr):
     tl.store(pointers, x.to(pointers.dtype.element_ty), mask=ok)
 
 
-@triton.jit(do_not_specialize=["table_stride", "tree_width"])
+@triton.jit(do_not_specialize=["table_stride"])
 def attend_items(
     q_ptr,
     k_source,
@@ -196,7 +194,6 @@ def attend_items(
     table_ptr,
     table_stride,
     tree_ptr,
-    tree_width,
     scale,
     k_scale,
     v_scale,
@@ -254,7 +251,6 @@ def attend_items(
     lo = tl.load(item + 5)
     hi = tl.load(item + 6)
     part = tl.load(item + 7)
-    length = tl.load(item + 8)
     splits = tl.load(item + 9)
     first_item = tl.load(item + 10)
     GROUP: tl.constexpr = H // K
@@ -299,8 +295,8 @@ def attend_items(
 
     if KEY_WARPS:
         acc, total, m = attend_per_warp(
-            q, k_source, v_source, table, tree_ptr, tree_width, token, at, seen_from, lo, hi, length, kv_head, qk_scale,
-            K, D, WINDOW, PAGE, KEY_WARPS, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS, PRECISION, SOFT_CAP,
+            q, k_source, v_source, table, tree_ptr, token, at, seen_from, lo, hi, kv_head, qk_scale, K, D, WINDOW,
+            PAGE, KEY_WARPS, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS, PRECISION, SOFT_CAP,
         )  # fmt: skip
     else:
         # Every query of the tile sees all keys of the blocks from whole_lo to whole_hi.
@@ -313,7 +309,7 @@ def attend_items(
             if tree_ptr is None:
                 whole_hi = (first_at + 1) // BLOCK_N * BLOCK_N
             else:
-                whole_hi = tl.maximum(length - tree_width, 0) // BLOCK_N * BLOCK_N
+                whole_hi = (tl.load(tree_ptr + first.to(tl.int64) * 3) + 1).to(tl.int32) // BLOCK_N * BLOCK_N
             whole_hi = tl.maximum(tl.minimum(whole_hi, hi // BLOCK_N * BLOCK_N), whole_lo)
 
         acc = tl.zeros((BLOCK_M, BLOCK_D // 2 if PAIRS else BLOCK_D), tl.float32)
@@ -326,8 +322,8 @@ def attend_items(
             for n in range(lo, whole_lo, BLOCK_N):
                 following = _page(table, n + BLOCK_N, hi, PAGE, BLOCK_N)
                 acc, odd, total, m = _step(
-                    q, acc, odd, total, m, page, n, k_source, v_source, tree_ptr, tree_width, token, at, seen_from, hi,
-                    length, kv_head, qk_scale, K, D, WINDOW, PAGE, BLOCK_N, BLOCK_D, True, TMA, PAIRS, PRECISION,
+                    q, acc, odd, total, m, page, n, k_source, v_source, tree_ptr, token, at, seen_from, hi, kv_head,
+                    qk_scale, K, D, WINDOW, PAGE, BLOCK_N, BLOCK_D, True, TMA, PAIRS, PRECISION,
                     SOFT_CAP,
                 )  # fmt: skip
                 page = following
@@ -335,16 +331,16 @@ def attend_items(
             for n in range(whole_lo, whole_hi, BLOCK_N):
                 following = _page(table, n + BLOCK_N, hi, PAGE, BLOCK_N)
                 acc, odd, total, m = _step(
-                    q, acc, odd, total, m, page, n, k_source, v_source, tree_ptr, tree_width, token, at, seen_from, hi,
-                    length, kv_head, qk_scale, K, D, WINDOW, PAGE, BLOCK_N, BLOCK_D, False, TMA, PAIRS, PRECISION,
+                    q, acc, odd, total, m, page, n, k_source, v_source, tree_ptr, token, at, seen_from, hi, kv_head,
+                    qk_scale, K, D, WINDOW, PAGE, BLOCK_N, BLOCK_D, False, TMA, PAIRS, PRECISION,
                     SOFT_CAP,
                 )  # fmt: skip
                 page = following
         for n in range(whole_hi, hi, BLOCK_N):
             following = _page(table, n + BLOCK_N, hi, PAGE, BLOCK_N)
             acc, odd, total, m = _step(
-                q, acc, odd, total, m, page, n, k_source, v_source, tree_ptr, tree_width, token, at, seen_from, hi,
-                length, kv_head, qk_scale, K, D, WINDOW, PAGE, BLOCK_N, BLOCK_D, True, TMA, PAIRS, PRECISION, SOFT_CAP,
+                q, acc, odd, total, m, page, n, k_source, v_source, tree_ptr, token, at, seen_from, hi, kv_head,
+                qk_scale, K, D, WINDOW, PAGE, BLOCK_N, BLOCK_D, True, TMA, PAIRS, PRECISION, SOFT_CAP,
             )  # fmt: skip
             page = following
 

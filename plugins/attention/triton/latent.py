@@ -18,7 +18,7 @@ import torch
 import triton
 
 from dovetail.core.arithmetic import ceil_div
-from dovetail.core.interfaces import MLA, AttentionLayer, AttnCtx, BatchMeta, HostBounds
+from dovetail.core.interfaces import MLA, AttentionLayer, AttnCtx, BatchMeta, HostBounds, TreeMask
 from dovetail.core.ops.kernels.launch import dependent
 from dovetail.core.ops.latents import GROUP, LATENT, ROTARY, SCALES, expands, read_latents
 from dovetail.core.ops.padding import empty_rows
@@ -29,6 +29,7 @@ from dovetail.plugins.attention.triton.backend import (
     Triton,
     make_items,
     shared_bytes_of,
+    visible_keys,
 )
 from dovetail.plugins.attention.triton.gather import PAGE, ROOM_BYTES
 from dovetail.plugins.attention.triton.latent_kernel import attend_latents as attend_kernel
@@ -105,7 +106,7 @@ def _plan(backend: Triton, layer: AttentionLayer, ctx: AttnCtx, q_THD: torch.Ten
     if sum(host.counts) > tokens:
         # Capacities of a graph: only the device knows the rows' tokens.
         return [_plan_absorbed(backend, layer, meta, host, slice(0, tokens), q_THD.dtype)]
-    chain = meta.tree_mask_TW is None and mla.v_dim <= mla.nope_dim + mla.rope_dim
+    chain = meta.tree is None and mla.v_dim <= mla.nope_dim + mla.rope_dim
     expanded = [row >= host.num_decode and chain and expands(mla, count) for row, count in enumerate(host.counts)]
     runs: list[Absorbed | Expanded] = []
     first = first_token = 0
@@ -128,13 +129,13 @@ def _cut(meta: BatchMeta, host: HostBounds, first: int, end: int, tokens: slice)
     """Return metadata and bounds of the rows [first, end), whose tokens are those of the step from `tokens.start` on.
     Only what kernels read is changed."""
     decode = max(0, min(end, host.num_decode) - first)
-    tree = meta.tree_mask_TW
+    tree = meta.tree
     part = replace(
         meta,
         row_start_B1=meta.row_start_B1[first : end + 1] - tokens.start,
         kv_len_B=meta.kv_len_B[first:end],
         page_table_BP=meta.page_table_BP[first:end],
-        tree_mask_TW=None if tree is None else tree[tokens],
+        tree=None if tree is None else TreeMask(tree.root_T[tokens], tree.ancestors_T[tokens]),
     )
     return part, HostBounds(host.counts[first:end], host.bounds[first:end], decode, host.decode_width)
 
@@ -156,7 +157,11 @@ def _plan_absorbed(
             continue
         widest = host.widest_decode if first < decode else MOST_TILE_ROWS
         tile = _tile(layer, widest, dtype, plane.dtype.itemsize == 1, meta.kv_len_B.device)
-        items, parts = make_items(tile, geometry, meta, host, tokens.stop - tokens.start, (first, count), part_rows)
+        tree_T3 = None
+        if meta.tree is not None and first < decode:
+            tree_T3 = visible_keys(meta.tree, 0, host.widest_decode - 1)
+        total = tokens.stop - tokens.start
+        items, parts = make_items(tile, geometry, meta, host, total, (first, count), part_rows, tree_T3=tree_T3)
         lists.append(items)
         part_rows += parts
     return Absorbed(tokens, meta, LaunchPlan(tuple(lists), part_rows))
@@ -200,7 +205,6 @@ def _absorbed(
     parts = q_THD.new_empty(run.plan.part_rows, heads * rank, dtype=torch.float32)
     lse = q_THD.new_empty(run.plan.part_rows, heads, dtype=torch.float32)
     planes = {name: pool.layer(layer.local, name) for name in pool.planes}
-    tree = run.meta.tree_mask_TW
     block_l, block_r = _blocks(mla)
     scaled = SCALES in planes
     for items in run.plan.lists:
@@ -222,8 +226,7 @@ def _absorbed(
             items.items,
             run.meta.page_table_BP,
             run.meta.page_table_BP.stride(0),
-            tree,
-            0 if tree is None else tree.shape[1],
+            items.tree_T3,
             layer.scale,
             H=heads,
             HEADS=tile.heads(heads),

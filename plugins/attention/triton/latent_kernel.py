@@ -56,7 +56,7 @@ def _read(
     return latent.to(COMPUTE), rotary.to(COMPUTE)
 
 
-@triton.jit(do_not_specialize=["q_head_stride", "q_token_stride", "table_stride", "tree_width"])
+@triton.jit(do_not_specialize=["q_head_stride", "q_token_stride", "table_stride"])
 def attend_latents(
     q_ptr,
     q_head_stride,
@@ -73,7 +73,6 @@ def attend_latents(
     table_ptr,
     table_stride,
     tree_ptr,
-    tree_width,
     scale,
     H: tl.constexpr,
     HEADS: tl.constexpr,
@@ -108,7 +107,6 @@ def attend_latents(
     lo = tl.load(item + 5)
     hi = tl.load(item + 6)
     part = tl.load(item + 7)
-    length = tl.load(item + 8)
     splits = tl.load(item + 9)
     first_item = tl.load(item + 10)
 
@@ -144,7 +142,7 @@ def attend_latents(
         )  # fmt: skip
         s = tl.dot(q, tl.trans(latent), input_precision=PRECISION)
         s = tl.dot(rotary_q, tl.trans(rotary), s, input_precision=PRECISION) * qk_scale
-        seen = visible(keys[None, :], at[:, None], token[:, None], tree_ptr, tree_width, hi, length, 0)
+        seen = visible(keys[None, :], at[:, None], token[:, None], tree_ptr, hi, 0)
         s = tl.where(seen, s, float("-inf"))
         new_m = tl.maximum(m, tl.max(s, axis=1))
         p = tl.exp2(s - new_m[:, None])

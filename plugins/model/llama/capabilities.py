@@ -30,6 +30,8 @@ def capabilities(config: LlamaConfig, host: Host) -> Capabilities:
             "kinds": tuple(sorted(kinds)),
             "head_dim": spec.head_dim,
             "adapters": True,
+            # Norms behind a block belong to the block before, so that none can be left out.
+            "skips_layers": not layout.block.after,
             "expert_placement": spec.moe is not None,
         },
         requires=(

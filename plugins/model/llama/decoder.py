@@ -284,6 +284,8 @@ class Llama(Model):
         residual, tapped = None, {}
         indices = one_of_each(self._kinds, taps) if rehearsing() else range(len(self.blocks))
         for index in indices:
+            if index in ctx.skip:
+                continue
             x, residual = yield from self.blocks[index](x, residual, ctx)
             if index in taps:
                 # The next boundary would add these anyway; a tap costs one separate reduction.

@@ -49,7 +49,10 @@ def read_v3_experts(config: ConfigJson, layers: int) -> Experts:
     scores: Literal["softmax", "sigmoid"] = (
         "softmax" if config.choice("scoring_func", ("sigmoid", "softmax"), "sigmoid") == "softmax" else "sigmoid"
     )
-    return read_grouped(config, layers, scores)
+    # Files without them have transformers' defaults, which are not those of other families.
+    config.count("n_group")
+    config.number("routed_scaling_factor")
+    return read_grouped(config, layers, scores, dense=3, shared=1)
 
 
 def _check_every_layer(config: ConfigJson) -> None:

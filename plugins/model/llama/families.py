@@ -11,7 +11,7 @@ from dovetail.core.config_json import ConfigJson
 from dovetail.core.embedding_files import read_embedding
 from dovetail.core.errors import ConfigError, shown
 from dovetail.core.interfaces import EmbeddingSpec, ModelSpec
-from dovetail.core.rope import RopeConfig, read_rope
+from dovetail.core.rope import RopeConfig, read_longrope, read_rope
 from dovetail.plugins.model.config import LlamaConfig
 from dovetail.plugins.model.llama import deepseek, gemma, gpt_oss
 from dovetail.plugins.model.llama.family import BlockLayout, ConfigKeys, Family, Layout, Names, attention_bias, no
@@ -62,16 +62,12 @@ def _half_by_default(config: ConfigJson, head_dim: int) -> int:
 
 
 def _phi3_ropes(config: ConfigJson, head_dim: int, max_len: int) -> tuple[RopeConfig, RopeConfig]:
-    if not _phi3_runs(config):
-        raise config.wrong("rope_scaling", "model=llama has no longrope: set model=transformers")
-    rope = read_rope(config, head_dim, max_len)
-    return rope, rope
-
-
-def _phi3_runs(config: ConfigJson) -> bool:
-    """Whether positions are not scaled. Phi-3 calls its own scaling longrope, su or yarn."""
+    """Phi-3 calls its own scaling longrope, su or yarn."""
     options = config.section("rope_scaling" if config.get("rope_scaling") else "rope_parameters")
-    return options.get("rope_type" if options.get("rope_type") is not None else "type") in (None, "default")
+    key = "type" if options.get("rope_type") is None else "rope_type"
+    scaled = options.choice(key, ("default", "longrope", "su", "yarn"), "default") != "default"
+    rope = (read_longrope if scaled else read_rope)(config, head_dim, max_len)
+    return rope, rope
 
 
 def _falcon_kv_heads(config: ConfigJson, heads: int) -> int:
@@ -139,7 +135,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "Phi3ForCausalLM": Family(
         names=Names(qkv=("self_attn.qkv_proj",) * 3, up=("mlp.gate_up_proj",) * 2),
-        native=_phi3_runs,
         ropes=_phi3_ropes,
         eps=1e-5,
         windows=lambda config, layers: (config.count("sliding_window", 0, at_least=0),) * layers,

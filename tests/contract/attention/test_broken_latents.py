@@ -59,10 +59,11 @@ class Sound(AttentionBackend):
     def seen(self, layer, meta: BatchMeta, row, count, key_S):  # type: ignore[no-untyped-def]
         length = len(key_S)
         seen_NS = key_S <= torch.arange(length - count, length)[:, None]
-        if meta.tree_mask_TW is not None:
+        if meta.tree is not None:
             first = int(meta.row_start_B1[row])
-            seen_NS = torch.ones(count, length, dtype=torch.bool)
-            seen_NS[:, -meta.tree_mask_TW.shape[1] :] = meta.tree_mask_TW[first : first + count]
+            root_N, bits_N = (x[first : first + count, None] for x in (meta.tree.root_T, meta.tree.ancestors_T))
+            draft_NS = key_S - root_N - 1
+            seen_NS = (draft_NS < 0) | (bits_N >> draft_NS.clamp(0, 63) & 1 != 0)
         return seen_NS
 
     def mix(self, layer, q_NHD, latent_SL, rotary_SR, up_HOL, seen_NS):  # type: ignore[no-untyped-def]
@@ -158,7 +159,7 @@ BROKEN: dict[str, list[type]] = {
     "test_a_tree_of_drafts_over_latents": [
         fault(
             "DraftsAreAChain",
-            seen=lambda self, layer, meta, *rest: Sound.seen(self, layer, replace(meta, tree_mask_TW=None), *rest),
+            seen=lambda self, layer, meta, *rest: Sound.seen(self, layer, replace(meta, tree=None), *rest),
         )
     ],
     "test_padded_drafts_do_not_reach_valid_latents": [

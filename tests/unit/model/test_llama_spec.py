@@ -12,11 +12,12 @@ from dovetail.core.compose import compose
 from dovetail.core.compose.capabilities import Host
 from dovetail.core.errors import ConfigError
 from dovetail.core.layers import build_rope
+from dovetail.core.startup_notes import collect_notes
 from dovetail.core.testing.model_driver import build_context
 from dovetail.plugins.model.config import LlamaConfig
 from dovetail.plugins.model.llama.capabilities import capabilities
 from dovetail.plugins.model.llama.decoder import Llama
-from dovetail.plugins.model.llama.families import FAMILIES, read_model, read_spec, runs
+from dovetail.plugins.model.llama.families import FAMILIES, read_model, read_spec
 
 HF = {
     "architectures": ["LlamaForCausalLM"],
@@ -326,12 +327,30 @@ def test_invalid_values_of_gemma(change, message):
         read_model({**GEMMA3, **change}, "config.json")
 
 
-def test_phi_with_longrope_is_left_to_the_library():
-    plain = {**HF, "architectures": ["Phi3ForCausalLM"]}
-    longrope = {**plain, "rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0]}}
-    assert runs(plain) and not runs(longrope)
-    with pytest.raises(ConfigError, match="model=llama has no longrope: set model=transformers"):
-        read_model(longrope, "config.json")
+PHI3 = {**HF, "architectures": ["Phi3ForCausalLM"], "original_max_position_embeddings": 64}
+LONGROPE = {"type": "su", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.5, 8.0]}
+
+
+def test_longrope_has_frequencies_for_short_and_for_long_sequences():
+    rope = read_model({**PHI3, "rope_scaling": LONGROPE}, "config.json")[1].rope
+    with collect_notes() as notes:
+        short, long = (build_rope(rope, length, torch.device("cpu")).table[:64] for length in (64, 65))
+    (told,) = notes
+    assert "engine.max_len=64 selects" in told
+    assert torch.equal(short[:, 0], long[:, 0]) and not torch.equal(short[:, 1], long[:, 1])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"short_factor": [1.0]}, r"rope_scaling.short_factor is .*; it must be a list of 4 numbers"),
+        ({"long_factor": [1.0, 2.0, -3.0, 1.0]}, r"long_factor is -3.0; it must be from 1e-12"),
+        ({"type": "llama3"}, r"rope_scaling.type is 'llama3'; the options are default, longrope, su, yarn"),
+    ],
+)
+def test_invalid_values_of_longrope(change, message):
+    with pytest.raises(ConfigError, match=message):
+        read_model({**PHI3, "rope_scaling": {**LONGROPE, **change}}, "config.json")
 
 
 def test_capped_scores_are_required_of_attention():

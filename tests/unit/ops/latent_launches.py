@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from dovetail.core.interfaces import MLA, AttentionLayer, BatchMeta, HostBounds, KVGroup, LatentNorm, Rope
+from dovetail.core.interfaces import MLA, AttentionLayer, BatchMeta, HostBounds, KVGroup, LatentNorm, Rope, TreeMask
 from dovetail.core.memory.pools import make_pools
 from dovetail.core.ops.latents import latent_planes
 from dovetail.plugins.attention.config import TritonConfig
@@ -23,9 +23,10 @@ DECODE, DRAFTS, MIXED = (
 
 def latents(cuda: Callable[..., torch.Tensor], has_fp8: Callable[[], bool], everything: bool) -> None:
     """`everything`: whether to add shapes, and the kernels for the keys and values of expanded rows."""
-    attend(cuda, DECODE, 128, BF16)
     if has_fp8():
         attend(cuda, DRAFTS, 16, E4M3)
+    if everything or not has_fp8():
+        attend(cuda, DECODE, 128, BF16)
     if everything:
         attend(cuda, DECODE, 16, BF16)
         attend(cuda, DECODE, 8, FP32, FP32)
@@ -54,7 +55,7 @@ def attend(
         page_table_BP=cuda(rows, -(-max(host.bounds) // page), dtype=torch.int32),
         write_T=cuda(tokens, dtype=torch.int64),
         page_tokens=page,
-        tree_mask_TW=cuda(tokens, 8, dtype=torch.bool) if tree else None,
+        tree=TreeMask(*(cuda(tokens, dtype=torch.int64) for _ in range(2))) if tree else None,
     )
     planes = latent_planes(SIZES, kv_dtype, dtype)
     backend = Triton(TritonConfig(gluon=gluon))

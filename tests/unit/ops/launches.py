@@ -29,9 +29,10 @@ from dovetail.core.interfaces import (
     Plane,
     QKNorm,
     Rope,
+    TreeMask,
 )
 from dovetail.core.memory.pools import make_pools
-from dovetail.core.ops import samples, step
+from dovetail.core.ops import samples, siblings, step, trees
 from dovetail.core.ops.activations import gelu
 from dovetail.core.ops.bitmask import apply_bitmask
 from dovetail.core.ops.choices import temporarily
@@ -180,7 +181,31 @@ def steps() -> None:
             if width > 1:
                 drafts = cuda(rows, width - 1, dtype=INT32)
                 step.write_drafts(drafts, starts[1:], slots, keys, keys, tokens_SL, lengths, VOCAB)
+                draft_trees(rows, width, layout, (slots, keys, keys), tokens_SL, lengths)
             step.accept(cuda(rows, width, dtype=INT64), slots, keys, keys, tokens_SL, lengths, lengths)
+
+
+def draft_trees(
+    rows: int,
+    width: int,
+    layout: step.TokenLayout,
+    by_row: tuple[torch.Tensor, ...],
+    tokens_SL: torch.Tensor,
+    lengths: torch.Tensor,
+) -> None:
+    state = trees.TreeState(4, *cuda(2, len(tokens_SL), width - 1, dtype=INT64))
+    drafts, parents = cuda(2, rows, width - 1, dtype=INT64)
+    trees.write_tree(drafts, parents, by_row[1], *by_row, tokens_SL, lengths, state, VOCAB)
+    trees.place_tree(layout, lengths, state, rows)
+    drawn = cuda(rows, width, dtype=INT64)
+    _, _, path = trees.accept_tree(drawn, *by_row, tokens_SL, lengths, lengths, state)
+    logits, temperature = cuda(rows, VOCAB, dtype=BF16), cuda(rows, dtype=FP32)
+    for random in (False, True):
+        siblings.best_tokens(logits, by_row[1], temperature, by_row[1], random, 4, temperature if random else None)
+    for dtype in (BF16, E4M3):
+        planes = tuple(Plane(name, (8, 128), dtype) for name in "kv")
+        pools = make_pools([KVGroup(0, (0, 1), planes, page_tokens=16)], {0: 9}, torch.device("cuda"))
+        trees.keep_path(pools[0], cuda(len(tokens_SL), 512, dtype=INT32), path)
 
 
 def products() -> None:
@@ -295,7 +320,7 @@ def attention(
         page_table_BP=cuda(rows, -(-max(host.bounds) // page), dtype=INT32),
         write_T=cuda(tokens, dtype=INT64),
         page_tokens=page,
-        tree_mask_TW=cuda(tokens, 8, dtype=torch.bool) if tree else None,
+        tree=TreeMask(*(cuda(tokens, dtype=INT64) for _ in range(2))) if tree else None,
     )
     backend = Triton(TritonConfig(gluon=gluon))
     if key_warps:

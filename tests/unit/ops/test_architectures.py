@@ -54,6 +54,7 @@ OTHERS = [gpu for gpu in GPUS if gpu is not H200 and (EVERYTHING or gpu.capabili
 WITH_FP8 = {
     "dovetail.plugins.quant.fp8.kernel:encode_fp8",
     "dovetail.plugins.collective.symm_mem.kernels:encode_fp8",
+    "dovetail.core.ops.kernels.decoders:decode_small_e2m1_words",
     "dovetail.core.ops.kernels.experts:_multiply_block",
 }
 """Functions that convert to E4M3 in hardware, or multiply in it."""
