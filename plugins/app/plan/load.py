@@ -59,15 +59,16 @@ def plan_load(composition: Composition, config: PlanConfig) -> dict[str, Any]:
         "gpus": config.gpus,
         "price_hour": config.price_hour,
         "candidates": rows,
-        "best": best["overrides"] if best else None,
+        "best": _answer(best) if best else None,
     }
 
 
 def _is_kept(text: str) -> bool:
     """Whether an override applies to simulated candidates."""
     key = key_of(text)
-    kind = key.split(".")[0]
-    return key in ("executor.acceptance", "executor.speed") or kind not in ("app", "plan", "executor")
+    if key in ("engine.record", "engine.record_tokens"):
+        return False
+    return key in ("executor.acceptance", "executor.speed") or key.split(".")[0] not in ("app", "plan", "executor")
 
 
 def _workload(config: PlanConfig) -> list[str]:
@@ -93,10 +94,11 @@ def _grid(composition: Composition, config: PlanConfig) -> Iterator[list[str]]:
 
 
 def _row(changes: Sequence[str], made: Callable[[Sequence[str]], Composition], config: PlanConfig) -> dict[str, Any]:
-    row: dict[str, Any] = {"overrides": " ".join(changes), "gpus": None, "reason": "", "meets": False}
+    row: dict[str, Any] = {"overrides": " ".join(changes), "gpus": None, "tp": None, "reason": "", "meets": False}
     try:
         candidate = made(changes)
         row["gpus"] = candidate.engine.tp * candidate.engine.pp * candidate.engine.dp
+        row["tp"] = candidate.engine.tp
         plan = make_plan(candidate)
         if plan.missing:
             row["reason"] = f"does not fit: one sequence of {plan.max_len} tokens lacks {plan.missing / 2**30:.1f} GiB"
@@ -162,6 +164,12 @@ def _order(row: dict[str, Any]) -> tuple[float, ...]:
     their GPUs decide."""
     per_token = float(f"{row['gpus'] / row['output_tokens_per_s']:.3g}")
     return per_token if row["rate"] is None else row["gpus"], row["gpus"], per_token, row["ttft_p99_s"]
+
+
+def _answer(row: dict[str, Any]) -> str:
+    """Return the overrides with which an engine runs the candidate."""
+    chosen: str = row["overrides"]
+    return chosen if row["tp"] == 1 or "preset=" in chosen else f"{chosen} executor=multiproc"
 
 
 def _reasons(rows: Sequence[dict[str, Any]]) -> str:
