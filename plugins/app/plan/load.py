@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,11 +39,13 @@ def plan_load(composition: Composition, config: PlanConfig) -> dict[str, Any]:
     words = merged([text for text in composition.overrides if _is_kept(text)], [*_workload(config), *SIMULATED])
 
     def made(changes: Sequence[str]) -> Composition:
-        given = merged(words, changes)
-        return compose(given, app="bench", registry=composition.registry, config_dirs=composition.config_dirs)
+        return compose(
+            merged(words, changes), app="bench", registry=composition.registry, config_dirs=composition.config_dirs
+        )
 
-    made([]).part("workload").build()
-    layouts = [layout.split() for layout in config.layouts] or list(_grid(made([]), config))
+    given = made([])
+    given.part("workload").build()
+    layouts = [layout.split() for layout in config.layouts] or list(_grid(given, config))
     rows = []
     with bar(line_console(), "candidates", len(layouts), left=True) as update:
         for i, changes in enumerate(layouts):
@@ -103,8 +106,8 @@ def _row(changes: Sequence[str], made: Callable[[Sequence[str]], Composition], c
         if plan.missing:
             row["reason"] = f"does not fit: one sequence of {plan.max_len} tokens lacks {plan.missing / 2**30:.1f} GiB"
             return row
-        pages = _pages(plan)
-        figures = _figures(made([*changes, f"engine.kv_pages={pages}"]))
+        engine = candidate.engine.model_copy(update={"kv_pages": _pages(plan)})
+        figures = _figures(replace(candidate, engine_config=engine))
     except DovetailError as error:
         if config.layouts and row["gpus"] is None:
             raise
