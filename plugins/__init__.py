@@ -15,6 +15,7 @@ _KINDS = (
     "collective",
     "cost",
     "executor",
+    "experts",
     "grammar",
     "kv_cache",
     "logits",
@@ -71,7 +72,7 @@ def dovetail_config_dirs() -> list[str]:
 
 @hookimpl
 def dovetail_tuning_tables() -> list[str]:
-    return [BUILTIN]
+    return [*BUILTIN]
 
 
 @hookimpl

@@ -23,6 +23,7 @@ from pydantic_core import PydanticSerializationError
 from dovetail.core.compose import hookspecs
 from dovetail.core.compose.component import Component
 from dovetail.core.compose.config import AppConfig, Config, part_fields
+from dovetail.core.compose.former import former
 from dovetail.core.compose.kinds import KINDS
 from dovetail.core.compose.nodes import plain_defaults
 from dovetail.core.compose.registry import Package, Problem, Registered, Registry, Source
@@ -212,7 +213,9 @@ def _wrong_api(component: Component) -> str:
     (major, minor), (our_major, our_minor) = (map(int, v.split(".")) for v in (version, ours.partition("/")[2]))
     # Below 1.0 a minor version may change anything; from 1.0 on it only adds.
     fits = major == our_major and (minor == our_minor if major == 0 else minor <= our_minor)
-    return "" if fits else f"it is made for {component.api}, and this Dovetail implements {ours}"
+    if fits or former(component.api):
+        return ""
+    return f"it is made for {component.api}, and this Dovetail implements {ours}"
 
 
 def _config_faults(component: Component) -> Iterator[str]:

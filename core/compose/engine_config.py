@@ -17,6 +17,9 @@ class EngineConfig(Config):
     dp: int = Field(1, ge=1)
     """Replicas of the model on this host (data parallelism). Each has tp x pp ranks, a scheduler and a KV cache, in
     separate processes; `router` distributes requests over them."""
+    ep: int | None = Field(None, ge=1)
+    """Groups of the `tp` ranks that have different routed experts (expert parallelism). The tp / ep ranks of a group
+    have the same experts, each some of their channels. null: `tp` if `experts` spreads experts, else 1."""
     max_len: int | None = Field(None, ge=1)
     """Maximum sequence length in tokens, prompt and output together, never more than the model's limit; null: that
     limit."""

@@ -81,7 +81,7 @@ KINDS: dict[str, Kind] = {
             "proposes tokens that the model then verifies",
             api="0.4",
         ),
-        _kind("executor", "one", "Executor", "executor:ExecutorContract", "runs plans on one or many ranks"),
+        _kind("executor", "one", "Executor", "executor:ExecutorContract", "runs plans on one or many ranks", api="0.2"),
         _kind("router", "one", "Router", "router:RouterContract", "which data-parallel replica runs a request"),
         _kind(
             "collective",
@@ -89,7 +89,14 @@ KINDS: dict[str, Kind] = {
             "Collective",
             "collective:CollectiveContract",
             "sums and gathers between ranks",
-            api="0.2",
+            api="0.3",
+        ),
+        _kind(
+            "experts",
+            "one",
+            "ExpertPlacement",
+            "experts:ExpertsContract",
+            "which rank has which routed experts, and how rows get there",
         ),
         _kind("cost", "one", "CostModel", "cost:CostContract", "predicts the time of a plan", api="0.2"),
         _kind(
@@ -106,7 +113,7 @@ KINDS: dict[str, Kind] = {
             "GrammarCompiler",
             "grammar:GrammarContract",
             "which tokens may come next, for outputs of a given form",
-            api="0.2",
+            api="0.3",
         ),
         _kind(
             "observer",

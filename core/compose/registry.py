@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dovetail.core.compose.component import Component
+from dovetail.core.compose.former import adapted
 from dovetail.core.compose.kinds import KINDS
 from dovetail.core.compose.wording import did_you_mean, listing
 from dovetail.core.errors import ConfigError, DovetailError, PluginError
@@ -68,7 +69,8 @@ class Registered:
             ) from error
 
     def target(self) -> type[Any]:
-        """Import the component's class and check it against the contract of its kind."""
+        """Import the component's class and check it against the contract of its kind. One of a former contract is
+        adapted."""
         target = self.load(self.component.target)
         module, _, name = KINDS[self.component.kind].interface.partition(":")
         interface = getattr(importlib.import_module(module), name)
@@ -78,7 +80,7 @@ class Registered:
                 f"{self.component.kind}={self.component.name}: {self.component.target} is not a subclass of "
                 f"{module}.{name}",
             )
-        return target
+        return adapted(self.component.api, target)
 
 
 @dataclass(frozen=True, slots=True)

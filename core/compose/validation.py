@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 
 from dovetail.core.compose.config import AppConfig, part_fields
 from dovetail.core.compose.engine_config import EngineConfig
+from dovetail.core.compose.former import former
 from dovetail.core.compose.kinds import KINDS, PRESET
 from dovetail.core.compose.nodes import plain_defaults
 from dovetail.core.compose.registry import Registered, Registry
@@ -23,6 +24,18 @@ from dovetail.core.errors import ConfigError, DovetailDeprecationWarning
 
 Path = tuple[str, ...]
 Node = dict[str, Any]
+
+
+def _warn_of_former_contract(registered: Registered) -> None:
+    component = registered.component
+    if (known := former(component.api)) is None:
+        return
+    now = KINDS[component.kind].api
+    message = (
+        f"package {registered.package}: {component.kind}={component.name} is made for {component.api}; it still runs, "
+        f"but {known.change}. Dovetail {known.until} refuses it: write it for {now}"
+    )
+    warnings.warn(message, DovetailDeprecationWarning, stacklevel=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +129,7 @@ class _Validation:
         if placement is None or not isinstance(node, dict):
             return node
         registered = self.registry.get(placement.kind, placement.name)
+        _warn_of_former_contract(registered)
         options = dict(node)
         if (name := options.pop("name", placement.name)) != placement.name:
             choice = f"{placement.kind}={name}" if len(path) == 1 else f"{placement.kind}@{'.'.join(path)}={name}"

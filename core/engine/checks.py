@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 from dovetail.core import host, tokenizer
 from dovetail.core.compose import Host, Selected
 from dovetail.core.compose.config import part_fields
+from dovetail.core.compose.former import former, load
 from dovetail.core.engine.adapters import check_folders
-from dovetail.core.engine.cost import number_format
+from dovetail.core.engine.cost import bind_cost, number_format
 from dovetail.core.engine.stored_weights import stored_formats, table_formats
 from dovetail.core.errors import CapabilityError, CapacityError, DovetailError
-from dovetail.core.interfaces import Formats, Model
+from dovetail.core.interfaces import ExpertPlacement, Formats, Model
+from dovetail.core.interfaces.placement import expert_ranks
 from dovetail.core.interfaces.spec_decode import MOST_NODES
 
 if TYPE_CHECKING:
@@ -29,15 +31,37 @@ def check_fit(composition: Composition) -> None:
     here = host.detect_host(composition.engine.device)
     composition.check(here, host.model_facts(spec))
     found = [*_depth_conflicts(composition, here), *_overlap_conflicts(composition), *_launch_conflicts(composition)]
+    found += [*_former_conflicts(composition), *expert_conflicts(composition, spec)]
     found += _tree_conflicts(composition, here)
     if found:
         raise CapabilityError(found)
     check_weights_fit(composition, spec, here)
     check_folders(composition)
     check_table(composition, here)
+    check_cost(composition, spec, here)
     checkpoint = model.target().source(model.config).checkpoint
     if checkpoint is not None and checkpoint.text(tokenizer.FILE) is not None:
         tokenizer.Tokenizer(checkpoint)
+
+
+def _former_conflicts(composition: Composition) -> Iterator[str]:
+    """Yield what components of former contracts cannot do in this composition."""
+    for part in composition.parts.values():
+        if isinstance(part, Selected) and (known := former(part.component.api)) and known.conflicts:
+            yield from load(known.conflicts)(part, composition)
+
+
+def former_scheduler_conflicts(scheduler: Selected, composition: Composition) -> Iterator[str]:
+    """Yield the conflict of a scheduler of contract 0.1 that plans by itself, without SchedulerLimits.again."""
+    from dovetail.core.engine.policy import PolicyScheduler
+
+    drafter = composition.part("spec_decode")
+    if drafter.target().follows_features and not issubclass(scheduler.target(), PolicyScheduler):
+        yield (
+            f"spec_decode={drafter.name} needs the last token of a cached prefix again, which scheduler="
+            f"{scheduler.name} of {scheduler.package} does not feed: it is made for {scheduler.component.api}. Would "
+            "work: another scheduler, spec_decode=none."
+        )
 
 
 def check_table(composition: Composition, here: Host) -> None:
@@ -49,6 +73,29 @@ def check_table(composition: Composition, here: Host) -> None:
         from dovetail.core.tuning.startup import table_by_hand
 
         table_by_hand(engine, torch.cuda.get_device_name(engine.first_gpu) if here.device == "cuda" else None)
+
+
+def check_cost(composition: Composition, spec: ModelSpec, here: Host) -> None:
+    """Raise ConfigError if the cost model cannot predict this model, or is for another device."""
+    simulated = not composition.part("executor").capabilities(here).provides.get("holds_weights", True)
+    cost = bind_cost(composition, spec, "simulated" if simulated else here.device, None if simulated else here)
+    if cost is not None and not simulated:
+        cost.check_device(device_name(composition.engine.first_gpu, here))
+
+
+def device_name(first_gpu: int, here: Host) -> str:
+    """Return the name of the GPU, or "cpu"."""
+    if here.device != "cuda":
+        return "cpu"
+    import torch
+
+    return torch.cuda.get_device_name(first_gpu)
+
+
+def has_virtual_time(composition: Composition) -> bool:
+    """Whether time passes only when the engine waits for its executor."""
+    here = host.detect_host(composition.engine.device)
+    return composition.part("executor").capabilities(here).provides.get("clock") == "virtual"
 
 
 def exact_lengths(composition: Composition, here: Host | None = None) -> bool:
@@ -126,6 +173,56 @@ def _launch_conflicts(composition: Composition) -> Iterator[str]:
         )
 
 
+def expert_conflicts(composition: Composition, spec: ModelSpec) -> list[str]:
+    """Return conflicts of engine.ep with the ranks, with the placement of experts, and with the model. Layouts that do
+    not fit the number of experts raise ConfigError."""
+    engine = composition.engine
+    if "experts" not in composition.parts:
+        return []
+    part = composition.part("experts")
+    placement: ExpertPlacement = part.build()
+    if spec.moe is None:
+        has = f"engine.ep={engine.ep} spreads experts, and {spec.architecture} has none. Would work: engine.ep=null."
+        return [has] if (engine.ep or 1) > 1 else []
+    ep = expert_ranks(placement, engine.ep, engine.tp)
+    if engine.tp % ep:
+        works = [f"engine.ep={ranks}" for ranks in range(1, engine.tp + 1) if engine.tp % ranks == 0]
+        return [f"engine.ep={ep} does not divide engine.tp={engine.tp} ranks. Would work: {', '.join(works)}."]
+    if not placement.spreads and ep > 1:
+        spread = ", ".join(f"experts={name}" for name in spreading(composition))
+        return [
+            f"experts={part.name} has every expert on each rank, and engine.ep={ep} spreads them. Would work: "
+            f"engine.ep=1, {spread}."
+        ]
+    for rank in range(ep):
+        placement.layout(spec.moe.experts, rank, ep)
+    return list(_own_rows_conflicts(composition, placement, spec.moe.shared))
+
+
+def _own_rows_conflicts(composition: Composition, placement: ExpertPlacement, shared: int) -> Iterator[str]:
+    """Yield a conflict of adapters with shared experts that get a rank's own rows."""
+    if placement.rows == "own" and shared and "adapter" in composition.parts:
+        adapter = composition.part("adapter")
+        if getattr(adapter.config, "slots", 0):
+            yield (
+                f"experts={composition.part('experts').name} gives each rank its own rows, and adapter={adapter.name} "
+                "applies to all rows of the shared experts. Would work: adapter=none, experts=whole, experts=tensor."
+            )
+
+
+def spreading(composition: Composition) -> list[str]:
+    """Return the names of the placements that spread experts."""
+    registry, found = composition.registry, []
+    for name in registry.options("experts"):
+        try:
+            registered = registry.get("experts", name)
+            if registered.target().spreads:
+                found.append(name)
+        except DovetailError:
+            continue  # an unusable one is no remedy
+    return found
+
+
 MOST_GPUS = 16
 """Largest number of GPUs that a remedy may propose."""
 
@@ -139,7 +236,7 @@ def check_weights_fit(composition: Composition, spec: ModelSpec, host: Host) -> 
     if not composition.part("executor").capabilities(host).provides.get("holds_weights", True):
         return
     quant, (dtype, each) = composition.part("quant"), number_format(composition.engine, spec, host.device)
-    bits = 8.0 * each if quant.name == "none" else _weight_bits(quant, host)
+    bits = 8.0 * each if quant.name == "none" else _weight_bits(quant, host, 8.0 * each)
     if (stored := stored_formats(quant, spec, 8.0 * each)) is not None:
         bits = stored.bits
     if bits is None:
@@ -176,8 +273,8 @@ class _WeightMemory:
         if engine.memory_fraction < 0.95 and self.missing(formats, engine.tp, 0.95) <= 0:
             yield "engine.memory_fraction=0.95"
         others = [one for one in quantizers(self.composition, self.host) if one[1] < bits]
-        # With default options, quantizers leave logits and embedding plain.
-        plain = replace(formats, head_bits=None, embedding_bits=None)
+        # With default options, quantizers leave logits and embedding plain, and experts have the bits of other layers.
+        plain = replace(formats, head_bits=None, embedding_bits=None, expert_bits=None)
         smaller = [(name, replace(plain, weight_bits=fewer)) for name, fewer in others]
         for name, fewer in smaller[:MOST_QUANTIZERS]:
             if self.missing(fewer, engine.tp, engine.memory_fraction) <= 0:
@@ -227,9 +324,11 @@ def model_ranks(composition: Composition, host: Host, most: int) -> list[int]:
     return [tp for tp in range(1, most + 1) if all(demand.admits(tp) for demand in demands)]
 
 
-def _weight_bits(quant: Selected, host: Host) -> float | None:
-    """Return the stated bits per weight; None = not stated, or the quantizer does not run on this host."""
+def _weight_bits(quant: Selected, host: Host, plain: float | None = None) -> float | None:
+    """Return the stated bits per weight, `plain` for "model"; None = not stated, or the quantizer does not run on this
+    host."""
     stated = quant.capabilities(host)
     bits = stated.provides.get("weight_bits")
+    bits = plain if bits == "model" else bits
     runs = all(d.admits(getattr(host, d.key)) for d in stated.requires if d.kind == "host")
     return float(bits) if isinstance(bits, int | float) and runs else None

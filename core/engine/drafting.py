@@ -294,7 +294,7 @@ class _Ranking:
         """`able_R`: which rows the drafter can draft for."""
         self._uids, self._lookahead = [seq.uid for seq in rows], lookahead
         slots_R, uids_R = np.array([seq.slot for seq in rows]), np.array(self._uids)
-        # No drafts past a sequence's limit, and none of rows with a grammar.
+        # No drafts past a sequence's limit.
         self._most_R = np.where(able_R, [_most_drafts(seq, lookahead, depth) for seq in rows], 0)
         self._last_R = acceptance.last_drafted(slots_R, uids_R)
         wanted_RK = np.arange(lookahead) < self._most_R[:, None]
@@ -323,8 +323,8 @@ class _Ranking:
 
 
 def _most_drafts(seq: Sequence, lookahead: int, depth: int) -> int:
-    if seq.request.params.grammar is not None:
-        return 0
+    if depth < lookahead and seq.request.params.grammar is not None:
+        return 0  # Masks of the grammar are for chains.
     room = seq.limit - seq.max_len
     # A tree of fewer drafts than the room is not deeper.
     return lookahead if depth < room else max(room - 1, 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
@@ -12,13 +11,12 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from dovetail.core.engine.adapters import AdapterTable
 from dovetail.core.engine.checks import check_fit, exact_lengths
 from dovetail.core.engine.cost import bind_cost
 from dovetail.core.engine.counters import Counters, Observers
 from dovetail.core.engine.grammars import build_grammars
+from dovetail.core.engine.host_drafts import host_drafts, late_inputs
 from dovetail.core.engine.launch_timer import LaunchTimer
 from dovetail.core.engine.pooling import clear_sample_flags
 from dovetail.core.engine.progress import ProgressWatch
@@ -32,10 +30,8 @@ from dovetail.core.interfaces import (
     Executor,
     ExecutorInfo,
     FinishReason,
-    HostDraft,
     JoinBlob,
     KVAllocator,
-    LateInputs,
     Progress,
     RequestOptions,
     SamplingParams,
@@ -100,7 +96,7 @@ class Engine:
         self.scheduler: Scheduler = composition.build("scheduler", limits=self.limits, kv=self.kv)
         here = None if info.device == "simulated" else detect_host(engine.device)
         self.cost = bind_cost(composition, info.spec, info.device, here)
-        self.clock = time.perf_counter
+        self.clock = self._now = executor.clock.now
         """Source of request arrival times and of SchedulerContext.clock, in seconds."""
         self._ledger = PageLedger(info.groups, info.num_pages, engine.max_seqs, info.lookahead)
         self._progress = ProgressWatch(self.limits)
@@ -126,9 +122,9 @@ class Engine:
         """Whether the engine had work since the last launch."""
         # A row that skips a step is shorter than plans in flight assume, which backends with exact lengths cannot take.
         patient = engine.depth > 1 and exact_lengths(composition)
-        self._grammars = build_grammars(composition, info.spec, patient=patient)
+        self._grammars = build_grammars(composition, info.spec, patient=patient, drafts=info.lookahead > 0)
         self._results = Results(self._tracked, self._grammars)
-        self._recorder = make_recorder(record, composition, info, self.limits, self.scheduler)
+        self._recorder = make_recorder(record, composition, info, self.limits, self.scheduler, self._now)
 
     def interrupt(self) -> None:
         """Interrupt a step that hangs. Call it from another thread than `step`; only `shutdown` may follow."""
@@ -236,7 +232,7 @@ class Engine:
         the plan. 0 if no request could join, if the step time is unknown, and without `engine.late_launch`."""
         if self._launch_timer is None or len(self._launched) != 1 or self._follows_grammars:
             return 0.0
-        return self._launch_timer.delay(time.perf_counter()) if len(self._tracked) < self.limits.max_seqs else 0.0
+        return self._launch_timer.delay(self._now()) if len(self._tracked) < self.limits.max_seqs else 0.0
 
     @property
     def _follows_grammars(self) -> bool:
@@ -268,7 +264,7 @@ class Engine:
             yield ended_event(ended)
 
     def _launch(self) -> bool:
-        began = time.perf_counter()
+        began = self._now()
         engine = self.composition.engine
         ctx = SchedulerContext(self._steps, self.clock(), engine.seed, engine.depth, self.kv, self.cost)
         plan = self.scheduler.schedule(ctx)
@@ -276,23 +272,18 @@ class Engine:
             self._recorder.planned(ctx, None)
             return False
         self._steps += 1
-        if self._host_drafter is not None:
-            plan.drafts = [
-                HostDraft(
-                    row.slot, tuple(self._host_drafter.propose_host(self._tracked[row.uid].seq.tokens, row.draft))
-                )
-                for row in plan.rows
-                if row.draft
-            ]
+        if self._host_drafter is not None or self._follows_grammars:
+            in_flight = (launched.plan for launched in self._launched)
+            plan.drafts = host_drafts(plan, self._tracked, list(in_flight), self._host_drafter)
         if self._embeddings:
             clear_sample_flags(plan, self._tracked)
         late = self._mark_late(plan) if self._follows_grammars else {}
         self._check(plan, bool(late))
         blobs = self._join_blobs(plan)
-        decided = time.perf_counter()
+        decided = self._now()
         self.executor.submit(plan, blobs)
         self.counters.schedule_seconds += decided - began
-        submitted = time.perf_counter()
+        submitted = self._now()
         self.counters.submit_seconds += submitted - decided
         self._recorder.planned(ctx, plan, decided - began)
         delayed = self._launch_timer is not None and self._launch_timer.launched(plan, submitted - began)
@@ -332,9 +323,6 @@ class Engine:
         late = {}
         for i, row in enumerate(plan.rows):
             if row.flags & SAMPLE and (one := self._tracked.get(row.uid)) is not None and one.grammar is not None:
-                if row.draft:
-                    name = type(self.scheduler).__name__
-                    raise RuntimeError(f"{name} planned {row.draft} drafts for sequence {row.uid}, which has a grammar")
                 plan.rows[i] = row._replace(flags=row.flags | LATE)
                 late[row.uid] = i
         return late
@@ -354,15 +342,21 @@ class Engine:
         ):
             return []
         states = self._grammar_states(newest.late)
-        masks, over = self._grammars.masks(states, others=len(newest.late) < len(newest.plan.rows))
-        rows = tuple(newest.late[uid] for uid in masks)
-        stacked = np.stack(list(masks.values())) if masks else np.zeros((0, 0), np.uint32)
-        self.executor.complete(LateInputs(newest.plan.step, rows, stacked))
+        guesses = self._guesses(newest)
+        masks, over = self._grammars.masks(states, len(newest.late) < len(newest.plan.rows), guesses)
+        self.executor.complete(late_inputs(newest.plan.step, newest.late, masks))
         newest.waits = False
-        self.counters.late_rows += len(states) - len(rows) - len(over)
+        self.counters.late_rows += len(states) - len(masks) - len(over)
         for ended in over:
             self.finish(ended.uid, self._tracked[ended.uid].seq.known_len, ended.reason)
         return [ended_event(ended) for ended in over]
+
+    def _guesses(self, newest: _Launched) -> dict[int, tuple[int, ...]]:
+        """Return the drafts of the rows that need masks, by uid."""
+        if not any(newest.plan.rows[at].draft for at in newest.late.values()):
+            return {}
+        found = self.executor.drafted()
+        return {uid: found[at] for uid, at in newest.late.items() if at in found}
 
     def _grammar_states(self, uids: Iterable[int]) -> dict[int, GrammarState]:
         """Return the states of those sequences that have not ended."""
@@ -370,9 +364,9 @@ class Engine:
         return {uid: one.grammar for uid, one in tracked if one is not None and one.grammar is not None}
 
     def _take(self) -> list[SequenceEvent]:
-        began = time.perf_counter()
+        began = self._now()
         result = self.executor.collect()
-        arrived = time.perf_counter()
+        arrived = self._now()
         self.counters.wait_seconds += arrived - began
         launched = self._launched.popleft()
         events, ended = self._results.take(launched.plan, result)
@@ -385,7 +379,7 @@ class Engine:
             running = self._launched[0].plan if self._launched else None
             delayed = launched.delayed and launched.follows
             self._launch_timer.observe(launched.plan, result, delayed, arrived - began, arrived, running)
-        self.counters.update_seconds += time.perf_counter() - arrived
+        self.counters.update_seconds += self._now() - arrived
         return events
 
     def _record(self, launched: _Launched, result: StepResult, ended: bool) -> None:
@@ -401,7 +395,7 @@ class Engine:
         stats, kv = self.scheduler.stats(), self.kv.stats()
         record = StepRecord(
             step=result.step,
-            clock=time.perf_counter(),
+            clock=self._now(),
             rows=len(plan.rows),
             tokens=plan.num_tokens,
             sampled=counts.sampled,

@@ -15,6 +15,7 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -84,11 +85,14 @@ class Grammars:
         patience: float,
         cache: int,
         order: Mapping[str, Any] | None = None,
+        *,
+        drafts: bool = False,
     ) -> None:
         """`patience`: seconds that a step waits for a mask when other rows could run without it. `cache`: bytes of
-        compiled grammars kept for later requests. `order`: from `check_order`; None = grammars are not checked."""
+        compiled grammars kept for later requests. `order`: from `check_order`; None = grammars are not checked.
+        `drafts`: whether rows verify drafts."""
         self._compiler, self._patience, self._cache, self._order = compiler, patience, cache, order
-        self._words = ceil_div(vocabulary.size, 32)
+        self._words, self._drafts = ceil_div(vocabulary.size, 32), drafts
         self._not_eos_W = ~bits(vocabulary.eos_ids, self._words)
         self._compiled: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
         self._compiling: list[CompilingGrammar] = []
@@ -197,9 +201,21 @@ class Grammars:
         matcher, mask_W = compiled.matcher.fork(), compiled.mask_W.copy()
         if matcher.accepting:
             mask_W |= stops_W
-        tracked.grammar = GrammarState(compiled, matcher, mask_W, stops_W)
-        tracked.grammar.ready.set()
+        tracked.grammar = state = GrammarState(compiled, matcher, mask_W, stops_W)
+        state.ready.set()
+        if self._drafts:
+            self._expect(state)
         self.running += 1
+
+    @staticmethod
+    def _expect(state: GrammarState) -> None:
+        """Ask the grammar for tokens to draft. A component that fails here costs drafts, and fails again where its
+        failure is reported."""
+        try:
+            state.forced = tuple(state.matcher.forced())
+        except Exception:  # a plugin's method may raise anything
+            log.exception("a grammar component failed to name the tokens that follow")
+            state.forced = ()
 
     def leave(self, tracked: Tracked) -> None:
         """Drop a sequence that has ended."""
@@ -210,7 +226,7 @@ class Grammars:
             tracked.seq.status = Status.FINISHED
 
     def advance(self, tracked: Tracked, token: int) -> Ended | None:
-        """Advance by a token of the output. Unless that ends the sequence, a thread begins to compute its next mask."""
+        """Advance by a token of the output. `follow` must come after the last one, unless the sequence ends."""
         uid, state = tracked.seq.uid, tracked.grammar
         assert state is not None
         began = time.perf_counter()
@@ -226,25 +242,50 @@ class Grammars:
                 return Ended(uid, FinishReason.REJECTED, detail)
         if state.matcher.finished:
             return Ended(uid, FinishReason.STOP)
+        state.taken.append(token)
+        if state.dead and state.dead == tuple(state.taken):
+            # No token may follow, so what the step drew behind the drafts has no meaning.
+            return _stuck(uid, state)
+        return None
+
+    def follow(self, tracked: Tracked) -> None:
+        """Let a thread compute the mask of the tokens that may follow the output, which `advance` took."""
+        state = tracked.grammar
+        assert state is not None
+        state.drafts, state.dead = (), ()
+        state.draft_masks.clear()
+        state.taken.clear()
+        if self._drafts:
+            self._expect(state)
+        self._ask(state)
+
+    def _ask(self, state: GrammarState) -> None:
         state.ready.clear()
         state.asked = time.perf_counter()
         if not self._threads:
             self._start_threads()
         self._asked.put(state)
-        return None
 
     def masks(
-        self, states: Mapping[int, GrammarState], others: bool
-    ) -> tuple[dict[int, NDArray[np.uint32]], list[Ended]]:
-        """Return (mask by uid, sequences whose grammar ended). A uid in neither has no mask yet. Waits no longer than
+        self,
+        states: Mapping[int, GrammarState],
+        others: bool,
+        guesses: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
+    ) -> tuple[dict[int, list[NDArray[np.uint32]]], list[Ended]]:
+        """Return (masks by uid, sequences whose grammar ended). A row has the mask of its next token, and one behind
+        each of its first drafts, which are in `guesses`. A uid in neither has no mask yet. Waits no longer than
         patience allows, or _IDLE_SECONDS if there are no `others` that the step could serve."""
-        for state in states.values():
-            if not state.ready.is_set():
-                left = state.asked + self._patience - time.perf_counter()
-                state.ready.wait(min(max(0.0, left), threading.TIMEOUT_MAX))
-        if states and not others and not any(state.ready.is_set() for state in states.values()):
-            next(iter(states.values())).ready.wait(_IDLE_SECONDS)
-        masks: dict[int, NDArray[np.uint32]] = {}
+        self._wait(states, others)
+        asked = {}
+        for uid, state in states.items():
+            # Once for each output: a step that misses these masks leaves them to the next, which may have other drafts.
+            if (drafts := guesses.get(uid, ())) and state.ready.is_set() and not state.drafts:
+                if not (state.error or state.empty):
+                    state.drafts = drafts
+                    self._ask(state)
+                    asked[uid] = state
+        self._wait(asked, others or len(asked) < len(states))
+        masks: dict[int, list[NDArray[np.uint32]]] = {}
         ended: list[Ended] = []
         for uid, state in states.items():
             if not state.ready.is_set():
@@ -252,14 +293,20 @@ class Grammars:
             if state.error:
                 state.origin.failed = True
                 ended.append(Ended(uid, FinishReason.REJECTED, state.error))
-            elif not state.empty:
-                masks[uid] = state.mask_W
-            elif state.matcher.accepting:
-                ended.append(Ended(uid, FinishReason.STOP))
+            elif state.empty:
+                ended.append(_stuck(uid, state))
             else:
-                detail = "grammar: no token may follow the output so far, which is not complete"
-                ended.append(Ended(uid, FinishReason.REJECTED, detail))
+                same = common_prefix(guesses.get(uid, ()), state.drafts)
+                masks[uid] = [state.mask_W, *state.draft_masks[:same]]
         return masks, ended
+
+    def _wait(self, states: Mapping[int, GrammarState], others: bool) -> None:
+        for state in states.values():
+            if not state.ready.is_set():
+                left = state.asked + self._patience - time.perf_counter()
+                state.ready.wait(min(max(0.0, left), threading.TIMEOUT_MAX))
+        if states and not others and not any(state.ready.is_set() for state in states.values()):
+            next(iter(states.values())).ready.wait(_IDLE_SECONDS)
 
     def _start_threads(self) -> None:
         for i in range(_MASK_THREADS):
@@ -272,15 +319,42 @@ class Grammars:
         while (state := self._asked.get()) is not None:
             began = time.perf_counter()
             try:
-                state.matcher.mask(state.mask_W)
-                state.mask_W &= self._not_eos_W
-                if state.matcher.accepting:
-                    state.mask_W |= state.stops_W
-                state.empty = not state.mask_W.any()
+                if state.drafts:
+                    self._mask_drafts(state)
+                else:
+                    self._mask(state, state.mask_W)
+                    state.empty = not state.mask_W.any()
             except BaseException as error:  # as in advance; a panic of native code is no Exception
                 state.error = _detail(error)
             state.origin.worked += time.perf_counter() - began
             state.ready.set()
+
+    def _mask(self, state: GrammarState, mask_W: NDArray[np.uint32]) -> None:
+        state.matcher.mask(mask_W)
+        mask_W &= self._not_eos_W
+        if state.matcher.accepting:
+            mask_W |= state.stops_W
+
+    def _mask_drafts(self, state: GrammarState) -> None:
+        """Compute the masks behind the drafts, as far as the output may follow them, and take the drafts back."""
+        mask_W, moved = state.mask_W, 0
+        for token in state.drafts:
+            allowed = has_bit(mask_W, token)
+            # What follows a draft that is rejected or that ends the output is not read: any mask will do.
+            state.draft_masks.append(mask_W)
+            if not allowed or has_bit(state.stops_W, token):
+                break
+            state.matcher.advance(token)
+            moved += 1
+            if state.matcher.finished:
+                break
+            mask_W = np.empty_like(mask_W)
+            self._mask(state, mask_W)
+            if not mask_W.any():
+                state.dead = state.drafts[:moved]
+                break
+            state.draft_masks[-1] = mask_W
+        state.matcher.rollback(moved)
 
     def close(self) -> None:
         """End the checking processes and the threads, each after the work that it has begun."""
@@ -291,8 +365,9 @@ class Grammars:
             self._asked.put(None)
 
 
-def build_grammars(composition: Composition, spec: ModelSpec, *, patient: bool) -> Grammars | None:
-    """Return None if the app has no such part. `patient`: every row waits for its mask without a time limit."""
+def build_grammars(composition: Composition, spec: ModelSpec, *, patient: bool, drafts: bool) -> Grammars | None:
+    """Return None if the app has no such part. `patient`: every row waits for its mask without a time limit. `drafts`:
+    whether rows verify drafts."""
     if "grammar" not in composition.parts:
         return None
     model = composition.part("model")
@@ -303,8 +378,35 @@ def build_grammars(composition: Composition, spec: ModelSpec, *, patient: bool) 
     order = check_order(composition.part("grammar"), vocabulary, compiler.memory) if compiler.checked else None
     engine = composition.engine
     return Grammars(
-        compiler, vocabulary, threading.TIMEOUT_MAX if patient else engine.mask_wait, engine.grammar_cache, order
+        compiler,
+        vocabulary,
+        threading.TIMEOUT_MAX if patient else engine.mask_wait,
+        engine.grammar_cache,
+        order,
+        drafts=drafts,
     )
+
+
+def has_bit(mask_W: NDArray[np.uint32], token: int) -> bool:
+    """Return whether a mask allows the token."""
+    word, bit = divmod(token, 32)
+    return word < len(mask_W) and bool(mask_W[word] >> np.uint32(bit) & np.uint32(1))
+
+
+def common_prefix(first: Seq[int], second: Seq[int]) -> int:
+    """Return the number of equal tokens before the first unequal one."""
+    for count, (one, other) in enumerate(zip(first, second, strict=False)):
+        if one != other:
+            return count
+    return min(len(first), len(second))
+
+
+def _stuck(uid: int, state: GrammarState) -> Ended:
+    """Return the end of a sequence after whose output no token may follow."""
+    if state.matcher.accepting:
+        return Ended(uid, FinishReason.STOP)
+    detail = "grammar: no token may follow the output so far, which is not complete"
+    return Ended(uid, FinishReason.REJECTED, detail)
 
 
 def _size(compiled: CompiledGrammar) -> float:

@@ -252,7 +252,8 @@ class PolicyScheduler(Scheduler):
             if room <= 0 or not budget or seq.status is not running:
                 continue
             draft = 0
-            if lookahead and seq.request.params.grammar is None:
+            # Masks of a grammar are for chains.
+            if lookahead and not (tree and seq.request.params.grammar is not None):
                 draft = min(self.draft_tokens(seq, ctx), budget - 1)
                 # A tree of so few drafts is not deeper than the room.
                 draft = draft if depth < room else min(draft, room - 1)

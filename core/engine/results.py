@@ -110,6 +110,8 @@ class Results:
                 logprobs = logprobs[: len(kept)]
                 break
         seq.tokens += tokens
+        if tokens and reason is None and grammar is not None:
+            self._grammars.follow(tracked)
         hidden = reason is FinishReason.STOP and kept[-1] in stop_ids and not request.params.include_stop
         prompt_logprobs = self._new_prompt_logprobs(tracked, row) if row.prompt_logprobs else ()
         return SequenceEvent(seq.uid, kept, logprobs, prompt_logprobs, reason, detail, hidden=hidden)

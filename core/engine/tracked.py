@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 @dataclass(slots=True, eq=False)
 class GrammarState:
     """Position of one sequence's output in its grammar. The engine's thread advances the matcher while `ready` is set;
-    a mask thread reads it while `ready` is clear."""
+    a mask thread reads it while `ready` is clear, and advances it by drafts, which it takes back."""
 
     origin: CompiledGrammar
     matcher: Matcher
     mask_W: NDArray[np.uint32]
-    """Written by a mask thread."""
+    """Tokens that may follow the output. Written by a mask thread."""
     stops_W: NDArray[np.uint32]
     """The tokens that end the request."""
     ready: threading.Event = field(default_factory=threading.Event)
@@ -36,6 +36,17 @@ class GrammarState:
     """No token may follow, and none may end the output. Written by a mask thread."""
     error: str = ""
     """Why there is no mask. Written by a mask thread."""
+    forced: tuple[int, ...] = ()
+    """Tokens that the grammar expects to follow the output. Written by the engine's thread."""
+    drafts: tuple[int, ...] = ()
+    """Drafts behind the output whose masks were asked for. Written by the engine's thread."""
+    draft_masks: list[NDArray[np.uint32]] = field(default_factory=list)
+    """Mask behind each of the first of them, up to one that the grammar does not allow or that ends the output: what
+    follows that one is not read. Written by a mask thread."""
+    dead: tuple[int, ...] = ()
+    """The first drafts, if no token may follow them. Written by a mask thread."""
+    taken: list[int] = field(default_factory=list)
+    """Tokens that the output got since `drafts` was set or cleared. Written by the engine's thread."""
 
 
 @dataclass(slots=True, eq=False)

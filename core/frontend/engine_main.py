@@ -14,7 +14,7 @@ import msgspec
 from dovetail.core.engine.counters import Counters
 from dovetail.core.engine.engine import Engine, start_engine
 from dovetail.core.errors import RequestError
-from dovetail.core.frontend.engine_loop import EngineLoop, describe_engine
+from dovetail.core.frontend.engine_loop import EngineLoop, check_clock, describe_engine
 from dovetail.core.frontend.zmq_link import ZmqCommands
 from dovetail.core.interfaces import RequestOptions, SamplingParams
 from dovetail.core.parallel.channel import ChannelClosed
@@ -30,6 +30,7 @@ def main(control_fd: int, parent: int) -> None:
     try:
         order, _ = control.recv()
         composition = recompose(order)
+        check_clock(composition)
         began = time.perf_counter()
 
         def progress(phase: str, share: float | None = None) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from dovetail.core.engine.engine import Engine, start_engine
 from dovetail.core.errors import DovetailError
-from dovetail.core.frontend.engine_loop import EngineLoop, describe_engine
+from dovetail.core.frontend.engine_loop import EngineLoop, check_clock, describe_engine
 from dovetail.core.frontend.messages import Command, EngineInfo, EngineStats, Reply, SampleUpdate, StepMessage
 from dovetail.core.interfaces import Progress
 
@@ -38,6 +38,7 @@ class LocalEngine:
 
     def start(self, progress: Progress) -> EngineInfo:
         """Load the engine in the calling thread, then start its loop. Raises the errors of loading."""
+        check_clock(self.composition)
         began = time.perf_counter()
         engine = self._engine = start_engine(self.composition, progress)
         info = describe_engine(self.composition, engine, time.perf_counter() - began)

@@ -10,14 +10,23 @@ from dovetail.core.interfaces.attention import (
     BatchMeta,
     HostBounds,
     KVPool,
+    LatentNorm,
     QKNorm,
     Rope,
     TreeMask,
 )
 from dovetail.core.interfaces.checkpoint import Checkpoint, LazyTensor, TensorHeader
 from dovetail.core.interfaces.collective import Collective, Residual
-from dovetail.core.interfaces.cost import CostModel, Formats, RowWork
-from dovetail.core.interfaces.executor import Blobs, Executor, ExecutorInfo, JoinBlob, Progress
+from dovetail.core.interfaces.cost import CostModel, Formats, RowWork, StepTerms
+from dovetail.core.interfaces.executor import (
+    Blobs,
+    Clock,
+    Executor,
+    ExecutorInfo,
+    JoinBlob,
+    Progress,
+    VirtualClock,
+)
 from dovetail.core.interfaces.expert import (
     SWIGLU,
     ExpertBias,
@@ -67,6 +76,7 @@ from dovetail.core.interfaces.parsers import (
     ToolCallEnd,
     ToolParser,
 )
+from dovetail.core.interfaces.placement import Dispatched, ExpertPlacement, ExpertSlots
 from dovetail.core.interfaces.plan import (
     HostDraft,
     Join,
@@ -91,6 +101,7 @@ from dovetail.core.interfaces.records import (
     StepResult,
 )
 from dovetail.core.interfaces.router import Arrival, ReplicaLoad, Router
+from dovetail.core.interfaces.rows import RowShard
 from dovetail.core.interfaces.scheduler import (
     Resource,
     Scheduler,
@@ -130,9 +141,11 @@ __all__ = [
     "BuildContext",
     "Bundle",
     "Checkpoint",
+    "Clock",
     "Collective",
     "Content",
     "CostModel",
+    "Dispatched",
     "Draft",
     "DraftContext",
     "Drafter",
@@ -143,7 +156,9 @@ __all__ = [
     "ExpertBias",
     "ExpertMethod",
     "ExpertPart",
+    "ExpertPlacement",
     "ExpertShape",
+    "ExpertSlots",
     "FedTokens",
     "FinishReason",
     "Formats",
@@ -163,6 +178,7 @@ __all__ = [
     "KVSequence",
     "KVStats",
     "LateInputs",
+    "LatentNorm",
     "LayerAdapters",
     "Layers",
     "LazyTensor",
@@ -206,6 +222,7 @@ __all__ = [
     "Row",
     "RowFlag",
     "RowResult",
+    "RowShard",
     "RowWork",
     "SamplingParams",
     "Scheduler",
@@ -217,6 +234,7 @@ __all__ = [
     "StepPlan",
     "StepRecord",
     "StepResult",
+    "StepTerms",
     "TargetView",
     "TensorHeader",
     "TimedRequest",
@@ -228,6 +246,7 @@ __all__ = [
     "ToolParser",
     "TreeMask",
     "Verify",
+    "VirtualClock",
     "Vocabulary",
     "Workload",
     "WorkloadContext",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from dovetail.core.interfaces.kv_cache import KVGroup
-    from dovetail.core.interfaces.model import BuildContext
+    from dovetail.core.interfaces.model import MLA, BuildContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,9 @@ class AttentionLayer:
     sinks: torch.Tensor | None = None
     """float32 [heads]: one more score of each head, which counts in the softmax's sum alone (gpt-oss, 2025); None =
     none. It may be filled after the layer is made. Capability `scores`: "sinks"."""
+    mla: MLA | None = None
+    """Sizes of a compressed latent. `write_mla` and `attend_mla` are called in place of the other methods: kv_heads is
+    `heads`, head_dim is nope_dim + rope_dim, and there is no window, cap or sink. None = keys and values in pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +158,15 @@ class Rope:
     table: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class LatentNorm:
+    """RMSNorm over the kv_rank columns of a latent (DeepSeek-V2, 2024)."""
+
+    weight_L: torch.Tensor
+    """As in core.ops.rms_norm."""
+    eps: float
+
+
 class AttentionBackend(ABC):
     """Built once per rank. Between steps it keeps no state except what `bind` gives it."""
 
@@ -215,13 +227,37 @@ class AttentionBackend(ABC):
         """
         return self.attend(layer, ctx, self.write(layer, ctx, qkv, rope, qk_norm), emit)
 
+    def write_mla(
+        self,
+        layer: AttentionLayer,
+        ctx: AttnCtx,
+        q: torch.Tensor,
+        latents: torch.Tensor,
+        rope: Rope | None,
+        norm: LatentNorm,
+    ) -> torch.Tensor:
+        """Norm the first kv_rank columns of latents [T, kv_rank + rope_dim], rotate the others and the last rope_dim of
+        each head of q [T, H * (nope_dim + rope_dim)], write the latents to the planes of core.ops.latent_planes, and
+        return q_THD. Its inputs are not modified."""
+        from dovetail.core.ops.latent_write import latent_write
+
+        return latent_write(layer, ctx.meta, self.pools[layer.group], q, latents, rope, norm)
+
     def attend_mla(
         self,
         layer: AttentionLayer,
         ctx: AttnCtx,
-        q_nope: torch.Tensor,
-        q_rope: torch.Tensor,
+        q: torch.Tensor,
+        up_HOL: torch.Tensor,
         emit: tuple[ActFormat, ...] = (PLAIN,),
     ) -> Bundle:
-        """Attention over a compressed latent (DeepSeek-V2, 2024). Optional; implied by "mla" in capability `kinds`."""
+        """Causal attention of q_THD over compressed latents (DeepSeek-V2, 2024), [T, H * v_dim] in the formats of
+        `emit`. Optional; implied by "mla" in capability `kinds`.
+
+        up_HOL [H, nope_dim + v_dim, kv_rank] are the up-projections: a latent's key is its product with the first
+        nope_dim rows of a head, followed by its rotated columns; its value is the product with the other rows. For each
+        row of the step the backend chooses between two ways that give the same result. Absorbed: the projections
+        multiply query and output, so that heads share one key of kv_rank + rope_dim columns; for few tokens. Expanded:
+        keys and values of every head are computed; for many tokens, since each score then takes fewer products.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no MLA; its capability `kinds` must not name it")

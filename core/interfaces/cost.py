@@ -5,10 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import mul
 from typing import TYPE_CHECKING, NamedTuple
 
 from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces.plan import RowFlag
+from dovetail.core.interfaces.plan import SAMPLE
 
 if TYPE_CHECKING:
     from dovetail.core.compose import EngineConfig
@@ -35,6 +36,8 @@ class Formats:
     """Number format of the matmul of logits; None = `dtype`."""
     embedding_bits: float | None = None
     """Bits per weight of an embedding that is not tied; None = those of `dtype`."""
+    expert_bits: float | None = None
+    """Bits per weight of routed experts; None = `weight_bits`."""
 
     def head_bytes(self, p: Parameters) -> float:
         """Return the bytes of the matrix of logits, over all ranks."""
@@ -46,10 +49,17 @@ class Formats:
         bits = 8 * self.dtype_bytes if self.embedding_bits is None else self.embedding_bits
         return p.embedding * bits / 8 if p.head else 0.0
 
+    def layer_bytes(self, p: Parameters, experts: float) -> float:
+        """Return the bytes of the matrices of layers with so many weights in routed experts, over all ranks."""
+        return (p.attention + p.mlp) * self.weight_bits / 8 + self.expert_bytes(experts)
+
+    def expert_bytes(self, weights: float) -> float:
+        """Return the bytes of so many weights of routed experts."""
+        return weights * (self.weight_bits if self.expert_bits is None else self.expert_bits) / 8
+
     def weight_bytes(self, p: Parameters) -> float:
         """Return the bytes of all weights, over all ranks."""
-        layers = (p.attention + p.mlp + p.experts) * self.weight_bits / 8
-        return layers + self.head_bytes(p) + self.embedding_bytes(p) + p.rest * self.dtype_bytes
+        return self.layer_bytes(p, p.experts) + self.head_bytes(p) + self.embedding_bytes(p) + p.rest * self.dtype_bytes
 
 
 class RowWork(NamedTuple):
@@ -66,7 +76,35 @@ class RowWork(NamedTuple):
 
     @classmethod
     def of(cls, row: Row) -> RowWork:
-        return cls(row.count, row.bound, row.draft + 1 if row.flags & RowFlag.SAMPLE else 0)
+        return cls(row.count, row.bound, row.draft + 1 if row.flags & SAMPLE else 0)
+
+
+class StepTerms(NamedTuple):
+    """Seconds of the parts of a step, which a calibration scales one by one."""
+
+    weights: float = 0.0
+    """Reads of the weights."""
+    products: float = 0.0
+    """Arithmetic of matmuls. It overlaps with the reads of weights."""
+    prefill: float = 0.0
+    """Attention of prompt chunks."""
+    decode: float = 0.0
+    """Attention of decode rows."""
+    collectives: float = 0.0
+    """Exchange between ranks."""
+    launches: float = 0.0
+    """Time that depends on the number of kernels alone."""
+    sampling: float = 0.0
+    """Draws from the logits."""
+
+    @property
+    def seconds(self) -> float:
+        """Time of the step."""
+        weights, products, *rest = self
+        return max(weights, products) + sum(rest)
+
+    def scaled(self, factors: StepTerms) -> StepTerms:
+        return StepTerms(*map(mul, self, factors))
 
 
 class CostModel(ABC):
@@ -83,6 +121,9 @@ class CostModel(ABC):
     """Cost model of the model inside the drafter, bound to that one; None = the drafter has none. Written by the engine
     after `bind`."""
 
+    drafts_in_one_pass = False
+    """DrafterFacts.one_pass. Written by the engine together with `drafter`."""
+
     def __init__(self, config: object) -> None:
         self.config = config
 
@@ -96,7 +137,26 @@ class CostModel(ABC):
 
     def seconds(self, plan: StepPlan) -> float:
         """Device time of the plan."""
-        return self.step_seconds(RowWork.of(row) for row in plan.rows)
+        return self.step_seconds(self.works(plan.rows))
+
+    def works(self, rows: Iterable[Row]) -> Iterable[RowWork]:
+        """Return the work of a plan's rows. A model may add up rows whose sum it needs alone."""
+        return map(RowWork.of, rows)
+
+    def terms(self, rows: Iterable[RowWork]) -> StepTerms | None:
+        """The parts of a step with these rows, whose `seconds` are those of `step_seconds`; None = the model has no
+        such parts and cannot be calibrated."""
+        return None
+
+    @property
+    def memory(self) -> float | None:
+        """Memory of one device, GB (10^9 bytes); None = unknown. Default: the option `memory`, if there is one."""
+        found: float | None = getattr(self.config, "memory", None)
+        return found
+
+    def check_device(self, device: str) -> None:
+        """Raise ConfigError if predictions are for another device than `device`: a GPU's name, or "cpu". Called after
+        `bind`, before a device is used; not called if the device is simulated."""
 
     def draft_seconds(self, rows: int, drafts: int, context: int) -> float:
         """Device time of drafting `drafts` tokens for each of `rows` sequences of length `context`, before the step
@@ -104,6 +164,8 @@ class CostModel(ABC):
         that the step before accepted; 0.0 for a drafter without a model."""
         if self.drafter is None or not rows or not drafts:
             return 0.0
+        if self.drafts_in_one_pass:
+            return self.drafter.decode_seconds(rows, context)
         first = self.drafter.step_seconds([RowWork(1 + drafts, context, 1, rows)])
         return first + (drafts - 1) * self.drafter.decode_seconds(rows, context)
 
@@ -134,8 +196,7 @@ class CostModel(ABC):
         experts = float(p.experts)
         if tokens is not None and p.experts:
             experts *= 1 - (1 - p.active_experts / p.experts) ** tokens
-        layers = (p.attention + p.mlp + experts) * self.formats.weight_bits / 8
-        return layers + self.formats.head_bytes(p) + p.rest * self.formats.dtype_bytes
+        return self.formats.layer_bytes(p, experts) + self.formats.head_bytes(p) + p.rest * self.formats.dtype_bytes
 
     def kv_bytes(self, tokens: int) -> int:
         """KV cache bytes of a sequence of `tokens` tokens, on one rank."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -55,8 +56,44 @@ class ExecutorInfo:
     """Hash of the measured entries of the tuning table; "" = nothing is tuned. Equal hashes make equal choices."""
 
 
+class Clock:
+    """Time of an engine, seconds: that of `time.perf_counter`."""
+
+    virtual = False
+    """Whether time passes only in `wait_until`, as in a simulation that does not wait."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def wait_until(self, moment: float, *, spin: float = 0.0) -> None:
+        """Return once `now()` is at least `moment`. It sleeps, except for the last `spin` seconds, since a sleep may
+        overrun."""
+        while (left := moment - self.now()) > 0:
+            if left > spin:
+                time.sleep(left - spin)
+
+
+class VirtualClock(Clock):
+    """Time of a discrete-event simulation: it begins at 0 and jumps to whatever is waited for."""
+
+    virtual = True
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def now(self) -> float:
+        return self._now
+
+    def wait_until(self, moment: float, *, spin: float = 0.0) -> None:
+        self._now = max(self._now, moment)
+
+
 class Executor(ABC):
     """Runs plans in order. All calls come from one thread, except `interrupt`."""
+
+    clock: Clock = Clock()
+    """Time of arrivals, plans and results. A simulated executor may have one of its own, in which waiting takes no
+    time."""
 
     @abstractmethod
     def start(self, progress: Progress) -> ExecutorInfo:
@@ -72,6 +109,13 @@ class Executor(ABC):
     def complete(self, late: LateInputs) -> None:
         """Enqueue the sampling half of the newest plan, which has LATE rows. Earlier plans may be collected before this
         call, the plan itself only after it. Raises ValueError if no plan waits for late inputs."""
+
+    def drafted(self) -> Mapping[int, tuple[int, ...]]:
+        """Return the drafts of the newest plan's LATE rows, by index of the row: at most Row.draft tokens, in the
+        order in which they would follow. A row that is left out verifies no drafts. Valid before `complete`; waits for
+        the drafter, and so for all earlier plans. Raises ValueError if no plan waits for late inputs. Default: rows
+        with late inputs verify no drafts."""
+        return {}
 
     @abstractmethod
     def collect(self) -> StepResult:

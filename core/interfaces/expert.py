@@ -37,9 +37,11 @@ class RoutingRule:
     scale: float = 1.0
     """Multiplies the scores at the end."""
     groups: int = 1
-    """Groups of consecutive experts. A token selects experts of the `kept_groups` whose best two scores have the
-    largest sums (DeepSeek-V3, 2024)."""
+    """Groups of consecutive experts. A token selects experts of the `kept_groups` whose best `group_best` scores have
+    the largest sums (DeepSeek-V3, 2024)."""
     kept_groups: int = 1
+    group_best: Literal[1, 2] = 2
+    """1: a group counts as much as its best expert (DeepSeek-V2, 2024)."""
     uniform: bool = False
     """Replace the logits by a hash of themselves, so that every expert is equally likely. For speed measurements with
     random weights, whose routers may choose a few experts for all tokens."""
@@ -86,10 +88,11 @@ SWIGLU = GatedActivation()
 
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
-    """This rank's share of the routed experts of a layer: some channels of every expert. gate and up are [F, C], down
-    is [C, F]."""
+    """This rank's share of the routed experts of a layer: all or some of the experts, and all or some of their
+    channels. gate and up are [F, C], down is [C, F]."""
 
     experts: int
+    """E: slots of this rank. Methods number experts by slot."""
     hidden: int
     """C"""
     intermediate: int
@@ -104,10 +107,15 @@ class ExpertShape:
     """Channels of the whole experts; 0 = `intermediate`."""
     first_channel: int = 0
     """This rank's first channel in the whole experts."""
+    ids: tuple[int, ...] = ()
+    """Expert in each slot, as the checkpoint numbers them, for paths of layers (`skip` of quantizers); () = 0, 1, and
+    so on."""
 
     def __post_init__(self) -> None:
         if not self.whole_intermediate:
             object.__setattr__(self, "whole_intermediate", self.intermediate)
+        if not self.ids:
+            object.__setattr__(self, "ids", tuple(range(self.experts)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -98,7 +99,19 @@ class Matcher(ABC):
     @abstractmethod
     def advance(self, token: int) -> None:
         """Append this token to the output. Raises RequestError if the grammar does not allow it or a limit on the work
-        is reached; the matcher is unusable afterwards. Called in the step loop, so it must take microseconds."""
+        is reached; the matcher is unusable afterwards. Called in the step loop, and for drafts in another
+        thread, so it must take microseconds."""
+
+    @abstractmethod
+    def rollback(self, tokens: int) -> None:
+        """Take back the last `tokens` tokens of the output, 0 or more: the matcher is in the state before them, also if
+        it had finished. Called after the masks behind a row's drafts are computed."""
+
+    def forced(self) -> Sequence[int]:
+        """Return tokens that follow with certainty or nearly so, such as the names of a JSON schema: rows verify them
+        as drafts. Wrong tokens cost time and change no output. Called in the step loop after each `advance`, so it must
+        take microseconds. Default: none."""
+        return ()
 
     @property
     @abstractmethod

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
+from itertools import accumulate
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,8 +25,7 @@ class RowFlag(IntFlag):
     DECODE = 2
     """A decode row: it feeds the last sampled token and its drafts. The device knows its position and draft count."""
     LATE = 4
-    """The row samples only when its late inputs have arrived (LateInputs). The engine sets this on rows that sample;
-    such a row has no drafts."""
+    """The row samples only when its late inputs have arrived (LateInputs). The engine sets this on rows that sample."""
 
 
 SAMPLE, DECODE, LATE = int(RowFlag.SAMPLE), int(RowFlag.DECODE), int(RowFlag.LATE)
@@ -132,4 +132,13 @@ class LateInputs:
     """Ascending indices into the plan's rows: the rows with a mask here. A LATE row that is not listed yields no token
     in this step."""
     masks_MW: NDArray[np.uint32]
-    """Allowed tokens of each listed row, [rows, ceil(vocabulary / 32)]: bit t % 32 of word t // 32 is token t."""
+    """Allowed tokens, [M, ceil(vocabulary / 32)]: bit t % 32 of word t // 32 is token t. Each listed row has one mask
+    for the token after its last one and one for the token after each draft that it verifies, row by row."""
+    drafts: tuple[int, ...] = ()
+    """Drafts to verify of each listed row, at most Row.draft; () = none of any row."""
+
+    def by_row(self) -> dict[int, NDArray[np.uint32]]:
+        """Return the masks of each listed row, [1 + drafts, words]."""
+        counts = [1 + drafts for drafts in self.drafts or (0,) * len(self.rows)]
+        ends = list(accumulate(counts))
+        return {row: self.masks_MW[end - count : end] for row, count, end in zip(self.rows, counts, ends, strict=True)}

@@ -123,7 +123,7 @@ class Scheduler(ABC):
         """Return the next plan, or None if nothing can run before another result, arrival or finish.
 
         Mutates the sequence fields marked as written by the scheduler, and the allocator. A returned plan will be
-        launched. Rows of a request with a grammar have no drafts; the engine marks them LATE.
+        launched. The engine marks rows of a request with a grammar LATE.
         """
 
     @abstractmethod

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from dovetail.core.interfaces.kv_cache import KVGroup
     from dovetail.core.interfaces.model import BuildContext, ForwardContext, Hidden, ModelSource, ModelSpec
     from dovetail.core.interfaces.quant import Quantizer
+    from dovetail.core.interfaces.records import Request
 
 Verify = Literal["draws", "rejection", "typical"]
 """How drafts of rows that are not greedy are verified. Greedy rows accept the drafts that equal the target's arg-max.
@@ -45,6 +46,14 @@ class DrafterFacts:
     """The same of its matrix of logits, also if the embedding is tied to it."""
     embedding_bits: float | None = None
     """The same of an embedding that is not tied."""
+    one_pass: bool = False
+    """All drafts come from one pass over the model's layers, instead of one pass per draft."""
+    target_share: float = 0.0
+    """Share of the target's layers that a pass of the drafter runs; 0 = none."""
+
+
+def _no_layers(embeds_TC: torch.Tensor, ctx: ForwardContext) -> Hidden:
+    raise NotImplementedError("this TargetView has no layers of the target")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +73,8 @@ class TargetView:
     """Model.embed"""
     logits: Callable[[torch.Tensor], torch.Tensor]
     """Model.logits"""
+    forward: Callable[[torch.Tensor, ForwardContext], Hidden] = _no_layers
+    """Model.forward, for drafters with `on_target_pages`."""
 
     def build_context(self, spec: ModelSpec, quantizer: Quantizer) -> BuildContext:
         """Return the inputs of a model inside the drafter: the target's device, dtypes, attention and collective,
@@ -108,7 +119,7 @@ class LayOut(Protocol):
     ) -> tuple[torch.Tensor, ForwardContext]:
         """Return the inputs of a forward pass over `count` tokens of each row, which follow first_S[slot] (int64, by
         slot) tokens in the cache: their ids, int32 [B * count], which are meaningless from index `length` on, and
-        positions and attention of the drafter's own KV groups.
+        positions and attention of the drafter's own KV groups, or with `on_target_pages` of the target's.
 
         `bits_BN`: int64 [B, count]; the tokens are drafts of a tree whose root is the row's last token, at index
         length - 1, and these are their bits in TreeMask.ancestors_T. None = they are consecutive.
@@ -191,8 +202,14 @@ class Drafter(ABC):
     proposal, after steps without drafts, has none. None = drafts do not depend on earlier proposals."""
     resumes: bool = True
     """Whether such a row catches up, by `window` tokens per proposal. False = it has no more drafts."""
+    on_target_pages: bool = False
+    """True = `propose` runs layers of the target over its pages, which hold the KV of all tokens before position
+    `length` - 1. What it writes from there on is replaced by the step that verifies. Rows use their adapter."""
     verify: Verify = "draws"
     """How its drafts are verified."""
+    simulated_rates: tuple[float, ...] = ()
+    """For measurements: by position, the probability that a draft is accepted if those before it were, by a coin and
+    not by verification. () = drafts are verified."""
 
     def __init__(self, config: object) -> None:
         self.config = config
@@ -227,6 +244,14 @@ class Drafter(ABC):
         """Called before the first step of new sequences (int64, on the device): each takes a slot, and the KV of its
         first `computed` tokens is in its pages, because another sequence computed it or it was forked. With
         `follows_features` the first step feeds the last of these tokens again."""
+
+    def enter(self, slot: int, request: Request) -> None:
+        """A sequence of this request takes the slot. Called on the host of each rank, before `join`. Work on the device
+        is in the order of the steps, and in no CUDA graph. The default does nothing."""
+
+    def leave(self, slot: int, tokens_L: torch.Tensor, length: torch.Tensor) -> None:
+        """The slot's sequence has ended or is preempted. `tokens_L` (int32) and `length` (int64, no dimension) have its
+        text on the device, for work that this call enqueues. Called as `enter` is. The default does nothing."""
 
     def observe(self, fed: FedTokens, hidden: Hidden) -> None:
         """Receive the tokens and hidden states of a step, after the target's layers and before any token is sampled.

@@ -10,7 +10,8 @@ from dovetail.core.layers.plain import PlainLinear
 from dovetail.core.layers.plain_experts import PlainExperts
 from dovetail.core.layers.rotary import build_rope
 from dovetail.core.layers.run import run_layers
-from dovetail.core.layers.unstacked import unstacked, unstacked_headers
+from dovetail.core.layers.sinks import Sinks
+from dovetail.core.layers.unstacked import Stack, unstacked, unstacked_headers, without
 from dovetail.core.layers.weights import Stored, Taker, Weight, WeightSet, check_headers, dummy_weights, load_weights
 
 __all__ = [
@@ -26,6 +27,8 @@ __all__ = [
     "QKVParallel",
     "RMSNorm",
     "RowParallel",
+    "Sinks",
+    "Stack",
     "Stored",
     "Taker",
     "VocabParallelEmbedding",
@@ -44,4 +47,5 @@ __all__ = [
     "run_layers",
     "unstacked",
     "unstacked_headers",
+    "without",
 ]

@@ -1,5 +1,5 @@
-"""Router and routed experts under tensor parallelism: each rank has some channels of every expert. Shapes: T tokens, E
-experts, C hidden channels, F channels of an expert."""
+"""Router and routed experts of a layer. The placement decides which experts a rank has, and which of their channels.
+Shapes: T tokens, R rows that a rank multiplies, E experts, C hidden channels, F channels of an expert."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from dovetail.core.interfaces import (
     ActFormat,
     BuildContext,
     Bundle,
+    Dispatched,
     ExpertBias,
     ExpertPart,
     ExpertShape,
@@ -25,7 +26,8 @@ from dovetail.core.interfaces import (
 )
 from dovetail.core.interfaces.expert import PARTS
 from dovetail.core.interfaces.tensor_record import TensorRecord
-from dovetail.core.layers.linear import split_channels
+from dovetail.core.layers.expert_slots import layouts_of, slots_of
+from dovetail.core.layers.linear import share_of_channels
 from dovetail.core.layers.looped_experts import LoopedExperts
 from dovetail.core.layers.share import Wanted, below, check_records, shares_of, stored_of
 from dovetail.core.layers.weights import Taker, Weight, WeightSet
@@ -39,11 +41,18 @@ class ExpertRouter:
     input = PLAIN
 
     def __init__(
-        self, name: str, build: BuildContext, hidden: int, rule: RoutingRule, selection_bias: str | None = None
+        self,
+        name: str,
+        build: BuildContext,
+        hidden: int,
+        rule: RoutingRule,
+        selection_bias: str | None = None,
+        bias: bool = False,
     ) -> None:
         """`selection_bias`: checkpoint name of a bias of the scores by which experts are selected, None = there is
-        none."""
+        none. `bias`: whether the logits have one."""
         self.name, self.rule, self.bias_name = name, rule, selection_bias
+        self.logit_bias_E = torch.zeros(rule.experts, dtype=torch.float32, device=build.device) if bias else None
         self.weight = torch.empty(rule.experts, hidden, dtype=build.dtype, device=build.device)
         self.bias_E = None
         if selection_bias is not None:
@@ -52,16 +61,25 @@ class ExpertRouter:
 
     def __call__(self, x: Bundle, live_T: torch.Tensor | None) -> Routing:
         """`live_T`: ForwardContext.live_T."""
-        return route(router_logits(x[PLAIN].values, self.weight, self.counts), self.rule, self.bias_E, live_T)
+        logits_TE = router_logits(x[PLAIN].values, self.weight, self.counts, self.logit_bias_E)
+        return route(logits_TE, self.rule, self.bias_E, live_T)
 
     def weights(self) -> Iterator[Taker]:
         yield Weight(f"{self.name}.weight", lambda lazy: self.weight.copy_(lazy[:]), tuple(self.weight.shape))
+        if (logit_bias_E := self.logit_bias_E) is not None:
+            take = partial(_copy_whole, logit_bias_E)
+            yield Weight(f"{self.name}.bias", take, (self.rule.experts,), "zeros")
         if self.bias_name is not None:
             yield Weight(self.bias_name, lambda lazy: self.bias_E.copy_(lazy[:]), (self.rule.experts,), "zeros")
 
 
+def _copy_whole(to: torch.Tensor, lazy: LazyTensor) -> None:
+    to.copy_(lazy[:])
+
+
 class Experts:
-    """Gated experts of a layer, stored and multiplied by the quantizer's ExpertMethod. The output is a Partial.
+    """Gated experts of a layer: some on this rank, stored and multiplied by the quantizer's ExpertMethod. Rows get to
+    their experts by the placement: dispatch, multiply, combine.
 
     Each matrix is a tensor of its own in the checkpoint; `unstacked` separates those of other layouts.
     """
@@ -77,25 +95,38 @@ class Experts:
         bias: bool = False,
     ) -> None:
         """`names`: checkpoint prefixes of each expert's gate, up, down. `intermediate`: channels of whole experts."""
-        start, stop = split_channels(names[0][0], intermediate, build)
+        self.placement = build.placement
+        rank, size = build.collective.rank, build.collective.size
+        groups = 1 if self.placement is None else self.placement.size
+        parts = size // groups
+        ids: Sequence[int] = range(len(names))
+        if self.placement is not None:
+            layouts = layouts_of(self.placement, len(names), groups)
+            self.slots = slots_of(layouts, len(names), rank, parts, build.device)
+            ids = layouts[rank // parts]
+        each = share_of_channels(names[0][0], intermediate, build, parts)
+        start, stop = rank % parts * each, (rank % parts + 1) * each
         self.channels, self.activation = slice(start, stop), activation
+        self.elsewhere = frozenset(name for expert in set(range(len(names))).difference(ids) for name in names[expert])
+        """Checkpoint prefixes of the matrices that this rank does not load."""
         self.shape = ExpertShape(
-            experts=len(names),
+            experts=len(ids),
             hidden=hidden,
-            intermediate=stop - start,
+            intermediate=each,
             dtype=build.dtype,
-            names=tuple(names),
+            names=tuple(names[expert] for expert in ids),
             shares=build.spec.shares(),
             whole_intermediate=intermediate,
             first_channel=start,
+            ids=tuple(ids),
         )
         self.method = build.quantizer.experts(path, self.shape) or LoopedExperts(build.quantizer, path, self.shape)
         self.params = self.method.create(self.shape, build.device)
         self.bias: ExpertBias | None = None
-        self.loads_down_bias = build.collective.rank == 0  # The sum over ranks would count it once per rank.
+        self.loads_down_bias = rank % parts == 0  # The sum over the parts of an expert would count it once per part.
         if bias:
             sides = (2 * self.shape.intermediate, hidden)
-            up, down = (torch.zeros(len(names), side, dtype=build.dtype, device=build.device) for side in sides)
+            up, down = (torch.zeros(len(ids), side, dtype=build.dtype, device=build.device) for side in sides)
             self.bias = ExpertBias(up, down)
 
     @property
@@ -103,21 +134,36 @@ class Experts:
         """Input format of the first product."""
         return self.method.input
 
-    def __call__(self, x: Bundle, routing: Routing) -> Partial:
-        return Partial(self.method.apply(self.params, x[self.input], routing, self.activation, self.bias))
+    def dispatch(self, x: Bundle, routing: Routing) -> Dispatched:
+        """Return the rows that this rank multiplies: all, or those of `routing` that the placement sends here."""
+        if self.placement is None:
+            return Dispatched(x[self.input], routing)
+        return self.placement.dispatch(x[self.input], routing, self.slots)
+
+    def multiply(self, sent: Dispatched) -> torch.Tensor:
+        """Return [R, C]: the weighted sum of each row's experts on this rank."""
+        return self.method.apply(self.params, sent.x, sent.routing, self.activation, self.bias)
+
+    def combine(self, y_RC: torch.Tensor, sent: Dispatched) -> Partial | torch.Tensor:
+        """Return the sums for the rows that `dispatch` got."""
+        return Partial(y_RC) if self.placement is None else self.placement.combine(y_RC, sent)
 
     def weights(self) -> Iterator[Taker]:
-        for expert, names in enumerate(self.shape.names):
+        # Several slots may have one expert, whose tensors they take together.
+        slots: dict[tuple[str, str, str], list[int]] = {}
+        for slot, names in enumerate(self.shape.names):
+            slots.setdefault(names, []).append(slot)
+        for names, copies in slots.items():
             for part, name in zip(PARTS, names, strict=True):
                 outputs, inputs = self._sides(part)
                 records = self._records(name)
                 yield WeightSet(
                     stored_of(name, records, outputs.total, inputs.total),
                     partial(check_records, records, name, outputs=outputs.total, inputs=inputs.total),
-                    partial(self._take, expert, part, name),
+                    partial(self._take, copies, part, name),
                 )
                 if self.bias is not None:
-                    take = partial(self._take_bias, self.bias, expert, part)
+                    take = partial(self._take_bias, self.bias, copies, part)
                     yield Weight(f"{name}.bias", take, (outputs.total,), "zeros")
 
     def finish(self) -> None:
@@ -133,14 +179,16 @@ class Experts:
         channels = Wanted(self.shape.whole_intermediate, self.channels.start, self.channels.stop)
         return (hidden, channels) if part == "down" else (channels, hidden)
 
-    def _take(self, expert: int, part: ExpertPart, name: str, tensors: Mapping[str, LazyTensor]) -> None:
+    def _take(self, slots: list[int], part: ExpertPart, name: str, tensors: Mapping[str, LazyTensor]) -> None:
         with below(name):
-            share = shares_of(name, self._records(name), tensors, *self._sides(part))
-            self.method.load(self.params, expert, part, share)
+            for slot in slots:
+                share = shares_of(name, self._records(name), tensors, *self._sides(part))
+                self.method.load(self.params, slot, part, share)
 
-    def _take_bias(self, bias: ExpertBias, expert: int, part: ExpertPart, lazy: LazyTensor) -> None:
-        if part != "down":
-            gate, up = bias.up[expert].chunk(2)
-            (gate if part == "gate" else up).copy_(lazy[self.channels])
-        elif self.loads_down_bias:
-            bias.down[expert].copy_(lazy[:])
+    def _take_bias(self, bias: ExpertBias, slots: list[int], part: ExpertPart, lazy: LazyTensor) -> None:
+        for slot in slots:
+            if part != "down":
+                gate, up = bias.up[slot].chunk(2)
+                (gate if part == "gate" else up).copy_(lazy[self.channels])
+            elif self.loads_down_bias:
+                bias.down[slot].copy_(lazy[:])

@@ -42,7 +42,7 @@ class LoopedExperts(ExpertMethod):
         self.shapes = [linear_shapes(shape, expert) for expert in range(shape.experts)]
         self.methods: list[tuple[LinearMethod, LinearMethod]] = [
             (quantizer.linear(f"{path}.{expert}.gate_up", up), quantizer.linear(f"{path}.{expert}.down", down))
-            for expert, (up, down) in enumerate(self.shapes)
+            for expert, (up, down) in zip(shape.ids, self.shapes, strict=True)
         ]
         self._of = {
             name: method

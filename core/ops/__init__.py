@@ -11,10 +11,12 @@ from dovetail.core.ops.kv_write import rope_kv_write
 from dovetail.core.ops.layernorm import layer_norm
 from dovetail.core.ops.matmul import matmul, scaled_matmul, unscaled_matmul
 from dovetail.core.ops.norm import rms_norm
+from dovetail.core.ops.packed_experts import PackedExperts, packed_gated_experts
 from dovetail.core.ops.routing import route, router_logits
 
 __all__ = [
     "ExpertWeights",
+    "PackedExperts",
     "apply_bitmask",
     "decoded_matmul",
     "encode",
@@ -23,6 +25,7 @@ __all__ = [
     "gelu_and_mul",
     "layer_norm",
     "matmul",
+    "packed_gated_experts",
     "rms_norm",
     "rope_kv_write",
     "route",

@@ -108,7 +108,7 @@ def _spread(scale: torch.Tensor, group: int, dim: int) -> torch.Tensor:
 def _product(x_PI: torch.Tensor, weight_EOI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """Multiply consecutive rows, up to each expert's end, by the expert's matrix. Rows past the last end have any
     values. The result is float32."""
-    if x_PI.element_size() == 1:
+    if x_PI.dtype is not weight_EOI.dtype or x_PI.element_size() == 1:
         x_PI, weight_EOI = x_PI.float(), weight_EOI.float()
     # torch's grouped product takes rows of multiples of 16 bytes.
     if missing := -x_PI.shape[1] % (16 // x_PI.element_size()):

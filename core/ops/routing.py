@@ -18,15 +18,19 @@ MIX = (0x9E3779B1, 0x85EBCA6B)
 """Odd multipliers of the hash for RoutingRule.uniform (MurmurHash3)."""
 
 
-def router_logits(x_TC: torch.Tensor, weight_EC: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """x @ weight^T in float32, from operands of one dtype. `counts`: as in ops.matmul.scaled_matmul."""
+def router_logits(
+    x_TC: torch.Tensor, weight_EC: torch.Tensor, counts: torch.Tensor, bias_E: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x @ weight^T + bias in float32, from operands of one dtype; `bias_E` is float32. `counts`: as in
+    ops.matmul.scaled_matmul."""
     if not x_TC.is_cuda or x_TC.dtype is torch.float32:
-        return F.linear(x_TC.float(), weight_EC.float())
+        return F.linear(x_TC.float(), weight_EC.float(), bias_E)
     if len(x_TC) <= FEW_ROWS:
         from dovetail.core.ops.kernels.matmul import matmul_triton
 
-        return matmul_triton(x_TC.contiguous(), weight_EC, LOGITS_TILE, counts, dtype=torch.float32)
-    return torch.mm(x_TC, weight_EC.t(), out_dtype=torch.float32)
+        return matmul_triton(x_TC.contiguous(), weight_EC, LOGITS_TILE, counts, bias_O=bias_E, dtype=torch.float32)
+    logits_TE = torch.mm(x_TC, weight_EC.t(), out_dtype=torch.float32)
+    return logits_TE if bias_E is None else logits_TE.add_(bias_E)
 
 
 def route(
@@ -51,7 +55,7 @@ def route_reference(
     choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
     if rule.groups > 1:
         grouped_TGE = choice_TE.view(tokens, rule.groups, -1)
-        best_TG = grouped_TGE.topk(min(2, grouped_TGE.shape[2]), dim=2).values.sum(2)
+        best_TG = grouped_TGE.topk(min(rule.group_best, grouped_TGE.shape[2]), dim=2).values.sum(2)
         kept_TG = torch.zeros_like(best_TG, dtype=torch.bool)
         kept_TG.scatter_(1, best_TG.topk(rule.kept_groups, dim=1).indices, True)
         choice_TE = grouped_TGE.masked_fill(~kept_TG[:, :, None], float("-inf")).view(tokens, -1)

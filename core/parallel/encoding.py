@@ -4,8 +4,9 @@ exactly what was encoded or raises ValueError.
     plan = magic 4s | version u16 | 0 u16 | crc32 u32 of the rest | 0 u32 | int64 ...
            int64: step, lane, state, then the seven counts of _COUNTS, then the sections in that order, row by row
     blob = magic 4s | version u16 | 0 u16 | crc32 u32 of the rest | JSON bytes u32 | int32 token ids ... | JSON
-    late = magic 4s | version u16 | 0 u16 | crc32 u32 of the int64s | rows u32 | int64 step, words, row ... | uint32 ...
-           mask words, row by row: megabytes per step in a large batch, so only their number is checked
+    late = magic 4s | version u16 | 0 u16 | crc32 u32 of the int64s | rows u32
+           | int64 step, words, row ..., drafts of each row ... | uint32 mask words, row by row ...
+           Masks are megabytes per step in a large batch, so only their number is checked.
 
 Everything is little-endian. Any change of the layout, or of a record's fields, raises VERSION.
 """
@@ -38,7 +39,7 @@ from dovetail.core.interfaces import (
     StepPlan,
 )
 
-VERSION = 5
+VERSION = 6
 PLAN_MAGIC, BLOB_MAGIC, LATE_MAGIC = b"DVTP", b"DVTB", b"DVTL"
 
 _PREFIX = struct.Struct("<4sHHII")
@@ -178,8 +179,8 @@ def decode_blob(data: bytes | memoryview) -> tuple[int, int, JoinBlob]:
 
 
 def encode_late(late: LateInputs) -> bytes:
-    words = late.masks_MW.shape[1]
-    head = struct.pack(f"<{2 + len(late.rows)}q", late.step, words, *late.rows)
+    words, drafts = late.masks_MW.shape[1], late.drafts or (0,) * len(late.rows)
+    head = struct.pack(f"<{2 + 2 * len(late.rows)}q", late.step, words, *late.rows, *drafts)
     prefix = _PREFIX.pack(LATE_MAGIC, VERSION, 0, zlib.crc32(head, len(late.rows)), len(late.rows))
     return prefix + head + late.masks_MW.astype("<u4", copy=False).tobytes()
 
@@ -187,14 +188,16 @@ def encode_late(late: LateInputs) -> bytes:
 def decode_late(data: bytes | memoryview) -> LateInputs:
     """Return the late inputs. Raises ValueError for anything that encode_late did not write."""
     body, crc, rows = _prefix(data, LATE_MAGIC, "late input")
-    size = 8 * (2 + rows)
+    size = 8 * (2 + 2 * rows)
     if len(body) < size or zlib.crc32(body[:size], rows) != crc:
         raise _altered("late input", data)
-    step, words, *indices = struct.unpack_from(f"<{2 + rows}q", body)
-    if words < 0 or len(body) - size != 4 * rows * words:
-        raise ValueError(f"step {step}: {len(body) - size} bytes of masks are not {rows} rows of {words} words")
-    masks = np.frombuffer(body, "<u4", rows * words, size).astype(np.uint32).reshape(rows, words)
-    return LateInputs(step, tuple(indices), masks)
+    step, words, *listed = struct.unpack_from(f"<{2 + 2 * rows}q", body)
+    indices, drafts = tuple(listed[:rows]), tuple(listed[rows:])
+    count = rows + sum(drafts)
+    if min(drafts, default=0) < 0 or words < 0 or len(body) - size != 4 * count * words:
+        raise ValueError(f"step {step}: {len(body) - size} bytes of masks are not {count} masks of {words} words")
+    masks = np.frombuffer(body, "<u4", count * words, size).astype(np.uint32).reshape(count, words)
+    return LateInputs(step, indices, masks, drafts if any(drafts) else ())
 
 
 def _open(data: bytes | memoryview, magic: bytes, what: str) -> tuple[memoryview, int]:

@@ -66,10 +66,17 @@ class SlotLedger:
             now = "no step" if self.waiting is None else f"step {self.waiting.step}"
             raise ValueError(f"late inputs of step {late.step} arrived, but {now} waits for them")
         rows = self.waiting.rows
-        for row in late.rows:
+        for row, drafts in zip(late.rows, late.drafts or (0,) * len(late.rows), strict=True):
             if not (0 <= row < len(rows) and rows[row].flags & RowFlag.LATE):
                 raise ValueError(f"step {late.step}: row {row} of {len(rows)} takes no late inputs")
+            if drafts > rows[row].draft:
+                raise ValueError(f"step {late.step}: row {row} has masks for {drafts} of {rows[row].draft} drafts")
         self.waiting = None
+
+    def check_drafted(self) -> None:
+        """Check that the newest plan waits for its late inputs, so that its drafts can be read."""
+        if self.waiting is None:
+            raise ValueError("no plan waits for late inputs, and drafts can be read only of one that does")
 
     def check_collect(self, pending: int) -> None:
         """Check, before waiting for the oldest of `pending` results, that it can arrive."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib import metadata
 from itertools import chain
@@ -93,8 +94,9 @@ class Recorder(NoRecorder):
         info: ExecutorInfo,
         limits: SchedulerLimits,
         scheduler: Scheduler,
+        now: Callable[[], float],
     ) -> None:
-        self._scheduler, tokens = scheduler, composition.engine.record_tokens
+        self._scheduler, self._now, tokens = scheduler, now, composition.engine.record_tokens
         self._entries = Entries(None if tokens else Pseudonyms(info.spec.vocab), drafts=limits.lookahead > 0)
         self._request: Request | None = None
         """The newest request. A server's first request may have the uid of its warm-up, which has ended."""
@@ -110,7 +112,7 @@ class Recorder(NoRecorder):
             dict(info.num_pages),
             info.adapter_slots,
             tokens,
-            time.perf_counter(),
+            now(),
             time.time(),
         )
         self._file = FrameWriter(path, msgspec.msgpack.encode(header))
@@ -132,10 +134,10 @@ class Recorder(NoRecorder):
         self._file.put(self._entries.resulted, result, clock)
 
     def ended(self, uid: int, keep_len: int, reason: FinishReason) -> None:
-        self._file.put(self._entries.ended, uid, time.perf_counter(), keep_len, reason)
+        self._file.put(self._entries.ended, uid, self._now(), keep_len, reason)
 
     def emptied(self) -> None:
-        self._file.put(self._entries.emptied, time.perf_counter())
+        self._file.put(self._entries.emptied, self._now())
 
     def close(self) -> None:
         self._file.close()
@@ -242,9 +244,10 @@ def make_recorder(
     info: ExecutorInfo,
     limits: SchedulerLimits,
     scheduler: Scheduler,
+    now: Callable[[], float],
 ) -> NoRecorder:
-    """Return the recorder of a new engine. `path`: a new file; None = nothing is recorded."""
-    return NoRecorder() if path is None else Recorder(path, composition, info, limits, scheduler)
+    """Return the recorder of a new engine. `path`: a new file; None = nothing is recorded. `now`: the engine's time."""
+    return NoRecorder() if path is None else Recorder(path, composition, info, limits, scheduler, now)
 
 
 def recording_path(composition: Composition, *, again: bool = False) -> Path | None:

@@ -19,9 +19,10 @@ import pytest
 import torch
 
 from dovetail.core.arithmetic import ceil_div
-from dovetail.core.interfaces import PLAIN, AttentionBackend, BatchMeta, HostBounds, TreeMask
+from dovetail.core.interfaces import MLA, PLAIN, AttentionBackend, BatchMeta, HostBounds, TreeMask
 from dovetail.core.ops.formats import encode_reference
 from dovetail.core.testing.attention_arena import MAX_LEN, SCALE, Arena, Step
+from dovetail.core.testing.attention_latent import LatentTests
 from dovetail.core.testing.attention_write import WriteTests
 from dovetail.core.testing.formats import SCALED_ROWS
 from dovetail.core.testing.numeric import (
@@ -57,7 +58,7 @@ BATCHES: dict[str, Sequence[tuple[Rows, int]]] = {
 each_batch = pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 
 
-class AttentionContract(WriteTests):
+class AttentionContract(WriteTests, LatentTests):
     """Tests of the rules in dovetail.core.interfaces.attention that a backend must follow."""
 
     device = "cpu"
@@ -82,8 +83,12 @@ class AttentionContract(WriteTests):
     """Whether it supports tree masks (capability tree)."""
     mixed_graphs = False
     """Whether one captured graph serves mixed steps (capability graphs: "mixed")."""
-    mla = False
-    """Whether it implements attend_mla (capability kinds: mla)."""
+    mla: tuple[MLA, ...] = ()
+    """Sizes of compressed latents to test (capability kinds: mla); () = it does not implement attend_mla."""
+    mla_heads: tuple[int, ...] = (4, 6)
+    """Query heads to test with latents."""
+    mla_kv_dtypes: tuple[torch.dtype, ...] = ()
+    """Supported dtypes of latents other than `dtype`; float8_e4m3fn is scaled."""
     poison = float("nan")
     """Content of page slots that nothing has written."""
     seed: int | None = None
@@ -405,29 +410,23 @@ class AttentionContract(WriteTests):
                 decoded = got.values.double() * got.scale.double()
                 assert_near(decoded, expected, arena.tolerance + TOLERANCE[torch.float16], "encoded output")
 
-    def test_mla_is_refused_by_name(self) -> None:
-        """Without MLA (capability `kinds`), attend_mla raises NotImplementedError that names the backend."""
-        if self.mla:
-            pytest.skip("mla = True")
-        backend = self.make()
-        nothing = torch.empty(0)
-        with pytest.raises(NotImplementedError, match=type(backend).__name__):
-            backend.attend_mla(None, None, nothing, nothing)
-
     # Helpers
 
     def _arena(self, *, backend: AttentionBackend | None = None, **options: Any) -> Arena:
         fresh(self)
-        defaults: dict[str, Any] = {
+        sizes = {"heads": self.heads[-2 % len(self.heads)], "head_dim": self.head_dims[0]}
+        return Arena(backend or self.make(), **{**self._settings(), **sizes, **options})
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the options of an Arena that all tests share."""
+        return {
+            "device": torch.device(self.device),
+            "dtype": self.dtype,
             "kv_dtype": self.dtype,
             "tolerance": TOLERANCE[self.dtype] if self.tolerance is None else self.tolerance,
-            "heads": self.heads[-2 % len(self.heads)],
-            "head_dim": self.head_dims[0],
             "page_tokens": self.page_tokens,
             "poison": self.poison,
         }
-        device = torch.device(self.device)
-        return Arena(backend or self.make(), device=device, dtype=self.dtype, **{**defaults, **options})
 
     def _windows(self, *windows: int) -> tuple[int, ...]:
         return windows if self.windows else (0,) * len(windows)

@@ -29,6 +29,7 @@ FEW_PAGES = ("engine.kv_pages=8",)
 WITH = {
     "collective": ("executor=multiproc", "engine.tp=2"),
     "cost": ("scheduler=deadline",),
+    "experts": ("model=small_moe",),
 }
 """Kind -> overrides without which an engine does not call the component."""
 REQUESTS = 7
@@ -48,7 +49,7 @@ class EngineRunContract:
 
     def composition(self, *more: str) -> Composition:
         choice = f"{'+' if KINDS[self.kind].cardinality == 'many' else ''}{self.kind}={self.name}"
-        small = [word for word in SMALL if self.kind != "model" or not word.startswith("model=")]
+        small = [word for word in SMALL if self.kind not in ("model", "experts") or not word.startswith("model=")]
         return compose(
             [*small, *more, *WITH.get(self.kind, ()), choice, *self.overrides], app="generate", registry=self.registry
         )

@@ -37,6 +37,7 @@ from dovetail.core.testing.executor_scripts import (
     small_runner,
     whole_life,
     with_adapters,
+    with_masked_drafts,
     with_masks,
 )
 
@@ -243,6 +244,26 @@ class ExecutorContract:
                 script = alone(tokens, 9, len(found) - 1, after=script)
                 again = [result.rows[0].tokens for result in self.at_once(executor, script)]
                 assert again == found, "tokens after a step without a mask, or in a batch with masked rows"
+
+    def test_masks_behind_drafts(self) -> None:
+        """`drafted` returns the drafts of a plan that waits for its masks. The row verifies as many as have a mask."""
+        script = with_masked_drafts()
+        with self.running("spec_decode=ngram", "spec_decode.lookahead=2") as executor:
+            if type(executor).drafted is Executor.drafted:
+                pytest.skip("drafted is not overridden")
+            found = []
+            for plan, blobs in script.steps:
+                with pytest.raises(ValueError):
+                    executor.drafted()
+                executor.submit(plan, blobs)
+                if plan.late:
+                    given = {1: plan.drafts[0].tokens}
+                    drafts = executor.drafted()
+                    assert drafts == given, f"row 1 has drafts {given[1]}, and `drafted` returned {drafts}"
+                    executor.complete(script.late[plan.step])
+            found = [executor.collect().rows[-1] for _ in script.steps][1:]
+        assert [row.tokens for row in found] == [(5, 6, 7), (8, 10)], "each position must have the mask of its own"
+        assert [row.drafted for row in found] == [2, 1], "`drafted` of a result must count the drafts verified"
 
     def test_a_plan_with_late_rows_waits_for_them(self) -> None:
         """Earlier results can be collected while a plan waits for its late inputs."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from dovetail.core.arithmetic import ceil_div
 from dovetail.core.compose import Composition, compose
 from dovetail.core.interfaces import (
+    HostDraft,
     Join,
     JoinBlob,
     LateInputs,
@@ -158,6 +159,20 @@ def with_masks(after: Script | None = None) -> Script:
         late = 0 if masks is None else LATE
         mine, other = decode_row(0, 1, 1, bound, late), decode_row(2, 2, 1, 5 + len(script.steps))
         script.add([mine, other], masks=masks)
+    return script
+
+
+def with_masked_drafts() -> Script:
+    """Sequence 1 verifies two drafts with masks, then one of two. Sequence 2 is never masked."""
+    script = Script()
+    rows = [Row(0, 2, 1, 5, 5, 0, SAMPLE), Row(2, 1, 1, 23, 23, 0, SAMPLE)]
+    script.add(rows, {Join(0, 2, 1, 0): B, Join(2, 1, 1, 0): A})
+    for bound, drafts, masks in ((26, (5, 6), ((5,), (6,), (7,))), (29, (8, 9), ((8,), (10,)))):
+        mine = Row(2, 1, 1, 3, bound, 2, DECODE_AND_SAMPLE | LATE)
+        script.add([decode_row(0, 2, 1, 5 + len(script.steps)), mine], masks=dict(enumerate(masks)))
+        plan, step = script.plans[-1], len(script.steps) - 1
+        plan.drafts.append(HostDraft(2, drafts))
+        script.late[step] = replace(script.late[step], rows=(1,), drafts=(len(masks) - 1,))
     return script
 
 

@@ -272,6 +272,33 @@ class GrammarContract:
                 matcher.fork().advance(tokens[-1])
             assert self.write(matcher, case.fit[0]), f"{case.grammar}: an error in a fork must not affect its origin"
 
+    def test_tokens_are_taken_back(self) -> None:
+        """After a rollback, masks and flags are those before the tokens, also where the output was finished."""
+        for case, matcher in self.compiled():
+            rng, states = random.Random(9), [(matcher.accepting, matcher.finished, self.allowed(matcher))]
+            while len(states) < 12 and states[-1][2] and not matcher.finished:
+                matcher.advance(rng.choice(sorted(states[-1][2])))
+                allowed = set() if matcher.finished else self.allowed(matcher)
+                states.append((matcher.accepting, matcher.finished, allowed))
+            back = 0
+            while len(states) > 1 + back:
+                del states[len(states) - back :]
+                matcher.rollback(back)
+                allowed = set() if matcher.finished else self.allowed(matcher)
+                same = (matcher.accepting, matcher.finished, allowed) == states[-1]
+                assert same, f"{case.grammar}: after a rollback of {back} tokens the matcher is in another state"
+                back += 1
+
+    def test_expected_tokens_are_allowed(self) -> None:
+        """`forced` names tokens that may follow each other, and changes nothing."""
+        for case, matcher in self.compiled():
+            allowed, expected = self.allowed(matcher), matcher.forced()
+            assert self.allowed(matcher) == allowed, f"{case.grammar}: forced changed the state of the matcher"
+            for token in expected:
+                allows = token in self.allowed(matcher)
+                assert allows, f"{case.grammar}: forced names {list(expected)}, but the mask forbids {token}"
+                matcher.advance(token)
+
     def test_forks_are_independent(self) -> None:
         for case, matcher in self.compiled():
             rng, stem = random.Random(5), matcher.fork()

@@ -16,34 +16,19 @@ from dovetail.core.interfaces import (
     AttentionBackend,
     BuildContext,
     Collective,
+    ExpertPlacement,
     ForwardContext,
     Hidden,
     Model,
     ModelSpec,
     Quantizer,
 )
+from dovetail.core.layers.alone import Alone
 from dovetail.core.testing.paging import Paging
 
+__all__ = ["PAGES", "Alone", "Driver", "Lazy", "build_context"]
+
 PAGES = 300
-
-
-class Alone(Collective):
-    """Collective of a single rank."""
-
-    def connect(self, rank: int, size: int, address: str, device: torch.device) -> None: ...
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    def broadcast(self, x: torch.Tensor, root: int = 0) -> torch.Tensor:
-        return x
-
-    def barrier(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def build_context(
@@ -53,6 +38,7 @@ def build_context(
     attention: AttentionBackend | None = None,
     collective: Collective | None = None,
     adapters: Adapters | None = None,
+    placement: ExpertPlacement | None = None,
     dtype: torch.dtype = torch.float32,
     page_tokens: int = 8,
     max_len: int = 512,
@@ -72,6 +58,7 @@ def build_context(
         attention=attention or build("attention", "sdpa"),
         collective=collective or Alone(None),
         adapters=adapters,
+        placement=placement,
     )
 
 

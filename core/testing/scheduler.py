@@ -221,7 +221,8 @@ class SchedulerContract:
     @pytest.mark.parametrize("depth", [1, 2, 4])
     @pytest.mark.parametrize("patient", [True, False])
     def test_rows_with_a_grammar(self, depth: int, patient: bool) -> None:
-        """Such rows sample late and take no drafts. An engine that does not wait runs without rows that lack a mask."""
+        """Such rows sample late, their drafts included. An engine that does not wait runs without rows that lack a
+        mask."""
         for seed in range(self.loads):
             load = random_load(seed, grammars=True)
             wait = 1.0 if patient else 0.0

@@ -75,6 +75,13 @@ class ToyMatcher(Matcher):
             raise RequestError(f"the grammar does not allow token {token} after {self.output}")
         self.output.append(token)
 
+    def rollback(self, tokens: int) -> None:
+        del self.output[len(self.output) - tokens :]
+
+    def forced(self) -> Seq[int]:
+        """Return a guess that is right for a quarter of the states."""
+        return () if self.finished else (min(self.allowed()), 1 + len(self.output) % 7)
+
     @property
     def accepting(self) -> bool:
         return self.finished or len(self.output) % 2 == 1
@@ -202,6 +209,16 @@ class ToyDevice(Executor):
         while len(self._queue) > self.delay:
             self._run(*self._queue.popleft())
 
+    def drafted(self) -> dict[int, tuple[int, ...]]:
+        waiting = self._waiting
+        assert waiting is not None, "drafts are read while a plan waits for its late inputs"
+        while self._queue[0][0] is not waiting:
+            self._run(*self._queue.popleft())
+        for draft in waiting.drafts:
+            self.slots[draft.slot].drafts = list(draft.tokens)
+        rows = {i: row for i, row in enumerate(waiting.rows) if row.flags & RowFlag.LATE and row.draft}
+        return {i: tuple(self.slots[row.slot].drafts[: row.draft]) for i, row in rows.items()}
+
     def collect(self) -> StepResult:
         assert self._waiting is None or self.pending > 1, f"collect before the late inputs of {self._waiting}"
         while not self._results:
@@ -263,11 +280,12 @@ class ToyDevice(Executor):
             known = op.kind == PageOpKind.COPY or (op.group, op.src) in read
             assert known, f"{where}: {op} reads a page without KV"
             written[op.group, op.dst] = dict(read.get((op.group, op.src), {}))
+        for draft in plan.drafts:
+            self.slots[draft.slot].drafts = list(draft.tokens)
         # As in a layer, every row writes before any row reads.
         fed = {row.slot: self._write(plan, row) for row in plan.rows}
         late = self._late.pop(plan.step, None)
-        masks = () if late is None else zip(late.rows, late.masks_MW, strict=True)
-        allowed = {row: _tokens(mask) for row, mask in masks}
+        allowed = {} if late is None else {row: list(map(_tokens, masks)) for row, masks in late.by_row().items()}
         results = tuple(self._read(i, row, *fed[row.slot], allowed) for i, row in enumerate(plan.rows))
         self._results.append(StepResult(plan.step, results))
         self._loaded.difference_update(unloads)
@@ -298,7 +316,7 @@ class ToyDevice(Executor):
                 self.memory.setdefault((group.id, slot.tables[group.id][index]), {})[offset] = token
         return slot.computed, feed
 
-    def _read(self, index: int, row: Any, start: int, feed: list[int], allowed: dict[int, set[int]]) -> RowResult:
+    def _read(self, index: int, row: Any, start: int, feed: list[int], allowed: dict[int, list[set[int]]]) -> RowResult:
         slot = self.slots[row.slot]
         known = slot.tokens + slot.drafts[: row.draft]
         for group in self.groups:
@@ -315,21 +333,22 @@ class ToyDevice(Executor):
         assert last, f"{row} samples before the last of {len(slot.tokens)} known tokens"
         tokens = list(slot.tokens)
         out: list[int] = []
+        masks: Seq[Container[int]] = [range(VOCAB)] * (1 + row.draft)
         if row.flags & RowFlag.LATE:
-            assert row.draft == 0, f"a LATE row must have no drafts, since its mask is for one token: {row}"
             if index not in allowed:
                 slot.computed = len(tokens) - 1
                 return RowResult(index, row.uid, row.epoch)
-        drafted = len(slot.drafts[: row.draft])
-        for draft in [*slot.drafts[: row.draft], None]:
-            token = next_token(tokens, allowed.get(index, range(VOCAB)))
+            masks = allowed[index]
+        drafts = slot.drafts[: min(row.draft, len(masks) - 1)]
+        for draft, mask in zip([*drafts, None], masks, strict=False):
+            token = next_token(tokens, mask)
             out.append(token)
             tokens.append(token)
             if draft != token:
                 break
         slot.tokens, slot.computed = tokens, len(tokens) - 1
         slot.drafts = self._draft(tokens)
-        return RowResult(index, row.uid, row.epoch, tuple(out), drafted=drafted)
+        return RowResult(index, row.uid, row.epoch, tuple(out), drafted=len(drafts))
 
     def _draft(self, tokens: list[int]) -> list[int]:
         """Return drafts whose number and correctness depend on a hash."""

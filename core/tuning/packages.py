@@ -9,8 +9,8 @@ from dovetail.core.compose.registry import Problem, Registry
 from dovetail.core.errors import ConfigError
 from dovetail.core.tuning.table import Check, TuningTable, merged, read_table
 
-BUILTIN = "pkg://dovetail.core.tuning/tables/nvidia_h200.json"
-"""Table of the package dovetail."""
+BUILTIN = tuple(f"pkg://dovetail.core.tuning/tables/nvidia_{gpu}.json" for gpu in ("h100", "h200"))
+"""Tables of the package dovetail."""
 
 
 def read_packaged(reference: str, origin: str, checks: Mapping[str, Check] | None = None) -> TuningTable:
@@ -21,6 +21,10 @@ def read_packaged(reference: str, origin: str, checks: Mapping[str, Check] | Non
             return read_table(path, origin, checks)
     except (ImportError, OSError, TypeError) as error:
         raise ConfigError(f"{reference}: cannot be read ({type(error).__name__}: {error})") from None
+
+
+def builtin_table(checks: Mapping[str, Check] | None = None) -> TuningTable:
+    return merged([read_packaged(reference, "dovetail", checks) for reference in BUILTIN])
 
 
 def package_tables(

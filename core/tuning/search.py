@@ -45,7 +45,8 @@ class Timer(Protocol):
         it was tried; a choice that cannot be compiled is found when it is timed."""
 
     def microseconds(self, choices: Sequence[Choice | None], final: bool) -> list[float | None]:
-        """Return the time of a call with each choice; None if it cannot run. `final`: time them in turns, and long."""
+        """Return the time of a call with each choice; None if it cannot run or was not measured. `final`: time them in
+        turns, and long."""
 
     def fault(self, choice: Choice) -> str | None:
         """Return what is wrong with the results of a choice, None if nothing is."""

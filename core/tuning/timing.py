@@ -56,6 +56,11 @@ def capture(run: Callable[[], object], pool: tuple[int, int] | None = None) -> t
     return graph
 
 
+LAUNCH_CYCLES = 150_000
+"""Clock cycles, about 100 us, that the GPU waits before a replay: longer than the host takes to submit it, which would
+otherwise be part of the time of a short graph."""
+
+
 def medians(graphs: Sequence[torch.cuda.CUDAGraph], repeats: int) -> list[float]:
     """Return the median microseconds of a replay of each graph. They are replayed in turn, since clocks drift."""
     times: list[list[float]] = [[] for _ in graphs]
@@ -64,6 +69,7 @@ def medians(graphs: Sequence[torch.cuda.CUDAGraph], repeats: int) -> list[float]
     for _ in range(repeats):
         for graph, found in zip(graphs, times, strict=True):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(LAUNCH_CYCLES)
             start.record()
             graph.replay()
             end.record()
@@ -150,9 +156,9 @@ class GraphTimer:
         graph = self._captured(choice)
         return None if graph is None else self._per_call(medians([graph], self.BRIEF)[0], alone)
 
-    def _per_call(self, us: float, alone: float) -> float:
-        """Return the time that a call adds to the kernel in front of it."""
-        return max(us - alone, 0.0) / len(self._trials.runs)
+    def _per_call(self, us: float, alone: float) -> float | None:
+        """Return the time that a call adds to the kernel in front of it; None if that one took longer."""
+        return (us - alone) / len(self._trials.runs) if us > alone else None
 
     def _captured(self, choice: Choice | None) -> torch.cuda.CUDAGraph | None:
         """Return a graph of all runs with this choice; None if it cannot run."""

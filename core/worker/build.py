@@ -16,11 +16,13 @@ from dovetail.core.interfaces import (
     Checkpoint,
     Collective,
     Drafter,
+    ExpertPlacement,
     Model,
     ModelSpec,
     Quantizer,
     TargetView,
 )
+from dovetail.core.interfaces.placement import expert_ranks
 from dovetail.core.interfaces.tuning import Tunable
 from dovetail.core.tuning.startup import MOST_ROWS
 from dovetail.core.worker.dtypes import resolve_dtype, resolve_kv_dtype
@@ -68,7 +70,8 @@ def target_view(composition: Composition, model: Model) -> TargetView:
     engine, selected = composition.engine, composition.part("model")
     source = selected.target().source(selected.config)
     max_len, first_group = model.build.spec.longest(engine.max_len), 1 + max(group.id for group in model.kv_groups)
-    return TargetView(model.build, source, engine.max_seqs, max_len, first_group, model.embed, model.logits)
+    calls = model.embed, model.logits, model.forward
+    return TargetView(model.build, source, engine.max_seqs, max_len, first_group, *calls)
 
 
 def model_without_weights(
@@ -101,6 +104,10 @@ def build_context(
     adapters: Adapters | None = None,
 ) -> BuildContext:
     engine = composition.engine
+    placement: ExpertPlacement | None = None
+    if "experts" in composition.parts:
+        placement = composition.build("experts")
+        placement.bind(collective, expert_ranks(placement, engine.ep, collective.size))
     return BuildContext(
         spec=spec,
         device=device,
@@ -112,6 +119,7 @@ def build_context(
         attention=attention,
         collective=collective,
         adapters=adapters,
+        placement=placement,
     )
 
 

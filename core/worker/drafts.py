@@ -11,6 +11,7 @@ import torch
 from dovetail.core.errors import CapabilityError
 from dovetail.core.interfaces import (
     AcceptedPath,
+    Adapters,
     AttentionBackend,
     AttnCtx,
     Draft,
@@ -26,7 +27,7 @@ from dovetail.core.interfaces import (
 from dovetail.core.ops.random import Purpose, gumbel
 from dovetail.core.ops.step import TokenLayout, write_drafts
 from dovetail.core.ops.trees import keep_path, write_tree
-from dovetail.core.worker.batch import lay_out
+from dovetail.core.worker.batch import adapting, lay_out
 from dovetail.core.worker.device_state import DeviceState
 from dovetail.core.worker.sampler import SampleParams, probabilities, sample, siblings
 
@@ -34,9 +35,21 @@ from dovetail.core.worker.sampler import SampleParams, probabilities, sample, si
 class Drafts:
     """A drafter with the state of the rows that it drafts for. All work is on the device and can be captured."""
 
-    def __init__(self, drafter: Drafter, state: DeviceState, attention: AttentionBackend, vocab: int) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        state: DeviceState,
+        attention: AttentionBackend,
+        vocab: int,
+        target_groups: Seq[KVGroup] = (),
+        adapters: Adapters | None = None,
+    ) -> None:
+        """`target_groups`, `adapters`: the target's, for drafters that run its layers."""
         self.drafter, self.state, self.attention, self.vocab = drafter, state, attention, vocab
         self.groups = drafter.kv_groups() if drafter.lookahead else ()
+        self._passes = target_groups if drafter.on_target_pages else self.groups
+        """KV groups of the drafter's passes."""
+        self._adapters = adapters if drafter.on_target_pages else None
         self.lookahead, self.taps = drafter.lookahead, drafter.taps
         self.on_device = self.lookahead > 0 and not drafter.needs_host_tokens
         """Whether `propose` drafts; otherwise nothing does, or the host."""
@@ -56,9 +69,11 @@ class Drafts:
         bound: int,
         random: bool = True,
         filtered: bool = True,
+        adapted: bool = True,
     ) -> None:
         """Draft for decode rows. `most_B` (int64): drafts that each row verifies at most, 0 .. k. `bound`: upper bound
-        of the rows' lengths. `random`, `filtered`: whether some row is not greedy, or filtered."""
+        of the rows' lengths. `random`, `filtered`, `adapted`: whether some row is not greedy, is filtered, has an
+        adapter."""
         state = self.state
         lengths_B = state.computed_S[slots_B] + 1
         gathered: list[SampleParams] = []
@@ -92,12 +107,15 @@ class Drafts:
             if bits_BN is not None:
                 tree = TreeMask((lengths_B - 1).repeat_interleave(count), bits_BN.reshape(-1))
             tokens, attn = lay_out(
-                slots_B, row_start_B1, rows * count, host, state, self.groups, self.attention, first_S, tree
+                slots_B, row_start_B1, rows * count, host, state, self._passes, self.attention, first_S, tree
             )
             return tokens.ids_T, ForwardContext(tokens.positions_T, attn, tokens.live_T)
 
         ctx = DraftContext(slots_B, state.tokens_SL, lengths_B, k, most_B, state.key_S, draw, best, lay_out_rows)
-        self._write(self.drafter.propose(ctx), slots_B, lengths_B, most_B)
+        # Passes over the target's layers feed one token per row.
+        with adapting(self._adapters if adapted else None, state.adapter_S, slots_B):
+            draft = self.drafter.propose(ctx)
+        self._write(draft, slots_B, lengths_B, most_B)
 
     def _write(self, draft: Draft, slots_B: torch.Tensor, lengths_B: torch.Tensor, most_B: torch.Tensor) -> None:
         state, rows = self.state, (slots_B, lengths_B, most_B)
@@ -131,6 +149,11 @@ class Drafts:
         """Write drafts that the host found (`row_sections.pack_host_drafts`)."""
         slots_B, count_B, tokens_BK = drafts_N.view(-1, 2 + self.lookahead).split((1, 1, self.lookahead), 1)
         slots_B, count_B = slots_B[:, 0], count_B[:, 0]
+        if self.state.draft_probs_SKV is not None:
+            # These drafts were not drawn: each has the whole probability.
+            self.state.draft_probs_SKV[slots_B] = torch.nn.functional.one_hot(
+                tokens_BK.clamp(0, self.vocab - 1), self.vocab
+            ).float()
         self._write(Draft(tokens_BK, count_B), slots_B, self.state.computed_S[slots_B] + 1, count_B)
 
     def observe(

@@ -54,6 +54,7 @@ from dovetail.core.worker.row_sections import (
 )
 from dovetail.core.worker.sampler import SampleParams, sample, sample_over_ranks
 from dovetail.core.worker.sampling import SampledRows, apply_all, process, sampled_rows, token_logprobs
+from dovetail.core.worker.simulated_acceptance import simulate
 from dovetail.core.worker.slots import DRAWS, Draw
 from dovetail.core.worker.verification import process_trees, verify_draws
 
@@ -276,7 +277,8 @@ class StepGraphs:
         state, rows = self.state, capacity.rows
         slots_B, row_start_B1, chunks_N, samples_R3 = capacity.sections.unpack(input_N, capacity.width)
         if self.drafts.on_device and capacity.drafts:
-            self.drafts.propose(slots_B, samples_R3[:, 2].contiguous(), capacity.width - 1, bound=self.max_len)
+            most_B = samples_R3[:, 2].contiguous()
+            self.drafts.propose(slots_B, most_B, capacity.width - 1, bound=self.max_len, adapted=capacity.adapted)
         counts = (capacity.width,) * capacity.decodes + (capacity.tokens,) * capacity.chunks
         host = HostBounds(counts, (self.max_len,) * rows, capacity.decodes)
         groups = self.drafts.groups_to_lay_out(self.groups, chunks=capacity.chunks > 0)
@@ -303,8 +305,9 @@ class StepGraphs:
             return self._ragged_inputs.first(size.rows, size.tokens)
         return self.inputs[size.width].first(size.rows)
 
-    def pick(self, rows: Rows, adapted: bool = False) -> ForwardGraph | None:
-        """Return the smallest graph that serves these rows, if any. `adapted`: some row has an adapter."""
+    def pick(self, rows: Rows, adapted: bool = False, *, drafts: bool = True) -> ForwardGraph | None:
+        """Return the smallest graph that serves these rows, if any. `adapted`: some row has an adapter. `drafts`:
+        whether the graph may begin with the drafter's work."""
         decodes, moved = rows.decodes, len(rows) - len(rows.sampled)
         chunks = max(len(rows) - decodes, moved)
         tokens, width = sum(rows.counts), self.widths[-1] if chunks else self.width(rows)
@@ -314,6 +317,7 @@ class StepGraphs:
             capacity = graph.capacity
             if (
                 capacity.adapted is adapted
+                and (drafts or not capacity.drafts)
                 and bool(capacity.chunks) is bool(chunks)
                 and capacity.width == width
                 and tokens <= capacity.tokens
@@ -391,7 +395,7 @@ class StepGraphs:
             if Draw.PROCESSED in draw:
                 logits_NV = self._process(raw_NV, at)
             drawn_N = sample(logits_NV, at.position_N, params)
-        tokens_RW = at.by_row(drawn_N)
+        tokens_RW = simulate(at.by_row(drawn_N), at.slots_R, at.base_R, state, self.drafts.vocab)
         verified = verify_draws(tokens_RW, at, state, self.drafts.keep)
         logprobs = None
         if top is not None:

@@ -35,6 +35,7 @@ from dovetail.core.interfaces import (
 from dovetail.core.memory.pools import HostPool, apply_page_ops, make_pools
 from dovetail.core.worker.batch import Batch, Rows, adapting, build_batch
 from dovetail.core.worker.device_state import DeviceState
+from dovetail.core.worker.draft_copies import DraftCopies
 from dovetail.core.worker.drafts import Drafts
 from dovetail.core.worker.graphs import ForwardGraph, Recorder, StepGraphs
 from dovetail.core.worker.result_copies import Mark, ResultCopies, pooled_states, prompt_logprobs
@@ -123,6 +124,8 @@ class _ForwardedStep:
     samples_N: torch.Tensor
     """Sample rows on the device; padding rows may follow."""
     graph: ForwardGraph | None
+    drafted: Mark | None = None
+    """End of the drafter's work, unless it is in the graph."""
 
 
 class Runner:
@@ -139,6 +142,8 @@ class Runner:
         self._use_device()
         self._waiting: tuple[StepPlan, _ForwardedStep] | None = None
         """The latest plan, while its late inputs are missing."""
+        self._drafted: DraftCopies | None = None
+        """Drafts of that plan's rows with late inputs, on rank 0."""
         self._reader = ThreadPoolExecutor(1, "dovetail-adapter")
         """Reads adapters, one at a time."""
         self.slots = Slots(name for name, processor in parts.processors.items() if not processor.graph_safe)
@@ -153,8 +158,16 @@ class Runner:
             seed=engine.seed,
             draft_probs=parts.model.build.spec.vocab if parts.drafter.verify == "rejection" else 0,
             draft_depth=parts.drafter.depth,
+            simulated_rates=parts.drafter.simulated_rates,
         )
-        self.drafts = Drafts(parts.drafter, self.state, parts.attention, parts.model.build.spec.vocab)
+        self.drafts = Drafts(
+            parts.drafter,
+            self.state,
+            parts.attention,
+            parts.model.build.spec.vocab,
+            parts.model.kv_groups,
+            parts.adapters,
+        )
         self.results = ResultCopies(device)
         self.graphs: StepGraphs | None = None
         if capture is not None:
@@ -180,6 +193,11 @@ class Runner:
         (plan, step), self._waiting = self._waiting, None
         self._finish(plan, step, late)
 
+    def drafted(self) -> Mapping[int, tuple[int, ...]]:
+        """Return the drafts of the latest plan's rows with late inputs, by index of the row. Waits for the drafter, not
+        for the layers. For rank 0."""
+        return {} if self._drafted is None else self._drafted.read()
+
     def collect(self) -> StepResult:
         """Return the result of the oldest plan. Waits for its copy, not for later plans. For rank 0."""
         return self.results.collect()
@@ -199,7 +217,9 @@ class Runner:
         joined = self._join(plan, blobs)
         graphs = self.graphs
         adapted = not self.slots.adapted.isdisjoint(rows.slots)
-        graph = None if graphs is None else graphs.pick(rows, adapted)
+        guided = plan.late and rows.width > 1
+        # The host reads drafts of rows with masks before the layers end, so no graph may do both.
+        graph = None if graphs is None else graphs.pick(rows, adapted, drafts=not guided)
         if graph is not None:
             starts = graphs.starts(graph, rows)
             sections = [graphs.section(graph, rows, starts)]
@@ -223,15 +243,20 @@ class Runner:
                     if name in info.affected:
                         processor.join(join.slot, info.blob.request)
         apply_page_ops(self.pools, plan.ops, parts.host_pools)
-        if plan.drafts:
-            self.drafts.take_host(sent.pop())
+        host_drafts = sent.pop() if plan.drafts else None
         if joins:
             self.drafts.join(sent.pop())
         if drafts:
             self._draft(rows, sent.pop(), captured=graph is not None)
+        if host_drafts is not None:
+            self.drafts.take_host(host_drafts)
+        drafted = self.results.clock.mark() if drafts else None
+        self._drafted = DraftCopies.of(rows, state) if guided and parts.connection.rank == 0 else None
         if graph is not None:
             batch, hidden = graphs.forward(graph, rows, sent[0])
-            return _ForwardedStep(began, batch, hidden, starts, sent[0][graph.sections.before_samples :], graph)
+            return _ForwardedStep(
+                began, batch, hidden, starts, sent[0][graph.sections.before_samples :], graph, drafted
+            )
         step = StepSections(*sent)
         groups = self.drafts.groups_to_lay_out(parts.groups, chunks=rows.decodes < len(rows))
         batch = build_batch(
@@ -243,7 +268,7 @@ class Runner:
             hidden = layers(parts.model.embed(batch.tokens.ids_T), ctx, parts.drafter.taps)
         self.drafts.observe(step.slots_B, step.row_start_B1.int(), rows.decodes, batch.tokens, batch.attn, hidden)
         advance_chunks(step.chunks_N, state.computed_S)
-        return _ForwardedStep(began, batch, hidden, starts, step.samples_N, None)
+        return _ForwardedStep(began, batch, hidden, starts, step.samples_N, None, drafted)
 
     def _draft(self, rows: Rows, draft_rows_N: torch.Tensor, *, captured: bool) -> None:
         """Draft for the decode rows."""
@@ -255,16 +280,22 @@ class Runner:
         random, filtered = (not kind.isdisjoint(slots) for kind in (self.slots.random, self.slots.filtered))
         # As many as graphs draft: further numbers would compile kernels while requests wait.
         most = self.drafts.lookahead
-        self.drafts.propose(slots_B, most_B, most, bound=bound, random=random, filtered=filtered)
+        kinds = {"random": random, "filtered": filtered, "adapted": not self.slots.adapted.isdisjoint(slots)}
+        self.drafts.propose(slots_B, most_B, most, bound=bound, **kinds)
 
     def _join(self, plan: StepPlan, blobs: Blobs) -> list[SlotInfo]:
         """Apply the plan's leaves and joins on the host. Return the record of each join."""
+        state, on_device = self.state, self.drafts.on_device
         for slot in plan.leaves:
             self.slots.leave(slot)
+            if on_device:
+                self.drafts.drafter.leave(slot, state.tokens_SL[slot], state.computed_S[slot] + 1)
         joined = []
         for join in plan.joins:
             blob = blobs[join.uid, join.epoch]
             joined.append(self.slots.join(join.slot, blob))
+            if on_device:
+                self.drafts.drafter.enter(join.slot, blob.request)
             if blob.adapter >= 0 and blob.request.adapter:
                 self.parts.adapters.place(blob.adapter, blob.request.adapter)
         return joined
@@ -273,6 +304,8 @@ class Runner:
 
     def _finish(self, plan: StepPlan, step: _ForwardedStep, late: LateInputs | None = None) -> None:
         """Sample and send the results to the host."""
+        # A drafter's users ask which part of a step takes how long.
+        forwarded = self.results.clock.mark() if self.drafts.lookahead else None
         sampled = self._sample(step, late)
         parts, state, slots = self.parts, self.state, self.slots
         rows, states_TC, logprobs = step.batch.rows, step.hidden.states, slots.logprobs
@@ -283,7 +316,8 @@ class Runner:
             wanted = {}
             if not logprobs.isdisjoint(rows.sampled_slots):
                 wanted = {i: slots[slot].params.logprobs for i, slot in enumerate(rows.slots) if slot in logprobs}
-            self.results.send(plan.step, step.began, rows, wanted, sampled, prompt, pooled)
+            marks = {"drafted": step.drafted, "forwarded": forwarded}
+            self.results.send(plan.step, step.began, rows, wanted, sampled, prompt, pooled, **marks)
 
     def _sample(self, step: _ForwardedStep, late: LateInputs | None) -> SampledRows | None:
         parts, state, batch, hidden = self.parts, self.state, step.batch, step.hidden

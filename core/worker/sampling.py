@@ -26,6 +26,7 @@ from dovetail.core.worker.sampler import (
     verify_rejection,
     verify_typical,
 )
+from dovetail.core.worker.simulated_acceptance import simulate
 from dovetail.core.worker.slots import Slots
 from dovetail.core.worker.verification import Keep, VerifiedDraws, process_trees, verify_draws
 
@@ -49,12 +50,17 @@ class SampledRows:
 
 @dataclass(slots=True)
 class Masks:
-    """Late inputs of a step. M rows that have a mask, X rows whose mask is missing."""
+    """Late inputs of a step. M positions that have a mask, Y rows with such positions, X rows whose masks are
+    missing."""
 
     bits_MW: torch.Tensor
     """int32, as in LateInputs."""
     rows_M: torch.Tensor
     """Index into the N rows of logits."""
+    masked_Y: torch.Tensor
+    """Index into the R rows that sample."""
+    limit_Y: torch.Tensor
+    """Drafts to verify of these rows."""
     lacking_X: torch.Tensor | None
     """Index into the R rows that sample."""
 
@@ -63,15 +69,18 @@ def upload_masks(late: LateInputs, rows: Rows, device: torch.device) -> Masks:
     """Send the masks with one copy."""
     given = set(late.rows)
     place = {row: r for r, row in enumerate(rows.sampled)}
-    masked = [place[row] * rows.width for row in late.rows]
+    limits = late.drafts or (0,) * len(late.rows)
+    rows_of = [place[row] for row in late.rows]
+    masked = [r * rows.width + w for r, drafts in zip(rows_of, limits, strict=True) for w in range(1 + drafts)]
     lacking = [r for row, r in place.items() if rows.flags[row] & LATE and row not in given]
     bits = late.masks_MW.view(np.int32)
-    sizes = bits.size, len(masked), len(lacking)
+    sizes = bits.size, len(masked), len(rows_of), len(limits), len(lacking)
     host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
     host.numpy()[: bits.size] = bits.reshape(-1)
-    host.numpy()[bits.size :] = [*masked, *lacking]
-    sent, rows_M, lacking_X = host.to(device, non_blocking=True).split(sizes)
-    return Masks(sent.view(bits.shape), rows_M.long(), lacking_X.long() if lacking else None)
+    host.numpy()[bits.size :] = [*masked, *rows_of, *limits, *lacking]
+    sent, *indices = host.to(device, non_blocking=True).split(sizes)
+    rows_M, masked_Y, limit_Y, lacking_X = (index.long() for index in indices)
+    return Masks(sent.view(bits.shape), rows_M, masked_Y, limit_Y, lacking_X if lacking else None)
 
 
 def sit_out(lacking_X: torch.Tensor, at: SamplePositions, state: DeviceState) -> None:
@@ -106,6 +115,7 @@ def sample_step(
     by_draws = width == 1 or verify == "draws" or not params.random
     if best is None and masks is None and not wanted and not params.filtered and by_draws:
         tokens_RW = sample_over_ranks(model, states_NC, position_N, params).view(rows, width)
+        tokens_RW = simulate(tokens_RW, at.slots_R, at.base_R, state, model.build.spec.vocab)
         return sampled_rows(verify_draws(tokens_RW, at, state, keep), at.slots_R)
 
     logits_NV = model.logits(states_NC)
@@ -114,6 +124,7 @@ def sample_step(
     if best is not None:
         top = best_logprobs(logits_NV, max(best, 1), state.logprobs_S[slots_N])
     if masks is not None:
+        at.limit_R[masks.masked_Y] = masks.limit_Y
         apply_bitmask(logits_NV, masks.bits_MW, masks.rows_M)
 
     if wanted:
@@ -130,6 +141,8 @@ def sample_step(
         sit_out(masks.lacking_X, at, state)
     if by_draws:
         drawn_RW = sample(logits_NV, position_N, params).view(rows, width)
+        if masks is None:  # Drafts that a mask forbids cannot be accepted.
+            drawn_RW = simulate(drawn_RW, at.slots_R, at.base_R, state, model.build.spec.vocab)
         verified = verify_draws(drawn_RW, at, state, keep)
     else:
         drawn_RW, accepted = _verify(logits_NV, at, position_RW, params, state, verify)

@@ -15,6 +15,16 @@ class NoneConfig(Config):
     """No cost model: nothing is predicted."""
 
 
+class MeasuredConfig(Config):
+    """Step times of a calibration, which app=bench bench.calibrate=PATH makes: the terms of a cost model, such as
+    roofline, each scaled by a factor that was fitted to measured steps."""
+
+    path: str
+    """The calibration. It is for one GPU, one model and its number formats; other layouts are extrapolated."""
+    memory: Positive | None = None
+    """Memory of one device, GB (10^9 bytes); app=plan needs it. null = that of the cost model that was calibrated."""
+
+
 class RooflineConfig(Config):
     """Memory or compute time, whichever is longer, plus a fixed overhead per kernel. The numbers are rates that kernels
     reach, not peak rates; cost=h200, h100, a100, l40s and cpu set them."""
@@ -35,6 +45,8 @@ class RooflineConfig(Config):
     """Overhead per kernel before its first load and after its last store, microseconds."""
     step_us: float = Field(50.0, ge=0)
     """Overhead per step for embedding, sampling and launch, microseconds."""
+    logits_passes: float = Field(2.0, ge=0)
+    """Number of times that sampling reads or writes a row of logits, in float32."""
     link: Positive = 400.0
     """Bandwidth between devices of a host, GB/s per direction."""
     link_us: float = Field(8.0, ge=0)

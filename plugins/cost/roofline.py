@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from dovetail.core.compose import EngineConfig
 from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces import CostModel, Formats, ModelSpec, RowWork
+from dovetail.core.expert_load import expert_load
+from dovetail.core.interfaces import CostModel, Formats, ModelSpec, Row, RowWork, StepTerms
+from dovetail.core.interfaces.plan import SAMPLE
 from dovetail.plugins.cost.config import RooflineConfig
 
 
+def _mean_rows(sums: Mapping[tuple[int, int], Sequence[int]]) -> Iterator[RowWork]:
+    """Yield rows with the same sum of bounds. `sums`: (tokens, sampled) -> [rows, sum of bounds]."""
+    for (tokens, sampled), (rows, bounds) in sums.items():
+        mean, more = divmod(bounds, rows)
+        yield RowWork(tokens, mean, sampled, rows - more)
+        yield RowWork(tokens, mean + 1, sampled, more)
+
+
 class Roofline(CostModel):
-    """Linear layers + attention of chunks + attention of decode rows + all-reduces + kernels x overhead.
+    """Linear layers + attention of chunks + attention of decode rows + all-reduces + sampling + kernels x overhead.
 
     Each of the first three takes the longer of its reads and its matmuls, on one of engine.tp ranks. Pipeline stages
-    add up. Weights are read once per step, KV once per row. Activations stay in cache and are not counted.
+    add up. Weights are read once per step, KV once per row. Activations stay in cache and are not counted. Experts on
+    different ranks (engine.ep) take as long as those of the busiest rank; their exchange counts as two all-reduces.
     """
 
     config: RooflineConfig
@@ -40,9 +51,13 @@ class Roofline(CostModel):
             self._chunk_flops = 2 * spec.heads * (mla.nope_dim + mla.rope_dim + mla.v_dim) / tp
             self._decode_flops = 2 * spec.heads * (2 * mla.kv_rank + mla.rope_dim) / tp
         self._fixed = c.step_us * 1e-6 + spec.layers * c.kernels * c.kernel_us * 1e-6
+        self._sample_seconds = c.logits_passes * spec.vocab * 4 / tp / self._bandwidth
         self._hop = spec.hidden * formats.dtype_bytes / (c.link * 1e9)
 
     def step_seconds(self, rows: Iterable[RowWork]) -> float:
+        return self.terms(rows).seconds
+
+    def terms(self, rows: Iterable[RowWork]) -> StepTerms:
         tokens = sampled = 0
         chunk_flops = chunk_bytes = decode_flops = decode_bytes = 0.0
         for row in rows:
@@ -57,12 +72,36 @@ class Roofline(CostModel):
                 chunk_flops += row.times * pairs * self._chunk_flops
                 chunk_bytes += row.times * read
         if not tokens:
-            return 0.0
-        weights = self.step_weight_bytes(tokens) / self.engine.tp / self._bandwidth
-        products = tokens * self._linear_flops / self._products + sampled * self._head_seconds
+            return StepTerms()
+        more_bytes, more_flops = self._excess(tokens)
+        weights = (self.step_weight_bytes(tokens) + more_bytes) / self.engine.tp / self._bandwidth
+        products = (tokens * self._linear_flops + more_flops) / self._products + sampled * self._head_seconds
         chunks = max(chunk_flops / self._attention, chunk_bytes / self._kv_bandwidth)
         decodes = max(decode_flops / self._attention, decode_bytes / self._kv_bandwidth)
-        return max(weights, products) + chunks + decodes + self._communication(tokens) + self._fixed
+        sampling = sampled * self._sample_seconds
+        return StepTerms(weights, products, chunks, decodes, self._communication(tokens), self._fixed, sampling)
+
+    def works(self, rows: Iterable[Row]) -> Iterable[RowWork]:
+        """Rows with equally many tokens are added up, unless windows make the cost depend on each length."""
+        if len(self._windows) > 1 or 0 not in self._windows:
+            return super().works(rows)
+        sums: dict[tuple[int, int], list[int]] = {}
+        for _, _, _, count, bound, draft, flags in rows:
+            if (found := sums.get((count, sampled := draft + 1 if flags & SAMPLE else 0))) is None:
+                found = sums[count, sampled] = [0, 0]
+            found[0] += 1
+            found[1] += bound
+        return _mean_rows(sums)
+
+    def _excess(self, tokens: int) -> tuple[float, float]:
+        """Return (bytes over all ranks, FLOPs of a rank) that experts of the busiest rank add to the mean."""
+        p, moe, ep = self._parameters, self.spec.moe, self.engine.ep or 1
+        if moe is None or ep == 1:
+            return 0.0, 0.0
+        load = expert_load(moe, tokens, ep)
+        read = self.formats.expert_bytes(p.experts * load.distinct * ep / moe.experts / load.reads)
+        flops = 2 * tokens * p.active_experts / self.engine.tp
+        return (load.reads - 1) * read, (load.products - 1) * flops
 
     def _attended(self, row: RowWork) -> tuple[float, float]:
         """Return (query-key pairs, KV bytes read) of one row over all layers."""

@@ -42,6 +42,6 @@ def multiproc(config: MultiprocConfig, host: Host) -> Capabilities:
 
 def simulated(config: SimulatedConfig, host: Host) -> Capabilities:
     return Capabilities(
-        provides={"processes": "one", "holds_weights": False},
+        provides={"processes": "one", "holds_weights": False, "clock": config.clock},
         requires=_ONE_PIPELINE if config.acceptance is not None else (_NO_DRAFTS, *_ONE_PIPELINE),
     )

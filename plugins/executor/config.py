@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from dovetail.core.compose import Config
@@ -31,6 +33,9 @@ class SimulatedConfig(Config):
     runs scheduler, cache and server at a GPU's speed without one. engine.kv_pages sets the cache size; by default all
     sequences fit."""
 
+    clock: Literal["real", "virtual"] = "real"
+    """real: the engine waits as it would for a device. virtual: time jumps to the end of each step, and the work of the
+    host takes none, so a run takes as long as its decisions, and repeats to the bit. For app=bench and app=ablate."""
     speed: float = Field(1.0, gt=0)
     """Speed relative to the cost model's prediction; 2 = twice as fast."""
     acceptance: float | None = Field(None, ge=0, le=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
@@ -66,6 +67,13 @@ class InprocExecutor(Executor):
             self._delayed[-1].late = late
         else:
             self._runner.complete(late)
+
+    def drafted(self) -> Mapping[int, tuple[int, ...]]:
+        self._ledger.check_drafted()
+        while self._delayed:
+            self._execute_oldest()
+        found: Mapping[int, tuple[int, ...]] = self._runner.drafted()
+        return found
 
     def _execute_oldest(self) -> None:
         delayed = self._delayed.popleft()

@@ -184,6 +184,13 @@ class MultiprocExecutor(Executor):
             self._blobs.send(encode_late(late), workers.idle)
             self._runner.complete(late)
 
+    def drafted(self) -> Mapping[int, tuple[int, ...]]:
+        self._ledger.check_drafted()
+        assert self._workers is not None
+        with self._workers.blamed():
+            found: Mapping[int, tuple[int, ...]] = self._runner.drafted()
+        return found
+
     def collect(self) -> StepResult:
         self._ledger.check_collect(self._pending)
         assert self._workers is not None

@@ -28,14 +28,20 @@ from dovetail.core.interfaces import (
     StepPlan,
     StepResult,
     TokenLogprobs,
+    VirtualClock,
 )
-from dovetail.core.interfaces.plan import DECODE, LATE, SAMPLE
+from dovetail.core.interfaces.plan import DECODE, DECODE_AND_SAMPLE, LATE, SAMPLE
 from dovetail.core.memory.sizing import group_layers, page_count, wanted_tokens
 from dovetail.core.parallel.slot_ledger import SlotLedger
 from dovetail.plugins.executor.config import SimulatedConfig
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
+
+
+_new = tuple.__new__
+_A, _B, _C = 1_103_515_245, 2_654_435_761, 12_345
+"""Coefficients of the made-up token that follows a token at a position."""
 
 
 @dataclass(slots=True)
@@ -51,7 +57,7 @@ class _Slot:
 class _SimulatedStep:
     plan: StepPlan
     ready: float
-    """time.perf_counter() at which the simulated device is done."""
+    """Time at which the simulated device is done."""
     seconds: float
     idle: float
     rows: tuple[RowResult, ...] = ()
@@ -65,7 +71,10 @@ class SimulatedExecutor(Executor):
         self._ledger = SlotLedger()
         self._steps: deque[_SimulatedStep] = deque()
         self._slots: dict[int, _Slot] = {}
-        self._free_at = 0.0
+        self._free_at: float | None = None
+        """Time at which the device has run all plans; None = it has run none."""
+        if config.clock == "virtual":
+            self.clock = VirtualClock()
 
     def start(self, progress: Progress) -> ExecutorInfo:
         began = time.perf_counter()
@@ -108,36 +117,48 @@ class SimulatedExecutor(Executor):
             blob = blobs[join.uid, join.epoch]
             self._slots[join.slot] = _Slot(blob.request, blob.tokens[-1])
         seconds = 0.0 if self._cost is None else self._seconds(plan, self._cost) / self.config.speed
-        now = time.perf_counter()
-        idle = max(now - self._free_at, 0.0) if self._free_at else 0.0
-        self._free_at = max(now, self._free_at) + seconds
+        now = self.clock.now()
+        free_at = now if self._free_at is None else self._free_at
+        idle = max(now - free_at, 0.0)
+        self._free_at = max(now, free_at) + seconds
         self._steps.append(_SimulatedStep(plan, self._free_at, seconds, idle))
         if not plan.late:
             self._run({})
 
     def _seconds(self, plan: StepPlan, cost: CostModel) -> float:
         """Return the time of drafting and of the step."""
-        drafted = [row for row in plan.rows if row.draft]
+        drafted = [row for row in plan.rows if row.draft] if self._lookahead else []
         if not drafted:
             return cost.seconds(plan)
-        decodes = sum(bool(row.flags & DECODE) for row in plan.rows)
+        decodes = sum(row.flags & DECODE != 0 for row in plan.rows)
         length = max(row.bound for row in drafted)
         return cost.draft_seconds(decodes, self._draft_depth, length) + cost.seconds(plan)
 
     def complete(self, late: LateInputs) -> None:
         self._ledger.complete(late)
-        self._run(dict(zip(late.rows, late.masks_MW, strict=True)))
+        # It makes up no tokens of drafts, so rows with masks verify none.
+        self._run({row: masks[0] for row, masks in late.by_row().items()})
 
     def _run(self, masks: Mapping[int, np.ndarray]) -> None:
         """Compute the results of the newest plan; plans run in the order of a device."""
-        step = self._steps[-1]
-        step.rows = tuple(self._answer(i, row, masks.get(i)) for i, row in enumerate(step.plan.rows))
+        step, slots, vocab, ends = self._steps[-1], self._slots, self._vocab, self._ends
+        answers: list[RowResult] = []
+        for i, row in enumerate(step.plan.rows):
+            slot = slots[row[0]]
+            if row[6] == DECODE_AND_SAMPLE and not row[5] and slot.request.params.logprobs is None:
+                # Nearly every row. The same as `_answer`, with fewer calls.
+                token = (slot.last * _A + slot.length * _B + _C) % vocab
+                slot.last = token = token if token not in ends else self._follow(slot.last, slot.length, None)
+                slot.length += 1
+                answers.append(_new(RowResult, (i, row[1], row[2], (token,), (), (), None, 0)))
+            else:
+                answers.append(self._answer(i, row, masks.get(i)))
+        step.rows = tuple(answers)
 
     def collect(self) -> StepResult:
         self._ledger.check_collect(len(self._steps))
         step = self._steps.popleft()
-        if (left := step.ready - time.perf_counter()) > 0:
-            time.sleep(left)
+        self.clock.wait_until(step.ready)
         return StepResult(step.plan.step, step.rows, step.seconds, step.idle)
 
     @property
@@ -151,12 +172,13 @@ class SimulatedExecutor(Executor):
     def _answer(self, index: int, row: Row, mask: np.ndarray | None) -> RowResult:
         slot, params = self._slots[row.slot], self._slots[row.slot].request.params
         tokens: tuple[int, ...] = ()
+        drafts = 0 if row.flags & LATE else row.draft
         if row.flags & SAMPLE and (mask is not None or not row.flags & LATE):
             if not row.flags & DECODE:
                 slot.length = row.bound
-            tokens = self._sample(slot, min(row.draft, self._draft_depth), mask)
+            tokens = self._sample(slot, min(drafts, self._draft_depth), mask)
         if row.flags & DECODE and params.logprobs is None:
-            return RowResult(index, row.uid, row.epoch, tokens, drafted=row.draft)
+            return RowResult(index, row.uid, row.epoch, tokens, drafted=drafts)
         before = 0 if row.flags & DECODE else len(slot.request.prompt_ids) - 1 - (row.bound - row.count)
         return RowResult(
             index,
@@ -166,7 +188,7 @@ class SimulatedExecutor(Executor):
             self._uniform(params.logprobs) * len(tokens),
             self._uniform(params.prompt_logprobs) * max(min(row.count, before), 0),
             self._pooled(slot.request, row),
-            row.draft,
+            drafts,
         )
 
     def _sample(self, slot: _Slot, drafts: int, mask: np.ndarray | None) -> tuple[int, ...]:
@@ -188,7 +210,7 @@ class SimulatedExecutor(Executor):
         return np.full(self._hidden, row.count if request.pooling == "mean" else 1, np.float32)
 
     def _follow(self, token: int, position: int, mask: np.ndarray | None) -> int:
-        found = (token * 1_103_515_245 + position * 2_654_435_761 + 12_345) % self._vocab
+        found = (token * _A + position * _B + _C) % self._vocab
         if mask is not None:
             allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[: self._vocab])
             return int(allowed[found % len(allowed)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -109,6 +110,14 @@ class _LLMatcher(Matcher):
     def advance(self, token: int) -> None:
         if not self._matcher.consume_token(token):
             raise _refusal(self._kind, self._matcher.get_error())
+
+    def rollback(self, tokens: int) -> None:
+        if tokens and not self._matcher.rollback(tokens):
+            raise _refusal(self._kind, self._matcher.get_error())
+
+    def forced(self) -> Sequence[int]:
+        found: Sequence[int] = self._matcher.compute_ff_tokens()
+        return found
 
     @property
     def accepting(self) -> bool:

@@ -48,12 +48,14 @@ class Int4Config(Config):
 
 
 class FP4Config(Config):
-    """4-bit floats (E2M1) with a scale for each block of inputs: those of published NVFP4 and MXFP4 checkpoints, or
-    plain weights rounded as they load."""
+    """4-bit floats (E2M1) with a scale for each block of inputs: those of published NVFP4 and MXFP4 checkpoints, such
+    as gpt-oss, or plain weights rounded as they load."""
 
     block: Literal[16, 32] = 16
     """Inputs that share a scale. 16: NVFP4, scales in E4M3. 32: MXFP4, scales are powers of two. Quantized checkpoints
     have their own."""
+    layers: Literal["all", "experts"] = "all"
+    """Layers of a plain checkpoint that are rounded. experts: routed experts alone, as gpt-oss is published."""
     activations: Literal["model", "fp8"] = "model"
     """Format of the input of matmuls. model: the model's dtype. fp8: E4M3 with a scale per token."""
     head: Literal["auto", "plain", "fp8"] = "auto"

@@ -14,7 +14,6 @@ from dovetail.core.errors import ConfigError, shown
 from dovetail.core.interfaces import (
     Draft,
     DraftContext,
-    Drafter,
     FedTokens,
     Hidden,
     KVGroup,
@@ -26,12 +25,13 @@ from dovetail.core.interfaces import (
 )
 from dovetail.core.tokenizer import FILE, Tokenizer
 from dovetail.core.worker.fill import fill, read_headers
+from dovetail.plugins.spec_decode.base import BuiltinDrafter
 from dovetail.plugins.spec_decode.config import DraftModelConfig
 from dovetail.plugins.spec_decode.own_pages import OwnPages, last_states
 from dovetail.plugins.spec_decode.tree import Passes, Siblings, Tree, as_draft, children, grow
 
 
-class DraftModel(Drafter):
+class DraftModel(BuiltinDrafter):
     config: DraftModelConfig
     model: Model
 

@@ -15,7 +15,6 @@ from dovetail.core.interfaces import (
     AcceptedPath,
     Draft,
     DraftContext,
-    Drafter,
     FedTokens,
     Hidden,
     KVGroup,
@@ -26,6 +25,7 @@ from dovetail.core.interfaces import (
 from dovetail.core.startup_notes import note
 from dovetail.core.worker.features import FeatureStore
 from dovetail.core.worker.fill import fill, read_headers
+from dovetail.plugins.spec_decode.base import BuiltinDrafter
 from dovetail.plugins.spec_decode.config import Eagle3Config, EagleConfig
 from dovetail.plugins.spec_decode.eagle_files import EagleShape, read_eagle, read_eagle3
 from dovetail.plugins.spec_decode.eagle_layer import Eagle1Layer, Eagle3Layer, EagleLayer
@@ -35,7 +35,7 @@ from dovetail.plugins.spec_decode.own_pages import OwnPages, last_states
 from dovetail.plugins.spec_decode.tree import Passes, Siblings, Tree, as_draft, children, grow
 
 
-class Eagle(Drafter):
+class Eagle(BuiltinDrafter):
     """EAGLE and EAGLE-2: the feature is the state after the target's final norm."""
 
     config: EagleConfig | Eagle3Config

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dovetail.core.compose import Host
 from dovetail.core.engine.cost import BYTES
 from dovetail.core.engine.stored_weights import stored_formats, table_formats
@@ -11,6 +13,7 @@ from dovetail.plugins.spec_decode.config import (
     Eagle3Config,
     EagleConfig,
     HeadFiles,
+    LayerSkipConfig,
     MedusaConfig,
     NgramConfig,
     NoneConfig,
@@ -37,6 +40,10 @@ def draft_model(config: DraftModelConfig) -> DrafterFacts:
     return _with_layers(config, spec)
 
 
+def layer_skip(config: LayerSkipConfig) -> DrafterFacts:
+    return DrafterFacts(config.lookahead, verify=config.verify, target_share=config.share)
+
+
 def eagle(config: EagleConfig) -> DrafterFacts:
     return _with_layers(config, read_eagle(config).spec)
 
@@ -47,7 +54,7 @@ def eagle3(config: Eagle3Config) -> DrafterFacts:
 
 def medusa(config: MedusaConfig) -> DrafterFacts | None:
     spec = read_medusa(config).spec
-    return None if spec is None else _with_layers(config, spec)
+    return None if spec is None else replace(_with_layers(config, spec), one_pass=True)
 
 
 def _with_layers(config: DraftModelConfig | HeadFiles, spec: ModelSpec) -> DrafterFacts:

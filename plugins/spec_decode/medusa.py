@@ -14,7 +14,6 @@ from dovetail.core.interfaces import (
     BuildContext,
     Draft,
     DraftContext,
-    Drafter,
     FedTokens,
     Hidden,
     ModelSource,
@@ -24,6 +23,7 @@ from dovetail.core.interfaces import (
 from dovetail.core.layers import Linear, LMHead, Taker, VocabTable
 from dovetail.core.worker.features import FeatureStore
 from dovetail.core.worker.fill import fill, read_headers
+from dovetail.plugins.spec_decode.base import BuiltinDrafter
 from dovetail.plugins.spec_decode.config import MedusaConfig
 from dovetail.plugins.spec_decode.head import Head, apply, check_head, check_tensors, replicated
 from dovetail.plugins.spec_decode.medusa_files import MedusaShape, medusa_source, read_medusa
@@ -61,7 +61,7 @@ class MedusaHeads(Head):
         return states_BC
 
 
-class Medusa(Drafter):
+class Medusa(BuiltinDrafter):
     config: MedusaConfig
 
     @property

@@ -8,6 +8,7 @@ from dovetail.plugins.workload.config import (
     RecordingConfig,
     SharedPrefixConfig,
     ShareGPTConfig,
+    TextConfig,
     TraceConfig,
 )
 
@@ -18,5 +19,6 @@ COMPONENTS = (
     builtin("workload", "recording", RecordingConfig, "recorded:Recorded"),
     builtin("workload", "shared_prefix", SharedPrefixConfig, "synthetic:SharedPrefix"),
     builtin("workload", "sharegpt", ShareGPTConfig, "files:ShareGPT"),
+    builtin("workload", "text", TextConfig, "text:Text"),
     builtin("workload", "trace", TraceConfig, "files:Trace"),
 )

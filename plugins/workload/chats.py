@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from dovetail.core.interfaces import Grammar, SamplingParams, TimedRequest, Workload, WorkloadContext
 from dovetail.plugins.workload.config import ChatsConfig, LengthsConfig
-from dovetail.plugins.workload.synthetic import check_length, poisson_arrivals, random_ids
+from dovetail.plugins.workload.synthetic import check_length, gamma_arrivals, poisson_arrivals, random_ids
 
 
 class Chats(Workload):
@@ -28,7 +28,7 @@ class Chats(Workload):
             grammar = Grammar(kind="json_schema", value=config.json_schema)
             sampling = sampling.model_copy(update={"grammar": grammar})
         shared = random_ids(rng, ctx, config.shared_tokens)
-        arrivals = poisson_arrivals(random.Random(f"arrivals {ctx.seed}"), ctx.rate)
+        arrivals = self._arrivals(random.Random(f"arrivals {ctx.seed}"), ctx.rate)
         found: list[TimedRequest] = []
         for arrival in islice(arrivals, self._count(ctx.rate)):
             for number in range(config.rounds):
@@ -43,6 +43,11 @@ class Chats(Workload):
                     )
                 )
         return found
+
+    def _arrivals(self, rng: random.Random, rate: float | None) -> Iterator[float]:
+        if rate is None or self.config.burstiness == 1:
+            return poisson_arrivals(rng, rate)
+        return gamma_arrivals(rng, rate, self.config.burstiness)
 
     def _count(self, rate: float | None) -> int:
         """Return the number of conversations."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from dovetail.core.compose import Config
 from dovetail.core.interfaces import Grammar, SamplingParams
@@ -81,6 +81,17 @@ class LengthsConfig(Config):
 FIXED_BY_THE_RUN = ("n", "max_tokens", "min_tokens", "ignore_eos", "stop", "stop_token_ids", "grammar")
 
 
+def _sampling(value: dict[str, Any]) -> dict[str, Any]:
+    if fixed := [name for name in FIXED_BY_THE_RUN if name in value]:
+        raise ValueError(f"{', '.join(fixed)}: set by the run; other fields of SamplingParams can be given")
+    SamplingParams(**value)
+    return value
+
+
+Sampling = Annotated[dict[str, Any], AfterValidator(_sampling)]
+"""Fields of SamplingParams."""
+
+
 class ChatsConfig(Config):
     """Random prompts with log-normal lengths, as single requests or conversations, at once or as a Poisson process. The
     prompt of a further round is the previous prompt, the model's answer and a new message."""
@@ -99,22 +110,17 @@ class ChatsConfig(Config):
     """Tokens of each answer."""
     rates: tuple[Rate, ...] = ()
     """Mean rates at which conversations begin (Poisson), 1/s, each a separate run; empty = all begin at once."""
+    burstiness: float = Field(1.0, gt=0, allow_inf_nan=False)
+    """With rates: shape of the Gamma distribution of the times between arrivals, whose coefficient of variation is
+    1 / sqrt(burstiness); 1 = Poisson, less = bursts."""
     seconds: float | None = Field(None, gt=0, allow_inf_nan=False)
     """With rates: a run has rate x seconds conversations, but at least `at_least`; null = `conversations`."""
     at_least: int = Field(16, ge=1)
     """Least conversations of a run with rates and seconds."""
-    sampling: dict[str, Any] = Field(default_factory=lambda: {"temperature": 0.0})
+    sampling: Sampling = Field(default_factory=lambda: {"temperature": 0.0})
     """SamplingParams of every request, such as {temperature: 0.8, top_p: 0.95}. End-of-sequence is always ignored."""
     json_schema: dict[str, Any] | None = None
     """JSON Schema of every output; null = free text. An output that is complete before its drawn length ends there."""
-
-    @field_validator("sampling")
-    @classmethod
-    def _sampling(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if fixed := [name for name in FIXED_BY_THE_RUN if name in value]:
-            raise ValueError(f"{', '.join(fixed)}: set by the run; other fields of SamplingParams can be given")
-        SamplingParams(**value)
-        return value
 
     @field_validator("json_schema")
     @classmethod
@@ -122,6 +128,22 @@ class ChatsConfig(Config):
         if value is not None:
             Grammar(kind="json_schema", value=json.dumps(value))
         return value
+
+
+class TextConfig(Config):
+    """Prompts cut from a text at random places, of equal length, that arrive at once. Unlike random tokens they let
+    drafters and models predict."""
+
+    path: str | None = None
+    """UTF-8 text file; null = modules of Python's standard library, held out from the training of the bundled model."""
+    requests: int = Field(16, ge=1)
+    """Number of requests."""
+    prompt_tokens: int = Field(64, ge=1)
+    """Tokens per prompt, without those with which the tokenizer begins each text."""
+    output_tokens: int = Field(64, ge=1)
+    """Tokens per output."""
+    sampling: Sampling = Field(default_factory=lambda: {"temperature": 0.0})
+    """SamplingParams of every request, such as {temperature: 0.8, top_p: 0.95}. End-of-sequence is always ignored."""
 
 
 class ShareGPTConfig(Config):

@@ -22,6 +22,15 @@ def poisson_arrivals(rng: random.Random, rate: float | None) -> Iterator[float]:
         clock += rng.expovariate(rate) if rate is not None else 0.0
 
 
+def gamma_arrivals(rng: random.Random, rate: float, shape: float) -> Iterator[float]:
+    """Yield arrival times in seconds, from 0 on, without end: Poisson for shape=1, bursts for less, as production
+    traffic has (BurstGPT, Wang et al. 2024)."""
+    clock = 0.0
+    while True:
+        yield clock
+        clock += rng.gammavariate(shape, 1 / (shape * rate))
+
+
 def check_length(name: str, prompt: int, output: int, ctx: WorkloadContext) -> None:
     if prompt + output > ctx.max_len:
         raise ConfigError(

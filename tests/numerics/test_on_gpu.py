@@ -15,7 +15,7 @@ from dovetail.core.ops.kernels.matmul import matmul_triton
 from dovetail.core.ops.matmul import matmul, matmul_reference
 from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile, specialized_tiles
 from dovetail.core.tuning.matmul import tiles_of
-from dovetail.core.tuning.packages import BUILTIN, read_packaged
+from dovetail.core.tuning.packages import builtin_table
 from dovetail.plugins.quant.config import FP8Config, Int8Config
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 from dovetail.plugins.quant.fp8.quantizer import FP8
@@ -30,7 +30,7 @@ GPU = torch.device("cuda")
 on_hopper = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="for Hopper"
 )
-SHIPPED = read_packaged(BUILTIN, "dovetail")
+SHIPPED = builtin_table()
 TILES = tiles_of(SHIPPED)
 TOKENS = random_tokens(150, seed=5)
 

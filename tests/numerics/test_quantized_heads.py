@@ -20,7 +20,7 @@ from dovetail.core.testing.model_driver import build_context
 from dovetail.core.testing.rank_threads import on_threads
 from dovetail.plugins.model.config import LlamaConfig
 from dovetail.plugins.model.llama.decoder import Llama
-from dovetail.plugins.quant.fp4.quantizer import round_to_fp4
+from dovetail.plugins.quant.fp4.rounding import round_to_fp4
 from dovetail.plugins.quant.int8.format import quantize_rows
 from dovetail.plugins.quant.nf4.quantizer import round_to_nf4
 

@@ -20,6 +20,7 @@ if not (INTERPRETED or torch.cuda.is_available()):
 from triton import next_power_of_2  # noqa: E402
 
 from dovetail.core.interfaces import (  # noqa: E402
+    MLA,
     PLAIN,
     AttentionBackend,
     AttentionLayer,
@@ -478,6 +479,9 @@ class TestContract(AttentionContract):
     kv_dtypes = (torch.float16,)
     scores = ("soft_cap", "sinks")
     mixed_graphs = True
+    mla = (MLA(0, 16, 8, 8, 8), MLA(0, 40, 4, 16, 12))
+    mla_heads = (4, 20)
+    mla_kv_dtypes = (torch.float8_e4m3fn,)
 
     def make(self) -> AttentionBackend:
         return make()

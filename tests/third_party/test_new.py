@@ -112,7 +112,7 @@ def test_every_kind_has_a_benchmark_that_composes(python, site):
         here = compose(["check.package=acme", "engine.device=cpu"], app="check")
         for kind in KINDS:
             mine = installed().get(kind, f"acme_{kind}")
-            if kind in ENGINE_NODES and kind not in ("model", "router", "collective"):
+            if kind in ENGINE_NODES and kind not in ("model", "router", "collective", "experts"):
                 chosen = ablation(mine, here, ["priority"])
                 print(kind, *(variant.name for variant in make(chosen.app_part.config, chosen)), sep="; ")
             else:

@@ -53,10 +53,9 @@ class AblateApp(App):
         self.console = line_console()
         self._gpu = False
         """Whether the variants run on a GPU."""
-        self._requests: dict[tuple[Any, int], str] = {}
-        """(rate, run number) -> hash of the requests that the first variant got."""
+        self._requests: dict[tuple[str, Any, int], str] = {}
+        """(block, rate, run number) -> hash of the requests that its first variant got."""
         order: dict[str, Any] = {
-            "workload": composition.choices["workload"],
             "config": config.model_dump(mode="json", include=set(RunsConfig.model_fields)),
             "ask": config.quality.model_dump(mode="json"),
         }
@@ -65,19 +64,21 @@ class AblateApp(App):
             progress(what, None)
             checked = check(config, composition, order)
         self._gpu = bool(checked.machine["gpus"])
-        rates = list(composition.part("workload").build().rates())
         running = [*checked.running]
+        workloads = [variant.composition.part("workload").build() for variant in running]
+        rates = list(dict.fromkeys(rate for workload in workloads for rate in workload.rates()))
         records = [_record(variant) for variant in checked.variants]
         if config.rounds > 1:
-            # The baseline runs twice in each round: the difference shows what noise does.
-            again = replace(running[0], name=f"{running[0].name}, again", baselines=(running[0].name,))
-            running.append(again)
-            records.append(_record(again) | {"repeats": True})
+            # Each baseline runs twice in each round: the difference shows what noise does.
+            for base in checked.baselines:
+                again = replace(base, name=f"{base.name}, again", baselines=(base.name,))
+                running.append(again)
+                records.append(_record(again) | {"repeats": True})
         result = describe(composition, checked.machine) | {
             "schema": SCHEMA,
-            "workload": order["workload"],
+            "workload": composition.choices["workload"],
             "rates": rates,
-            "design": "ladder" if config.ladder else config.design,
+            "design": "ladder" if config.ladder else "arms" if config.arms else config.design,
             "quality": checked.quality,
             "interrupted": True,
             "variants": records,
@@ -106,7 +107,7 @@ class AblateApp(App):
         records = {record["name"]: record for record in result["variants"]}
         for record in records.values():
             for start in record["starts"]:
-                _check_runs(start, start["round"] * self.config.runs, self._requests)
+                _check_runs(start, record["block"], start["round"] * self.config.runs, self._requests)
         plan = result["quality"]
         starts = self.config.rounds * len(running)
         with bar(self.console, "", starts, refresh_per_second=REFRESHES) as update:
@@ -159,8 +160,11 @@ class AblateApp(App):
                 update(description=f"{title}: {in_words(name, share)}")
 
             try:
-                found = child.ask(order_for(variant.composition) | order | {"first": number * self.config.runs}, phase)
-                _check_runs(found, number * self.config.runs, self._requests)
+                first = number * self.config.runs
+                workload = variant.composition.choices["workload"]
+                wanted = order_for(variant.composition) | order | {"workload": workload, "first": first}
+                found = child.ask(wanted, phase)
+                _check_runs(found, variant.block, first, self._requests)
             except Failure as failure:
                 record["failure"] = {"round": number, "reason": str(failure)}
         if record["failure"] is None:
@@ -173,9 +177,7 @@ class AblateApp(App):
 
     def _keep(self, result: dict[str, Any]) -> None:
         config = self.config
-        result["comparisons"] = comparisons(
-            result["variants"], result["rates"], config.primary, config.gate.model_dump()
-        )
+        result["comparisons"] = comparisons(result["variants"], config.primary, config.gate.model_dump())
         if self.config.out is not None:
             Path(self.config.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
@@ -183,6 +185,7 @@ class AblateApp(App):
 def _record(variant: Variant) -> dict[str, Any]:
     return {
         "name": variant.name,
+        "block": variant.block,
         "changes": list(variant.changes),
         "baselines": list(variant.baselines),
         "overrides": list(variant.composition.overrides),
@@ -194,7 +197,7 @@ def _record(variant: Variant) -> dict[str, Any]:
     }
 
 
-def _check_runs(found: Mapping[str, Any], first: int, requests: dict[tuple[Any, int], str]) -> None:
+def _check_runs(found: Mapping[str, Any], block: str, first: int, requests: dict[tuple[str, Any, int], str]) -> None:
     """Raise Failure if the figures cannot be compared with those of other variants. Fills `requests`."""
     for load in found["loads"]:
         for number, run in enumerate(load["runs"], first):
@@ -202,5 +205,5 @@ def _check_runs(found: Mapping[str, Any], first: int, requests: dict[tuple[Any, 
                 raise Failure(f"{run['failed']} of {run['requests']} requests failed: {run['failures'][0]}")
             if run.get("prefix_cache_kept"):
                 raise Failure("its prefix cache could not be emptied between runs, which would make later runs faster")
-            if requests.setdefault((load["rate"], number), run["requests_hash"]) != run["requests_hash"]:
+            if requests.setdefault((block, load["rate"], number), run["requests_hash"]) != run["requests_hash"]:
                 raise Failure("its requests differ from those of the other variants")

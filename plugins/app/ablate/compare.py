@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from dovetail.plugins.app.ablate.significance import detectable, holm, is_exact, sign_flip_p, t_p
 from dovetail.plugins.app.ablate.stats import CONFIDENCE, by_round, mean, paired
@@ -36,10 +36,49 @@ METRICS = (
     Metric("itl_ms.p99", "ITL p99", "the 99th percentile of ITL", False),
     Metric("goodput.requests_per_s", "goodput", "goodput", True),
     Metric("prefix_hit_rate", "hits", "the share of prefix hits", True, ratio=False),
+    Metric("acceptance_length", "tokens/row", "tokens per decode row", True),
     Metric("kv_waste", "KV waste", "KV waste", False, ratio=False),
     Metric("startup_s", "start-up s", "the time to start", False, of_start=True),
 )
 BY_PATH = {metric.path: metric for metric in METRICS}
+
+
+class Load(NamedTuple):
+    """Runs that are compared with each other."""
+
+    block: str
+    """Values of `across`; "" = there are none."""
+    rate: float | None
+
+    @property
+    def title(self) -> str:
+        rate = "" if self.rate is None else f"{self.rate:g} requests/s"
+        return ", ".join(filter(None, (self.block, rate)))
+
+    def name(self, variant: str) -> str:
+        """Return the name of one of its variants without that of the block."""
+        return variant.removeprefix(f"{self.block}: ")
+
+
+def loads(result: Mapping[str, Any]) -> list[Load]:
+    """Return each block at each rate that it was measured at."""
+    blocks = dict.fromkeys(variant["block"] for variant in result["variants"])
+    known = {Load(one["block"], rate) for one in result["variants"] for rate in _rates(one)}
+    return [load for block in blocks for rate in result["rates"] if (load := Load(block, rate)) in known]
+
+
+def of_load(result: Mapping[str, Any], load: Load) -> list[Mapping[str, Any]]:
+    """Return the variants of a load."""
+    return [variant for variant in result["variants"] if variant["block"] == load.block]
+
+
+def compared(result: Mapping[str, Any], load: Load) -> list[dict[str, Any]]:
+    """Return the comparisons of a load."""
+    return [one for one in result["comparisons"] if (one["block"], one["rate"]) == load]
+
+
+def _rates(variant: Mapping[str, Any]) -> list[float | None]:
+    return list(dict.fromkeys(load["rate"] for start in variant["starts"] for load in start["loads"]))
 
 
 def samples(variant: Mapping[str, Any], rate: float | None, metric: Metric) -> dict[int, list[float]]:
@@ -67,14 +106,13 @@ def summary(variant: Mapping[str, Any], rate: float | None) -> dict[str, float]:
 
 def comparisons(
     variants: Sequence[Mapping[str, Any]],
-    rates: Sequence[float | None],
     primary: str = METRICS[0].path,
     gate: Mapping[str, float | None] | None = None,
 ) -> list[dict[str, Any]]:
     """Compare each variant with its baselines. One without figures is replaced by its own nearest that has some.
     `primary`: path of the metric whose p values are corrected. `gate`: limits of `quality`, see `faults`."""
     by_name = {variant["name"]: variant for variant in variants}
-    again = next((variant for variant in variants if variant.get("repeats")), None)
+    repeated = {variant["block"]: variant for variant in variants if variant.get("repeats")}
     found = []
     for variant in variants:
         if not variant["starts"]:
@@ -82,14 +120,16 @@ def comparisons(
         for baseline in _measured(variant["baselines"], by_name):
             other = by_name[baseline]
             answers = quality(variant["quality"], other["quality"])
-            for rate in rates:
+            for rate in _rates(variant):
+                noise = _noise(repeated.get(variant["block"]), by_name, rate)
                 found.append(
                     {
                         "variant": variant["name"],
                         "baseline": baseline,
+                        "block": variant["block"],
                         "rate": rate,
                         "repeats": bool(variant.get("repeats")),
-                        "changes": _changes(variant, other, rate, _noise(again, by_name, rate)),
+                        "changes": _changes(variant, other, rate, noise),
                         "quality": answers,
                         "gate": faults(answers, gate or {}) if not variant.get("repeats") else [],
                     }

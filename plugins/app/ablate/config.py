@@ -36,6 +36,7 @@ Primary = Literal[
     "itl_ms.p99",
     "goodput.requests_per_s",
     "prefix_hit_rate",
+    "acceptance_length",
     "kv_waste",
     "startup_s",
 ]
@@ -79,9 +80,15 @@ class AblateConfig(RunsConfig):
     the given composition."""
     design: Design = "grid"
     """grid: every combination of values. one_at_a_time: the baseline with one value changed."""
+    arms: dict[str, Annotated[tuple[str, ...], Field(min_length=1)]] = Field(default_factory=dict)
+    """Named variants, instead of `vary`: name -> overrides added to the given composition, for options that change
+    together. The baseline is the given composition."""
     ladder: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     """Ordered steps, instead of `vary`: name -> overrides added to the previous step. Each step is compared with the
     previous and with the first one. `app=ladder` is the built-in ladder."""
+    across: dict[str, Values] = Field(default_factory=dict)
+    """Kind or dotted option -> values under each of which everything is compared: {workload.burstiness: [1.0, 0.2]}.
+    Each combination is a block with a baseline and requests of its own; variants are compared only within a block."""
     rounds: int = Field(5, ge=1)
     """Starts of each variant, each in a new process. Every round starts all variants once, in a different order."""
     runs: int = Field(2, ge=1)
@@ -108,8 +115,11 @@ class AblateConfig(RunsConfig):
 
     @model_validator(mode="after")
     def _one_of_two(self) -> Self:
-        if self.vary and self.ladder:
-            raise ValueError("vary and ladder both define the variants: give one of them")
+        given = [name for name in ("vary", "arms", "ladder") if getattr(self, name)]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} each define the variants: give one of them")
+        if both := [key for key in self.across if key in self.vary]:
+            raise ValueError(f"`{both[0]}` is in vary and in across: give it once")
         if self.resume and self.out is None:
             raise ValueError("resume continues the ablation in `out`: set ablate.out")
         if self.gate.limits and not self.quality.prompts:

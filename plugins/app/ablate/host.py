@@ -24,6 +24,11 @@ class Checked:
     """Prompts that every variant answers, from `probe.plan`; None = no quality check."""
 
     @property
+    def baselines(self) -> list[Variant]:
+        """The first variant of each block."""
+        return [variant for variant in self.variants if not variant.baselines]
+
+    @property
     def running(self) -> list[Variant]:
         return [variant for variant in self.variants if variant.skipped is None]
 
@@ -32,15 +37,15 @@ def check(config: AblateConfig, composition: Composition, order: dict[str, Any])
     """Check all variants in a separate process, since a process that queries a GPU occupies memory on it. Raises one
     error with the mistakes of all variants."""
     mistakes: dict[str, str] = {}
-    answers: list[dict[str, Any]] = []
+    answers: dict[str, dict[str, Any]] = {}
+    """Block -> answer about its first variant that can run."""
 
-    def unfit(name: str, one: Composition) -> str | None:
-        found = child.ask(order_for(one) | order)
+    def unfit(name: str, one: Composition, block: str) -> str | None:
+        found = child.ask(order_for(one) | order | {"workload": one.choices["workload"]})
         if mistake := found.get("mistake"):
             mistakes[name] = mistake
         elif requests := found.get("requests"):
-            answers.append(found)
-            if requests != answers[0]["requests"]:
+            if requests != answers.setdefault(block, found)["requests"]:
                 mistakes[name] = (
                     "it would get other requests than the baseline, so their figures could not be compared: "
                     "requests depend on the model's vocabulary, engine.seed and engine.max_len"
@@ -58,10 +63,9 @@ def check(config: AblateConfig, composition: Composition, order: dict[str, Any])
         # A mistake in the given command line is shared by all variants: report it once.
         shared = len(mistakes) == len(variants) and len(set(mistakes.values())) == 1
         raise one_error([text if shared else f"{name}: {text}" for name, text in mistakes.items()])
-    checked = Checked(variants, machine, answers[0]["quality"] if answers else None)
-    first, *others = variants
-    if first.skipped is not None:
-        raise CapabilityError([f"{first.name}, the baseline: {first.skipped}"])
-    if len(checked.running) == 1:
-        raise CapabilityError([f"{other.name}: {other.skipped}" for other in others])
+    checked = Checked(variants, machine, next((found["quality"] for found in answers.values()), None))
+    if unable := [one for one in checked.baselines if one.skipped is not None]:
+        raise CapabilityError([f"{one.name}, the baseline: {one.skipped}" for one in unable])
+    if len(checked.running) == len(checked.baselines):
+        raise CapabilityError([f"{other.name}: {other.skipped}" for other in variants if other.skipped is not None])
     return checked

@@ -10,7 +10,18 @@ from typing import Any
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from dovetail.plugins.app.ablate.compare import BY_PATH, METRICS, Metric, percent, summary, unit
+from dovetail.plugins.app.ablate.compare import (
+    BY_PATH,
+    METRICS,
+    Load,
+    Metric,
+    compared,
+    loads,
+    of_load,
+    percent,
+    summary,
+    unit,
+)
 from dovetail.plugins.app.ablate.report import seen, sentences
 from dovetail.plugins.app.ablate.stats import CONFIDENCE
 from dovetail.plugins.app.tables import NONE, number, share
@@ -50,12 +61,12 @@ def write_report(path: str, result: Mapping[str, Any]) -> None:
     pages = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     config = result["config"]
     primary = BY_PATH[config["ablate"]["primary"]]
-    loads = [_load(result, rate, primary) for rate in result["rates"]]
+    shown = [_load(result, load, primary) for load in loads(result)]
     text = pages.get_template(TEMPLATE).render(
         result=result,
         primary=primary,
         sentences=list(sentences(result)),
-        loads=loads,
+        loads=shown,
         variants=[
             one | {"yaml": yaml.safe_dump(one["composition"], sort_keys=False, allow_unicode=True)}
             for one in result["variants"]
@@ -67,13 +78,15 @@ def write_report(path: str, result: Mapping[str, Any]) -> None:
     Path(path).write_text(text + "\n", encoding="utf-8")
 
 
-def _load(result: Mapping[str, Any], rate: float | None, primary: Metric) -> dict[str, Any]:
-    rows = [one for one in result["comparisons"] if one["rate"] == rate]
-    found = {variant["name"]: summary(variant, rate) for variant in result["variants"]}
-    repeats = {variant["name"] for variant in result["variants"] if variant.get("repeats")}
+def _load(result: Mapping[str, Any], load: Load, primary: Metric) -> dict[str, Any]:
+    named = {"variant", "baseline"}
+    rows = [one | {key: load.name(one[key]) for key in named} for one in compared(result, load)]
+    variants = {load.name(variant["name"]): variant for variant in of_load(result, load)}
+    found = {name: summary(variant, load.rate) for name, variant in variants.items()}
+    repeats = {name for name, variant in variants.items() if variant.get("repeats")}
     metrics = [metric for metric in METRICS if any(metric.path in one for one in found.values())]
     return {
-        "title": "" if rate is None else f"{rate:g} requests/s",
+        "title": load.title,
         "heads": [metric.title + (" (primary)" if metric is primary else "") for metric in metrics],
         "medians": {
             name: [(number if metric.ratio else share)(one.get(metric.path)) for metric in metrics]

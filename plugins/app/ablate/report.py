@@ -8,9 +8,20 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from dovetail.plugins.app.ablate.compare import BY_PATH, METRICS, Metric, sentence, summary, unit
+from dovetail.plugins.app.ablate.compare import (
+    BY_PATH,
+    METRICS,
+    Load,
+    Metric,
+    compared,
+    loads,
+    of_load,
+    sentence,
+    summary,
+    unit,
+)
 from dovetail.plugins.app.ablate.stats import CONFIDENCE, Estimate
-from dovetail.plugins.app.tables import NONE, console, figures_table, number, share
+from dovetail.plugins.app.tables import NONE, console, figures_table, number, share, simulated_title
 
 DRAWN = ("output_tokens_per_s", "ttft_ms.median", "tpot_ms.median")
 
@@ -18,8 +29,8 @@ DRAWN = ("output_tokens_per_s", "ttft_ms.median", "tpot_ms.median")
 def show(result: Mapping[str, Any]) -> None:
     out = console(150, highlight=False)
     out.print(_where(result))
-    for rate in result["rates"]:
-        for table in (_figures(result, rate), *_changes(result, rate)):
+    for load in loads(result):
+        for table in (_figures(result, load), *_changes(result, load)):
             out.print(table)
     for table in _quality(result):
         out.print(table)
@@ -86,48 +97,49 @@ def _many(number: int, what: str) -> str:
     return f"{number} {what}" + ("s" if number > 1 else "")
 
 
-def _table(result: Mapping[str, Any], title: str, rate: float | None, heads: Iterable[str]) -> Table:
-    at = "" if rate is None else f", {rate:g} requests/s"
+def _table(result: Mapping[str, Any], title: str, load: Load, heads: Iterable[str]) -> Table:
+    at = f", {load.title}" if load.title else ""
+    title = simulated_title(s.get("startup", {}) for v in result["variants"] for s in v.get("starts", ())) + title
     return figures_table(title + at, "step" if result["design"] == "ladder" else "variant", heads, overflow="fold")
 
 
-def _figures(result: Mapping[str, Any], rate: float | None) -> Table:
-    rows = [(variant, summary(variant, rate)) for variant in result["variants"]]
+def _figures(result: Mapping[str, Any], load: Load) -> Table:
+    rows = [(variant, summary(variant, load.rate)) for variant in of_load(result, load)]
     metrics = [metric for metric in METRICS if any(metric.path in found for _, found in rows)]
     title = "medians over runs; latency in ms, output in tokens/s"
-    table = _table(result, title, rate, (metric.title for metric in metrics))
+    table = _table(result, title, load, (metric.title for metric in metrics))
     for variant, found in rows:
         cells = ((number if metric.ratio else share)(found.get(metric.path)) for metric in metrics)
-        table.add_row(Text(variant["name"]), *cells)
+        table.add_row(Text(load.name(variant["name"])), *cells)
     return table
 
 
-def _by_baseline(result: Mapping[str, Any], rate: float | None) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def _by_baseline(result: Mapping[str, Any], load: Load) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Yield (title, comparisons). A ladder has two tables: against the previous step and against the first."""
-    rows = [one for one in result["comparisons"] if one["rate"] == rate]
+    rows = compared(result, load)
     if result["design"] != "ladder":
         if rows:
-            yield f"against {rows[0]['baseline']}", rows
+            yield f"against {load.name(rows[0]['baseline'])}", rows
         return
     nearest = {one["variant"]: one for one in reversed(rows)}
     yield "against the previous step", [one for one in rows if nearest[one["variant"]] is one]
-    first = result["variants"][0]["name"]
+    first = load.name(of_load(result, load)[0]["name"])
     if further := [one for one in rows if nearest[one["variant"]] is not one]:
         yield f"against the first, {first}", further
 
 
-def _changes(result: Mapping[str, Any], rate: float | None) -> Iterator[Table]:
-    for against, rows in _by_baseline(result, rate):
+def _changes(result: Mapping[str, Any], load: Load) -> Iterator[Table]:
+    for against, rows in _by_baseline(result, load):
         if not rows:
             continue
         metrics = [metric for metric in METRICS if any(metric.path in row["changes"] for row in rows)]
         title = f"{against}: ratios (differences for shares), {CONFIDENCE:.0%} intervals"
         primary = result["config"]["ablate"]["primary"]
         heads = (metric.title + (" (primary)" if metric.path == primary else "") for metric in metrics)
-        table = _table(result, title, rate, heads)
+        table = _table(result, title, load, heads)
         for row in rows:
             cells = [_change(metric, row) for metric in metrics]
-            table.add_row(Text(row["variant"]), *cells)
+            table.add_row(Text(load.name(row["variant"])), *cells)
         table.caption = "\n".join(_captions([change for row in rows for change in row["changes"].values()]))
         table.caption_justify = "left"
         yield table
@@ -166,19 +178,22 @@ def _change(metric: Metric, row: Mapping[str, Any]) -> Text:
 
 
 def _quality(result: Mapping[str, Any]) -> Iterator[Table]:
-    for against, rows in _by_baseline(result, result["rates"][0]):
+    # Answers do not depend on the rate.
+    first = {load.block: load for load in reversed(loads(result))}
+    found_by = [(load, *table) for load in reversed(first.values()) for table in _by_baseline(result, load)]
+    for load, against, rows in found_by:
         if not any(row["quality"] for row in rows):
             continue
         heads = ("greedy tokens equal", "outputs equal", "top-1 agreement", "NLL change, nats/token")
-        table = _table(result, f"answers {against}", None, heads)
+        table = _table(result, f"answers {against}", Load(load.block, None), heads)
         for row in rows:
             if (found := row["quality"]) is None:
-                table.add_row(Text(row["variant"]), *[NONE] * 4)
+                table.add_row(Text(load.name(row["variant"])), *[NONE] * 4)
                 continue
             change = Estimate(**found["nll_change"])
             interval = "" if change.low is None else f" [{change.low:+.4f}, {change.high:+.4f}]"
             shares = (share(found[name]) for name in ("greedy_tokens_equal", "outputs_equal", "top1_agreement"))
-            table.add_row(Text(row["variant"]), *shares, f"{change.value:+.4f}{interval}")
+            table.add_row(Text(load.name(row["variant"])), *shares, f"{change.value:+.4f}{interval}")
         yield table
 
 
@@ -190,22 +205,23 @@ def draw(path: str, result: Mapping[str, Any]) -> None:
     from matplotlib.figure import Figure
 
     ladder = result["design"] == "ladder"
-    names = [variant["name"] for variant in result["variants"]]
-    rates = result["rates"]
+    drawn = loads(result)
     panels = len(DRAWN) + ladder
-    figure = Figure(figsize=(3.6 * panels, (1.6 + 0.32 * len(names)) * len(rates)), layout="constrained")
-    for axes, rate in zip(figure.subplots(len(rates), panels, squeeze=False, sharey=True), rates, strict=True):
-        tables = list(_by_baseline(result, rate))
+    most = max((len(of_load(result, load)) for load in drawn), default=1)
+    figure = Figure(figsize=(3.6 * panels, (1.6 + 0.32 * most) * max(len(drawn), 1)), layout="constrained")
+    grid = figure.subplots(max(len(drawn), 1), panels, squeeze=False, sharey="row")
+    for axes, load in zip(grid, drawn, strict=False):
+        names = [variant["name"] for variant in of_load(result, load)]
+        tables = list(_by_baseline(result, load))
         if ladder:
             further = {row["variant"]: row for _, rows in tables for row in rows}
             _ratios(axes[0], names, list(further.values()), METRICS[0], "against the first", climb=True)
         for axis, path_ in zip(axes[ladder:], DRAWN, strict=True):
             metric = next(metric for metric in METRICS if metric.path == path_)
             _ratios(axis, names, tables[0][1] if tables else [], metric, tables[0][0] if tables else "")
-        axes[0].set_yticks(range(len(names)), names, fontsize=8)
+        axes[0].set_yticks(range(len(names)), [load.name(name) for name in names], fontsize=8)
         axes[0].invert_yaxis()
-        if rate is not None:
-            axes[0].set_title(f"{rate:g} requests/s", loc="left")
+        axes[0].set_title(load.title, loc="left", fontsize=9)
     figure.savefig(path)
 
 

@@ -17,8 +17,10 @@ from dovetail.core.errors import ConfigError, PluginError
 from dovetail.plugins.app.ablate.config import AblateConfig, Design, Value
 
 Words = tuple[str, ...]
-Unfit = Callable[[str, Composition], str | None]
-"""(name, composition) -> reason why this host cannot run it, or None."""
+AS_GIVEN = "as given"
+"""Name of the baseline where variants have names of their own."""
+Unfit = Callable[[str, Composition, str], str | None]
+"""(name, composition, block) -> reason why this host cannot run it, or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,13 @@ class Variant:
     """Names of the variants to compare with, nearest first."""
     skipped: str | None = None
     """Reason why this host cannot run it."""
+    block: str = ""
+    """Values of `across` that it shares with its baseline; "" = there are none."""
+
+    def within(self, block: str) -> Variant:
+        """Return the variant with the name that it has as one of a block."""
+        baselines = tuple(in_block(block, name) for name in self.baselines)
+        return replace(self, name=in_block(block, self.name), baselines=baselines, block=block)
 
 
 @dataclass(slots=True)
@@ -82,17 +91,69 @@ def one_error(mistakes: Sequence[str]) -> ConfigError:
     return ConfigError(f"{len(lines)} mistakes in the variants:\n" + "\n".join(f"  - {text}" for text in lines))
 
 
-def make(config: AblateConfig, composition: Composition, unfit: Unfit = lambda name, one: None) -> list[Variant]:
-    """Return every variant, starting with the common baseline. Raises one ConfigError with all mistakes."""
+def in_block(block: str, name: str) -> str:
+    """Return the name of a variant of a block."""
+    return f"{block}: {name}" if block else name
+
+
+def make(config: AblateConfig, composition: Composition, unfit: Unfit = lambda name, one, block: None) -> list[Variant]:
+    """Return every variant, each block starting with its baseline. Raises one ConfigError with all mistakes."""
+    if not (config.vary or config.arms or config.ladder):
+        raise ConfigError(
+            "app=ablate needs something to try: 'ablate.vary={kv_cache:[paged,radix]}' compares values, "
+            "`app=ladder` climbs the built-in ladder"
+        )
+    if not config.across:
+        return _variants(config, composition, unfit, "")
+    found: list[Variant] = []
+    for block, given in _blocks(config.across, composition):
+        try:
+            made = _variants(config, given, unfit, block)
+        except (ConfigError, PluginError) as error:
+            raise ConfigError(f"{block}: {error}") from error
+        found += [variant.within(block) for variant in made]
+    return found
+
+
+def _variants(config: AblateConfig, composition: Composition, unfit: Unfit, block: str) -> list[Variant]:
+    """Return the variants of one block."""
     if config.ladder:
-        return _steps(config.ladder, composition, unfit)
+        return _steps(config.ladder, composition, unfit, block)
     if config.vary:
         found = combinations(ABLATE, config.vary, composition, design=config.design)
-        return [replace(variant, skipped=unfit(variant.name, variant.composition)) for variant in found]
-    raise ConfigError(
-        "app=ablate needs something to try: 'ablate.vary={kv_cache:[paged,radix]}' compares values, "
-        "`app=ladder` climbs the built-in ladder"
-    )
+    else:
+        found = _named(config.arms, composition)
+    return [
+        replace(variant, skipped=unfit(in_block(block, variant.name), variant.composition, block)) for variant in found
+    ]
+
+
+def _blocks(across: Mapping[str, Sequence[Value]], composition: Composition) -> Iterator[tuple[str, Composition]]:
+    """Yield each combination of values, in words, and the composition with it."""
+    owner = replace(ABLATE, fixed={key: why for key, why in ABLATE.fixed.items() if key != "workload"})
+    mistakes = _Mistakes(owner)
+    _check_values(owner, "across", across, composition, mistakes)
+    mistakes.raise_all()
+    for chosen in _chosen(across, "grid"):
+        words = merged(composition.overrides, [word(key, value) for key, value in chosen.items()])
+        name = ", ".join(f"{key}={show(value)}" for key, value in chosen.items())
+        given = compose(words, registry=composition.registry, config_dirs=composition.config_dirs)
+        yield name, given
+
+
+def _check_values(
+    owner: Owner, option: str, values_of: Mapping[str, Sequence[Value]], like: Composition, mistakes: _Mistakes
+) -> None:
+    """Check each value alone, so that its mistake is reported once and not for every combination."""
+    given = _given(owner, like)
+    for key, values in values_of.items():
+        if reason := _cannot_vary(owner, option, key):
+            mistakes.found.append(reason)
+            continue
+        if twice := [value for i, value in enumerate(values) if _is_in(value, values[:i])]:
+            mistakes.found.append(f"{owner.name}.{option}: {key} has {show(twice[0])} twice")
+        for value in values:
+            mistakes.compose(f"{key}={show(value)}", merged(given, [word(key, value)]), like)
 
 
 # Values.
@@ -103,15 +164,7 @@ def combinations(
 ) -> list[Variant]:
     """Return the baseline, which is the given composition, and each combination of values that differs from it."""
     mistakes, given = _Mistakes(owner), _given(owner, composition)
-    for key, values in vary.items():
-        if reason := _cannot_vary(owner, key):
-            mistakes.found.append(reason)
-            continue
-        if twice := [value for i, value in enumerate(values) if _is_in(value, values[:i])]:
-            mistakes.found.append(f"{owner.name}.vary: {key} has {show(twice[0])} twice")
-        # Check each value alone, so that its mistake is reported once and not for every combination.
-        for value in values:
-            mistakes.compose(f"{key}={show(value)}", merged(given, [word(key, value)]), composition)
+    _check_values(owner, "vary", vary, composition, mistakes)
     mistakes.raise_all()
     base = _compose(owner, given, composition)
     found: list[Variant] = []
@@ -141,11 +194,12 @@ def _chosen(vary: Mapping[str, Sequence[Value]], design: Design) -> Iterator[dic
     return (dict(zip(vary, values, strict=True)) for values in itertools.product(*vary.values()))
 
 
-def _cannot_vary(owner: Owner, key: str) -> str:
+def _cannot_vary(owner: Owner, option: str, key: str) -> str:
+    where = f"{owner.name}.{option}: `{key}`"
     if not re.fullmatch(r"[\w@./]+", key):
-        return f"{owner.name}.vary: `{key}` is neither a kind nor a dotted option, such as kv_cache or engine.page_size"
+        return f"{where} is neither a kind nor a dotted option, such as kv_cache or engine.page_size"
     root = key.split(".")[0]
-    return f"{owner.name}.vary: `{key}` cannot vary: {owner.fixed[root]}" if root in owner.fixed else ""
+    return f"{where} cannot vary: {owner.fixed[root]}" if root in owner.fixed else ""
 
 
 def _is_in(value: Value, values: Sequence[Value]) -> bool:
@@ -170,16 +224,26 @@ def _value_of(key: str, base: Composition) -> str:
 
 def listed(owner: Owner, lines: Sequence[str], composition: Composition) -> list[Variant]:
     """Return the baseline, which is the given composition, and a variant for each line of overrides."""
+    return _beside(owner, {line: tuple(shlex.split(line)) for line in lines}, composition)
+
+
+def _named(arms: Mapping[str, Words], composition: Composition) -> list[Variant]:
+    return _beside(ABLATE, arms, composition)
+
+
+def _beside(owner: Owner, arms: Mapping[str, Words], composition: Composition) -> list[Variant]:
     mistakes, given = _Mistakes(owner), _given(owner, composition)
-    base = Variant("as given", (), _compose(owner, given, composition))
+    base = Variant(AS_GIVEN, (), _compose(owner, given, composition))
     found = [base]
-    for line in lines:
-        if refused := _refused(owner, words := shlex.split(line)):
-            mistakes.found += [f"{line}: {reason}" for reason in refused]
-        elif (made := mistakes.compose(line, merged(given, words), composition)) is not None:
+    for name, words in arms.items():
+        if refused := _refused(owner, words):
+            mistakes.found += [f"{name}: {reason}" for reason in refused]
+        elif (made := mistakes.compose(name, merged(given, words), composition)) is not None:
             if same := next((other for other in found if _same(other.composition, made)), None):
-                mistakes.found.append(f"{line}: composes to the same as {same.name}")
-            found.append(Variant(line, tuple(words), made, (base.name,)))
+                mistakes.found.append(f"{name}: composes to the same as {same.name}")
+            found.append(Variant(name, words, made, (base.name,)))
+    if AS_GIVEN in arms:
+        mistakes.found.append(f"`{AS_GIVEN}` is the name of the baseline: give the variant another name")
     mistakes.raise_all()
     return found
 
@@ -191,7 +255,7 @@ def _refused(owner: Owner, words: Sequence[str]) -> list[str]:
 # A ladder.
 
 
-def _steps(ladder: Mapping[str, Words], composition: Composition, unfit: Unfit) -> list[Variant]:
+def _steps(ladder: Mapping[str, Words], composition: Composition, unfit: Unfit, block: str) -> list[Variant]:
     """Build the ladder. A step that cannot run on this host is skipped; the next one builds on the last that can."""
     mistakes, words = _Mistakes(ABLATE), _given(ABLATE, composition)
     found: list[Variant] = []
@@ -207,7 +271,7 @@ def _steps(ladder: Mapping[str, Words], composition: Composition, unfit: Unfit) 
         if climbed and _same(climbed[-1].composition, made):
             mistakes.found.append(f"{name}: composes to the same as the previous step, {climbed[-1].name}")
         before = tuple(dict.fromkeys(variant.name for variant in (climbed[-1:] + climbed[:1])))
-        found.append(Variant(name, step, made, before, unfit(name, made)))
+        found.append(Variant(name, step, made, before, unfit(in_block(block, name), made, block)))
         if found[-1].skipped is None:
             words = list(mine)
     mistakes.raise_all()

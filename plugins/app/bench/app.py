@@ -22,6 +22,7 @@ from dovetail.plugins.app.waiting import bar, line_console, phases
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
+    from dovetail.plugins.app.bench.calibrate import Calibrator
 
 REFRESH = 0.5
 """Seconds between redraws of the progress bar; more frequent ones would disturb the measurement."""
@@ -34,6 +35,18 @@ class BenchApp(App):
         workloads = self._workloads(composition)
         check_plot(self.config.plot, "bench.plot")
         check_writable(self.config.out, "bench.out")
+        if self.config.hold_out and self.config.calibrate is None:
+            raise ConfigError("bench.hold_out is for a calibration: set bench.calibrate=PATH")
+        self._calibrator: Calibrator | None = None
+        if self.config.calibrate is None:
+            return self._run(composition, workloads)
+        from dovetail.plugins.app.bench.calibrate import Calibrator
+
+        self._calibrator = Calibrator(composition, self.config, list(workloads))
+        with self._calibrator.recorded() as recorded:
+            return self._run(recorded, workloads)
+
+    def _run(self, composition: Composition, workloads: dict[str, Selected]) -> int:
         self.console = line_console()
         target = self._target(composition)
         runs = Runs(self.config, target, self._bar, self.console.print)
@@ -45,9 +58,14 @@ class BenchApp(App):
                 startup = target.start(progress)
             result = describe(composition) | {"startup": startup, "results": []}
             for name, part in workloads.items():
+                began = target.now()
                 found, timelines[name] = self._measure(runs, name, part)
                 result["results"].append(found)
+                if self._calibrator is not None:
+                    self._calibrator.measured(name, began, target.now())
         show(result)
+        if self._calibrator is not None:
+            result["calibration"] = self._calibrator.fit(startup["device"])
         if self.config.out is not None:
             Path(self.config.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         if self.config.plot is not None:

@@ -57,5 +57,10 @@ class BenchConfig(RunsConfig):
     """Time limit of one request to a server, seconds."""
     out: str | None = None
     """Write all figures to this JSON file."""
+    calibrate: str | None = None
+    """Fit the cost model to the measured steps and write the calibration to this new JSON file, for cost=measured.
+    cost= chooses the model that is fitted, such as h200. Needs the extra `bench`."""
+    hold_out: tuple[str, ...] = ()
+    """Workloads whose steps are not fitted, so that they can test the calibration."""
     plot: str | None = None
     """Plot latency distributions or the load curve to this file (png, svg or pdf). Needs the extra `bench`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,10 @@ class Target(ABC):
         """Prompt ids are in [0, vocab)."""
         self.max_len = spec.longest(composition.engine.max_len)
         """Longest sequence, tokens; `start` may lower it."""
+
+    def now(self) -> float:
+        """Time in which the target runs, seconds."""
+        return time.perf_counter()
 
     @property
     def adapters(self) -> Collection[str] | None:

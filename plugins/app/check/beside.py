@@ -21,6 +21,7 @@ _NOT_COMPARED = {
     "model": "other models give other work",
     "router": "routers need replicas",
     "collective": "collectives need ranks",
+    "experts": "placements need ranks and a model with experts",
 }
 """Kind -> why no benchmark of one engine compares its components."""
 METRICS = ("output_tokens_per_s", "ttft_ms.median", "tpot_ms.median")

@@ -17,6 +17,7 @@ RUN = {
     "attention": "dovetail attention=mine engine.device=cpu",
     "collective": "dovetail collective=mine executor=multiproc engine.tp=2 engine.device=cpu",
     "cost": "dovetail cost=mine scheduler=deadline",
+    "experts": "dovetail app=bench model=small_moe experts=mine executor=multiproc engine.tp=2 engine.device=cpu",
     "logits": "dovetail +logits=mine generate.temperature=0.9",
     "model": "dovetail app=bench model=mine workload=fixed",
     "observer": "dovetail +observer=mine observer.mine.every=1",

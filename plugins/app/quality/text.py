@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-import sysconfig
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dovetail.core.errors import ConfigError
+from dovetail.core.held_out import held_out_texts, read_text
 
 if TYPE_CHECKING:
     from dovetail.core.tokenizer import Tokenizer
@@ -17,28 +17,12 @@ if TYPE_CHECKING:
 
 Ids = tuple[int, ...]
 
-HELD_OUT = (
-    "bz2.py", "contextlib.py", "ctypes/util.py", "filecmp.py", "functools.py", "multiprocessing/resource_tracker.py",
-    "multiprocessing/synchronize.py", "unittest/suite.py", "xml/dom/xmlbuilder.py", "zipimport.py",
-    "zoneinfo/_tzpath.py",
-)  # fmt: skip
-"""Modules of the held-out set of examples/train_tiny, without tests, which not every installation has. Their sources
-depend on the Python version."""
-
 
 def documents(config: QualityConfig) -> list[str]:
     """Return the texts. Raises ConfigError if they cannot be read."""
     if config.text is not None:
-        return [_read(Path(config.text), f"quality.text={config.text}")]
-    folder = Path(sysconfig.get_path("stdlib"))
-    return [_read(folder / name, "quality.text is not set, and the default text") for name in HELD_OUT]
-
-
-def _read(path: Path, what: str) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{what} cannot be read ({error})") from None
+        return [read_text(Path(config.text), f"quality.text={config.text}")]
+    return held_out_texts("quality.text is not set, and the default text")
 
 
 def windows(config: QualityConfig, texts: Sequence[str], tokenizer: Tokenizer) -> list[Ids]:

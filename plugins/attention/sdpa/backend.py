@@ -29,6 +29,7 @@ from dovetail.core.interfaces.spec_decode import MOST_NODES
 from dovetail.core.ops import encode
 from dovetail.core.ops.kv_write import FLOAT8
 from dovetail.core.ops.trees import within_window
+from dovetail.plugins.attention.sdpa.latent import attend_latents
 
 
 @dataclass(slots=True)
@@ -108,6 +109,21 @@ class SDPA(AttentionBackend):
             out_BNHD = _attend(layer, rows, q[rows.gather_BN], k_BLKD, v_BLKD)
             out_THD[rows.tokens] = out_BNHD.flatten(0, 1)[rows.scatter_T]
         return encode(out_THD.flatten(1), emit)
+
+    def attend_mla(
+        self,
+        layer: AttentionLayer,
+        ctx: AttnCtx,
+        q: torch.Tensor,
+        up_HOL: torch.Tensor,
+        emit: tuple[ActFormat, ...] = (PLAIN,),
+    ) -> Bundle:
+        assert layer.mla is not None
+        out_THV = q.new_zeros(len(q), layer.heads, layer.mla.v_dim)
+        for rows in ctx.state:
+            out_BNHV = attend_latents(layer, self.pools[layer.group], rows, q[rows.gather_BN], up_HOL)
+            out_THV[rows.tokens] = out_BNHV.flatten(0, 1)[rows.scatter_T]
+        return encode(out_THV.flatten(1), emit)
 
 
 def _read(

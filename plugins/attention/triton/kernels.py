@@ -1,7 +1,6 @@
 """The attention kernel for all GPUs.
 
-Items (plan.py): the last program to arrive joins the partial results of a row's ranges by log-sum-exp. Items of tokens
-that belong to no row have no keys and write zeros.
+Items (plan.py) of tokens that belong to no row have no keys and write zeros.
 
 Tiles: all query heads of a kv head and the query tokens form the rows of one matrix tile (GQA packing), so a kv head is
 read once for all of them. Softmax is online (FlashAttention, Dao et al. 2022), in base 2.
@@ -18,6 +17,7 @@ from dovetail.core.ops.kernels.launch import announce, wait
 from dovetail.core.ops.kernels.norm import weigh
 from dovetail.plugins.attention.triton.per_warp import attend_per_warp
 from dovetail.plugins.attention.triton.plan import ITEM
+from dovetail.plugins.attention.triton.ranges import store_range
 from dovetail.plugins.attention.triton.scores import LOG2_E, LOW, add_sink, cap_scores
 from dovetail.plugins.attention.triton.visible import visible
 
@@ -353,34 +353,7 @@ def attend_items(
         sink = tl.load(sinks_ptr + head, mask=counts_sink, other=float("-inf"))
         acc, total, m = add_sink(acc, total, m, sink)
 
-    # A query that saw no key gives zeros.
-    acc = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]
-    out = out_ptr + offset[:, None] + dims[None, :]
-    if part < 0:
-        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=ok)
-    else:
-        # Partial results [parts, H, D] of the tile's tokens, and their log-sum-exp [parts, H].
-        to = (part + query).to(tl.int64) * H + head
-        tl.store(part_ptr + (to * D)[:, None] + dims[None, :], acc, mask=ok)
-        tl.store(lse_ptr + to, tl.where(total > 0, m + tl.log2(total), float("-inf")), mask=exists)
-        # The tile's last program to arrive joins all ranges, in their order.
-        tl.debug_barrier()
-        count_ptr += first_item * K + kv_head
-        if tl.atomic_add(count_ptr, 1, sem="acq_rel") == splits - 1:
-            tl.store(count_ptr, 0)
-            row0 = part - (tl.program_id(1) - first_item) * (BLOCK_M // GROUP)
-            m = tl.full((BLOCK_M,), LOW, tl.float32)
-            total = tl.zeros((BLOCK_M,), tl.float32)
-            acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-            for split in range(splits):
-                at_part = (row0 + split * (BLOCK_M // GROUP) + query).to(tl.int64) * H + head
-                lse = tl.load(lse_ptr + at_part, mask=exists, other=float("-inf"), cache_modifier=".cg")
-                x = tl.load(part_ptr + (at_part * D)[:, None] + dims[None, :], mask=ok, other=0.0, cache_modifier=".cg")
-                new_m = tl.maximum(m, lse)
-                weight = tl.exp2(lse - new_m)
-                alpha = tl.exp2(m - new_m)
-                total = total * alpha + weight
-                acc = acc * alpha[:, None] + weight[:, None] * x
-                m = new_m
-            acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-            tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=ok)
+    store_range(
+        acc * v_scale, total, m, out_ptr, part_ptr, lse_ptr, count_ptr, offset, ok, exists, query, head, dims, part,
+        splits, first_item, kv_head, H, K, D, BLOCK_M, BLOCK_D, BLOCK_M // GROUP,
+    )  # fmt: skip

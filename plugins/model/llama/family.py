@@ -113,6 +113,8 @@ class Family:
     o_bias: Read = no
     mlp_bias: Read = no
     head_bias: bool = False
+    sinks: bool = False
+    """Whether each head has a score that counts in the softmax's sum alone (gpt-oss, 2025)."""
     qk_norm: Read = no
     """Whether every head's query and key pass an RMSNorm."""
     rotary_dim: Callable[[ConfigJson, int], int] | None = None
@@ -146,6 +148,7 @@ class Layout:
     o_bias: bool
     mlp_bias: bool
     head_bias: bool
+    sinks: bool
     qk_norm: bool
     rope: RopeConfig
     window_rope: RopeConfig

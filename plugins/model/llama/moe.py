@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dovetail.core.config_json import ConfigJson
-from dovetail.core.interfaces import MoE, RoutingRule
+from dovetail.core.interfaces import SWIGLU, GatedActivation, MoE, RoutingRule
 
 MOST_EXPERTS = 2**14
 MOST_CHANNELS = 2**22
@@ -34,11 +34,8 @@ class ExpertNames:
     )
     """gate, up and down of the experts that process every token, which are one MLP."""
 
-    @property
-    def stacked(self) -> dict[str, tuple[str, ...]]:
-        """Names of stacked tensors -> names of the matrices in them (core.layers.unstacked)."""
-        gate, up, down = (f"{name}.weight" for name in self.matrices)
-        return {"mlp.experts.gate_up_proj": (gate, up), "mlp.experts.down_proj": (down,)}
+    alternate: bool = False
+    """Whether stacked matrices are [inputs, outputs], with alternating outputs of gate and up (gpt-oss, 2025)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +44,22 @@ class ExpertLayout:
 
     rule: RoutingRule
     names: ExpertNames
+    activation: GatedActivation = SWIGLU
+    bias: bool = False
+    """Whether router and experts have biases."""
 
 
 Experts = tuple[MoE, ExpertLayout]
+
+
+def read_gpt_oss(config: ConfigJson, layers: int) -> Experts:
+    # Newer versions of transformers write num_experts_per_tok, the first files also have experts_per_token.
+    experts, active = _counts(config, "num_local_experts", 128, 4)
+    moe = MoE(experts, active, config.count("intermediate_size", 2880, at_most=MOST_CHANNELS))
+    alpha, limit = config.number("swiglu_alpha", 1.702), config.number("swiglu_limit", 7.0)
+    names = ExpertNames("mlp.router", alternate=True)
+    rule = RoutingRule(experts, active, normalize=True)
+    return moe, ExpertLayout(rule, names, GatedActivation(alpha, limit, 1.0), bias=True)
 
 
 def read_mixtral(config: ConfigJson, layers: int) -> Experts:
@@ -81,17 +91,10 @@ def read_qwen3(config: ConfigJson, layers: int) -> Experts:
 
 
 def read_glm4(config: ConfigJson, layers: int) -> Experts:
-    return _read_grouped(config, layers, "sigmoid", experts=128, channels=1408, dense=1, shared=1, active=8)
+    return read_grouped(config, layers, "sigmoid", experts=128, channels=1408, dense=1, shared=1, active=8)
 
 
-def read_deepseek_v3(config: ConfigJson, layers: int) -> Experts:
-    scores: Literal["softmax", "sigmoid"] = (
-        "softmax" if config.choice("scoring_func", ("sigmoid", "softmax"), "sigmoid") == "softmax" else "sigmoid"
-    )
-    return _read_grouped(config, layers, scores)
-
-
-def _read_grouped(
+def read_grouped(
     config: ConfigJson,
     layers: int,
     scores: Literal["softmax", "sigmoid"],
@@ -101,13 +104,20 @@ def _read_grouped(
     dense: int = 0,
     shared: int = 0,
     active: int | None = None,
+    normalize: bool = True,
+    grouped: bool = True,
+    group_best: Literal[1, 2] = 2,
+    selection_bias: bool = True,
 ) -> Experts:
-    """Read the keys of DeepSeek-V3 and GLM-4.5, whose defaults are given; None = the key is required."""
+    """Read the keys of DeepSeek and GLM-4.5, whose defaults are given; None = the key is required.
+
+    `grouped`: whether the keys of groups count. `group_best`: as in RoutingRule.
+    """
     experts, active = _counts(config, "n_routed_experts", experts, active)
-    groups = config.count("n_group", 1, at_most=experts)
+    groups = config.count("n_group", 1, at_most=experts) if grouped else 1
     if experts % groups:
         raise config.wrong("n_group", f"it must divide {experts} experts")
-    kept = config.count("topk_group", groups if groups == 1 else None, at_most=groups)
+    kept = config.count("topk_group", groups if groups == 1 else None, at_most=groups) if grouped else 1
     if active > experts // groups * kept:
         raise config.wrong("topk_group", f"so many groups have fewer than {active} experts")
     moe = MoE(
@@ -118,8 +128,10 @@ def _read_grouped(
         dense_layers=config.count("first_k_dense_replace", dense, at_least=0, at_most=layers),
     )
     scale = config.number("routed_scaling_factor", 1.0, at_most=MOST_SCALE)
-    rule = RoutingRule(experts, active, scores, config.flag("norm_topk_prob", True), scale, groups, kept)
-    return moe, ExpertLayout(rule, ExpertNames(selection_bias="mlp.gate.e_score_correction_bias"))
+    normalize = config.flag("norm_topk_prob", normalize)
+    rule = RoutingRule(experts, active, scores, normalize, scale, groups, kept, group_best)
+    bias = "mlp.gate.e_score_correction_bias" if selection_bias else None
+    return moe, ExpertLayout(rule, ExpertNames(selection_bias=bias))
 
 
 def _counts(config: ConfigJson, key: str, experts: int | None, active: int | None) -> tuple[int, int]:

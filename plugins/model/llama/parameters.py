@@ -26,8 +26,10 @@ def count_parameters(spec: ModelSpec, layout: Layout) -> Parameters:
         expert = matrices * spec.hidden * spec.moe.intermediate
         experts, active = (sparse_layers * n * expert for n in (spec.moe.experts, spec.moe.active))
         mlp += sparse_layers * spec.moe.shared * expert
-        biased = layout.experts is not None and layout.experts.names.selection_bias is not None
-        rest += sparse_layers * spec.moe.experts * (spec.hidden + biased)
+        assert layout.experts is not None
+        biases = layout.experts.bias * (1 + (matrices - 1) * spec.moe.intermediate + spec.hidden)
+        selection = layout.experts.names.selection_bias is not None
+        rest += sparse_layers * spec.moe.experts * (spec.hidden + selection + biases)
     return Parameters(
         embedding=spec.vocab * spec.hidden,
         head=0 if spec.tied or not spec.head else spec.vocab * spec.hidden,
@@ -49,4 +51,4 @@ def _attention(spec: ModelSpec, layout: Layout) -> tuple[int, int]:
         return q + kv + spec.heads * mla.v_dim * spec.hidden, mla.q_rank + mla.kv_rank
     inner, qkv = spec.heads * spec.head_dim, (spec.heads + 2 * spec.kv_heads) * spec.head_dim
     biases = layout.qkv_bias * qkv + layout.o_bias * spec.hidden
-    return spec.hidden * (qkv + inner), biases + layout.qk_norm * 2 * spec.head_dim
+    return spec.hidden * (qkv + inner), biases + layout.qk_norm * 2 * spec.head_dim + layout.sinks * spec.heads

@@ -21,6 +21,7 @@ def capabilities(config: TransformersConfig, host: Host) -> Capabilities:
             "kinds": tuple(kinds),
             "head_dim": spec.head_dim,
             "adapters": True,
+            "expert_placement": False,
         },
         requires=(
             Requires(kind="engine", key="tp", allowed=decoder.ranks, reason=decoder.why_one_rank or shared),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 
-from dovetail.core.interfaces import CostModel, RowWork
+from dovetail.core.interfaces import CostModel, RowWork, StepTerms
 from dovetail.core.testing.cost import CostContract
 from dovetail.core.testing.suite import failures
 
@@ -60,6 +61,9 @@ BROKEN: dict[str, list[type[CostModel]]] = {
         )
     ],
     "test_predictions_are_pure": [Learns],
+    "test_terms_make_up_the_step": [
+        fault("ForgetsPrefill", terms=lambda self, rows: StepTerms(launches=Sound.step_seconds(self, rows) / 2))
+    ],
     "test_a_plan_takes_as_long_as_its_rows": [
         fault("PlansCostMore", seconds=lambda self, plan: 2 * Sound.seconds(self, plan))
     ],
@@ -80,7 +84,11 @@ BROKEN: dict[str, list[type[CostModel]]] = {
         )
     ],
     "test_bytes_are_counted": [
-        fault("CountsParametersNotBytes", weight_bytes=lambda self: Sound.weight_bytes(self) / 2)
+        fault("CountsParametersNotBytes", weight_bytes=lambda self: Sound.weight_bytes(self) / 2),
+        fault(
+            "CountsExpertsLikeOtherLayers",
+            weight_bytes=lambda self: replace(self.formats, expert_bits=None).weight_bytes(self._parameters),
+        ),
     ],
     "test_it_refuses_a_model_in_bind_or_predicts": [
         fault(

@@ -218,6 +218,18 @@ BROKEN: dict[str, list[type[Executor]]] = {
         ),
         ShiftsMasks,
     ],
+    "test_masks_behind_drafts": [
+        fault("NamesNoDrafts", drafted=lambda self: {}),
+        # Verifies no drafts that have masks.
+        fault(
+            "MasksOneToken",
+            complete=lambda self, late: Sound.complete(self, replace(late, masks_MW=late.masks_MW[:1], drafts=())),
+        ),
+        fault(
+            "MasksInAnotherOrder",
+            complete=lambda self, late: Sound.complete(self, replace(late, masks_MW=late.masks_MW[::-1].copy())),
+        ),
+    ],
     "test_adapters_come_and_go_in_order_with_plans": [UnloadsAtOnce, ReadsNothing],
     "test_a_plan_with_late_rows_waits_for_them": [DoesNotWait],
 }

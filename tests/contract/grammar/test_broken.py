@@ -31,6 +31,9 @@ class Wrapped(Matcher):
     def advance(self, token: int) -> None:
         self.inner.advance(token)
 
+    def rollback(self, tokens: int) -> None:
+        self.inner.rollback(tokens)
+
     @property
     def accepting(self) -> bool:
         return self.inner.accepting
@@ -146,6 +149,11 @@ BROKEN: dict[str, list[type]] = {
         fault("EndsTooSoon", finished=True),
         NeverFinishes,
     ],
+    "test_tokens_are_taken_back": [
+        fault("KeepsWhatItHas", rollback=lambda self, tokens: None),
+        fault("TakesOneBack", rollback=lambda self, tokens: self.inner.rollback(min(tokens, 1))),
+    ],
+    "test_expected_tokens_are_allowed": [fault("ExpectsTheImpossible", forced=lambda self: (0,))],
     "test_forks_are_independent": [fault("ForksShare", fork=lambda self: type(self)(self.inner)), ForksStartAnew],
     "test_a_wrong_grammar_is_refused_with_its_reason": [CompilesAnything, NamesNoReason],
     "test_threads_may_compile_fork_and_mask_concurrently": [RemembersTheLast],

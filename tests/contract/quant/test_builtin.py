@@ -14,7 +14,8 @@ from dovetail.core.layouts.words import pack_nibbles
 from dovetail.core.testing.checkpoint import MemoryCheckpoint
 from dovetail.core.testing.quant import QuantizerContract
 from dovetail.plugins.quant.config import FP4Config, FP8Config, Int4Config, Int8Config, NF4Config, NoneConfig
-from dovetail.plugins.quant.fp4.quantizer import FP4, round_to_fp4
+from dovetail.plugins.quant.fp4.quantizer import FP4
+from dovetail.plugins.quant.fp4.rounding import round_to_fp4
 from dovetail.plugins.quant.fp8.format import E4M3, LARGEST, quantize_rows
 from dovetail.plugins.quant.fp8.quantizer import FP8
 from dovetail.plugins.quant.int4.quantizer import Int4

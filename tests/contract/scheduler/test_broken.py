@@ -70,16 +70,6 @@ class Overtaken(PolicyScheduler):
         yield from list(self.waiting.values())
 
 
-class Forbidden(PolicyScheduler):
-    """Gives drafts to rows with a grammar, whose mask does not cover them."""
-
-    def _decode(self, seq, step, ctx):  # type: ignore[no-untyped-def]
-        request = seq.request
-        seq.request = replace(request, params=request.params.model_copy(update={"grammar": None}))
-        super()._decode(seq, step, ctx)
-        seq.request = request
-
-
 class Confident(PolicyScheduler):
     """Assumes that every sampling row yields a token."""
 
@@ -237,7 +227,7 @@ BROKEN: dict[str, list[type[PolicyScheduler]]] = {
             _feed=lambda self, seq, step, ctx: self._chunk(seq, self.chunk(seq, step.budget, ctx), step),
         )
     ],
-    "test_rows_with_a_grammar": [Forbidden, Confident],
+    "test_rows_with_a_grammar": [Confident],
     # Never runs odd arrivals.
     "test_no_request_starves": [fault("Unfair", admit=lambda self, seq, ctx: seq.request.uid % 2 == 0)],
     # Accepts requests that can never fit.

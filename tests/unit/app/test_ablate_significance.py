@@ -105,7 +105,14 @@ def variant(name: str, speeds: Sequence[float], baseline: str | None = "base", *
         {"round": n, "startup": {}, "loads": [{"rate": None, "runs": [{"output_tokens_per_s": speed}]}]}
         for n, speed in enumerate(speeds)
     ]
-    return {"name": name, "baselines": [baseline] if baseline else [], "starts": starts, "quality": None, **more}
+    return {
+        "name": name,
+        "block": "",
+        "baselines": [baseline] if baseline else [],
+        "starts": starts,
+        "quality": None,
+        **more,
+    }
 
 
 BASE = [100.0, 101.0, 99.0, 100.5, 99.5, 100.2, 99.8]
@@ -113,7 +120,7 @@ AGAIN = [100.3, 100.6, 99.3, 100.1, 99.9, 99.9, 100.1]
 
 
 def said(*variants: dict[str, Any]) -> list[str]:
-    found = comparisons(variants, [None])
+    found = comparisons(variants)
     return [sentence(one, "output_tokens_per_s") for one in found if not one["repeats"]]
 
 
@@ -137,13 +144,13 @@ def test_few_rounds_and_slight_effects_are_called_that() -> None:
 
 
 def test_noise_comes_from_the_repeated_baseline() -> None:
-    found = comparisons([variant("base", BASE, None), variant("x", BASE), variant("a", AGAIN, repeats=True)], [None])
+    found = comparisons([variant("base", BASE, None), variant("x", BASE), variant("a", AGAIN, repeats=True)])
     noise = [math.log(a / b) for a, b in zip(AGAIN, BASE, strict=True)]
     least = detectable(noise, 7)
     assert least is not None
     assert found[0]["changes"]["output_tokens_per_s"]["detectable"] == pytest.approx(math.expm1(least))
     assert (
-        comparisons([variant("base", BASE, None), variant("x", BASE)], [None])[0]["changes"]["output_tokens_per_s"][
+        comparisons([variant("base", BASE, None), variant("x", BASE)])[0]["changes"]["output_tokens_per_s"][
             "detectable"
         ]
         is None

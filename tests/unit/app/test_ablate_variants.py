@@ -12,7 +12,7 @@ from dovetail.core.errors import ConfigError
 from dovetail.plugins.app.ablate.variants import Variant, make, merged, word
 
 
-def variants(*overrides: str, unfit: Any = lambda name, one: None) -> list[Variant]:
+def variants(*overrides: str, unfit: Any = lambda name, one, block: None) -> list[Variant]:
     composition = compose(list(overrides), app=None if any(o.startswith("app=") for o in overrides) else "ablate")
     return make(composition.app_part.config, composition, unfit)  # type: ignore[arg-type]
 
@@ -100,7 +100,7 @@ def test_a_ladder_adds_up() -> None:
 
 def test_what_a_host_cannot_do_is_skipped_and_left_out_of_later_steps() -> None:
     words = LADDER.replace("[", '["').replace("]", '"]')
-    found = variants(words, unfit=lambda name, one: "no such pages here" if name == "big" else None)
+    found = variants(words, unfit=lambda name, one, block: "no such pages here" if name == "big" else None)
     assert [variant.skipped for variant in found] == [None, None, "no such pages here", None]
     assert found[-1].composition.engine.page_size == 16 and found[-1].baselines == ("paged", "first")
 

@@ -266,7 +266,7 @@ def test_any_choice_gives_every_request_its_own_output(depth: int, monkeypatch: 
         suite.check_outputs(engine, load, suite.run(engine, load))
     # Unless a row found no room, `choose` was asked about exactly the rows of the plan.
     complete = [(rows, length, plans[i]) for i, (rows, length) in asked.items() if len(plans[i]) == rows]
-    assert len(complete) > len(asked) / 2
+    assert len(complete) > len(asked) / 3
     for rows, length, decodes in complete:
         assert length == sum(row.bound - row.count for row in decodes) // rows
     assert {row.draft for decodes in plans for row in decodes} >= {0, 1, 3}

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dovetail.core.compose import compose
+from dovetail.core.compose.cli import main
 from dovetail.core.engine.engine import Engine, start_engine
 from dovetail.core.errors import CapabilityError
 from dovetail.core.interfaces import FinishReason, Grammar, RequestOptions, SamplingParams, SchedulerContext, StepPlan
@@ -142,3 +146,76 @@ def test_drafts_are_refused() -> None:
     refused = "requires spec_decode with drafts false.*Would work: spec_decode=none"
     with pytest.raises(CapabilityError, match=refused), engine("spec_decode=ngram"):
         pass
+
+
+# executor.clock=virtual
+
+VIRTUAL = (
+    "app=bench",
+    "executor=simulated",
+    "executor.clock=virtual",
+    "model=llama3_8b",
+    "cost=h200",
+    "bench.warmup=0",
+)
+
+
+def bench(tmp_path: Path, *words: str) -> dict[str, Any]:
+    """Return the figures of one run."""
+    out = tmp_path / "bench.json"
+    assert main([*VIRTUAL, "bench.one_token_run=false", f"bench.out={out}", *words]) == 0
+    (load,) = json.loads(out.read_text())["results"][0]["loads"]
+    (run,) = load["runs"]
+    return run  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_virtual_time_is_that_of_the_steps(tmp_path: Path, depth: int) -> None:
+    """A minute of steps of 0.5 s takes a moment. The host takes none of that time."""
+    began = time.perf_counter()
+    words = ("cost.step_us=500000", "cost.kernel_us=0", "workload.output_tokens=100", f"engine.depth={depth}")
+    run = bench(tmp_path, *words)
+    assert time.perf_counter() - began < 30
+    assert 0.5 * run["steps"] < run["seconds"] < 0.51 * run["steps"] and run["device_idle"] == 0.0
+    assert run["seconds"] == pytest.approx(run["steps"] * run["device_ms_per_step"] / 1e3, rel=1e-3)
+    assert run["host_ms_per_step"]["schedule"] == 0.0
+
+
+def test_virtual_time_repeats_to_the_bit_and_waits_for_arrivals(tmp_path: Path) -> None:
+    words = (
+        "workload=poisson",
+        "workload.rates=[0.5]",
+        "workload.seconds=32",
+        "engine.depth=2",
+        "engine.late_launch=true",
+    )
+    first, again = bench(tmp_path, *words), bench(tmp_path, *words)
+    assert first == again
+    assert first["seconds"] > 15 and first["device_idle"] < 0.2, "idle time without requests is not the host's"
+    assert first["ttft_ms"]["max"] < 100
+
+
+def test_virtual_time_reaches_arrivals_of_every_run(tmp_path: Path) -> None:
+    """The clock of a further run does not begin at 0, so arrivals are sums that round."""
+    words = ("workload=poisson", "workload.rates=[3.3,7.7]", "workload.seconds=8", "engine.depth=2", "bench.runs=2")
+    out = tmp_path / "bench.json"
+    late = ("engine.late_launch=true", "workload.output_tokens=2", f"bench.out={out}")
+    assert main([*VIRTUAL, *words, *late]) == 0
+    (result,) = json.loads(out.read_text())["results"]
+    runs = [run for load in result["loads"] for run in load["runs"]]
+    assert len(runs) == 4 and all(5 < run["seconds"] < 15 and not run["failed"] for run in runs)
+
+
+def test_replicas_run_in_virtual_time_under_a_router(tmp_path: Path) -> None:
+    load = ("workload.requests=32", "workload.output_tokens=64", "engine.max_seqs=8")
+    one = bench(tmp_path, *load)
+    two = bench(tmp_path, *load, "engine.dp=2", "router=least_loaded")
+    assert [replica["requests"] for replica in two["replicas"]] == [16, 16]
+    assert two["seconds"] == pytest.approx(one["seconds"] / 2, rel=0.15)
+    assert two["output_tokens"] == one["output_tokens"] == sum(r["output_tokens"] for r in two["replicas"])
+
+
+def test_virtual_time_is_refused_where_clients_wait(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["app=generate", *VIRTUAL[1:4], "cost=h200"]) == 2
+    error = capsys.readouterr().err
+    assert "executor.clock=virtual" in error and "executor.clock=real" in error

@@ -56,10 +56,12 @@ from dovetail.plugins.logits.kernels import PROGRAMS, add_pairs_triton, penalise
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 from dovetail.plugins.quant.int4.order import with_order
 from dovetail.plugins.quant.int8.format import INT8_TOKEN
+from dovetail.plugins.spec_decode.corpus import Corpus
 from dovetail.plugins.spec_decode.kernels import look_up_triton
 
 from ..nowhere import lone_copies, lone_reducer
 from .expert_launches import experts
+from .latent_launches import latents
 from .packed_launches import packed_products
 from .shipped import SHIPPED, TILES
 
@@ -147,6 +149,9 @@ def steps() -> None:
         step.lay_out_pages(slots, layout, table, cuda(257, dtype=INT64), 16)
         look_up_triton(slots, slots, tokens_SL, 4, 2, 4, 4.0)
         look_up_triton(slots, slots, tokens_SL, 8, 1, 64, 1.0)
+        ring = cuda(16384, dtype=INT32), cuda(16384, dtype=INT64), cuda(257, dtype=INT64)
+        corpus = Corpus(cuda(257, 4161, dtype=INT32), *ring, 64)
+        look_up_triton(slots, slots, tokens_SL, 8, 1, 64, 1.0, corpus)
         floats = [cuda(rows, dtype=FP32) for _ in range(3)]
         keys, keys_S, reals_S = cuda(rows, dtype=INT64), cuda(257, dtype=INT64), cuda(257, dtype=FP32)
         step.gather_params(slots, reals_S, keys_S, reals_S, reals_S, keys_S)
@@ -446,6 +451,7 @@ CASES: dict[str, Callable[[], None]] = {
     "decoded products": decoded_products,
     "packed products": partial(packed_products, cuda, has_fp8, EVERYTHING),
     "experts": partial(experts, cuda, has_fp8, EVERYTHING),
+    "latents": partial(latents, cuda, has_fp8, EVERYTHING),
     "adapters": adapters,
     **dict(attention_cases()),
 }
@@ -460,6 +466,8 @@ SPILLS = {
     "dovetail.plugins.attention.triton.kernels:attend_items": 1024,
     # Constants of prompts with head dim 256, and with capped scores.
     "dovetail.plugins.attention.triton.hopper.kernel:attend_prompts": 96,
+    # Sums of 128 rows for gate and up beside the codes of a span; most in float32.
+    "dovetail.core.ops.kernels.packed_experts:_packed_expert_matmul": 512,
     # The outputs of 64 rows for adapters of high rank.
     "dovetail.plugins.adapter.lora.kernel:_expand": 512,
 }

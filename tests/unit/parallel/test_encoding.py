@@ -157,19 +157,22 @@ def test_blob_round_trip(uid: int, epoch: int, blob: JoinBlob) -> None:
     assert decode_blob(encode_blob(uid, epoch, blob)) == (uid, epoch, blob)
 
 
-@given(int64, st.lists(int64, max_size=5), st.integers(0, 4), st.randoms())
-def test_late_round_trip(step: int, rows: list[int], words: int, random: Random) -> None:
-    masks = np.array([random.getrandbits(32) for _ in range(words * len(rows))], np.uint32).reshape(len(rows), words)
-    data = encode_late(LateInputs(step, tuple(rows), masks))
+@given(int64, st.lists(st.tuples(int64, st.integers(0, 3)), max_size=5), st.integers(0, 4), st.randoms())
+def test_late_round_trip(step: int, rows: list[tuple[int, int]], words: int, random: Random) -> None:
+    listed, drafts = tuple(row for row, _ in rows), tuple(count for _, count in rows)
+    masks_MW = np.array([[random.getrandbits(32)] * words for count in drafts for _ in range(1 + count)], np.uint32)
+    masks = masks_MW.reshape(len(rows) + sum(drafts), words)
+    data = encode_late(LateInputs(step, listed, masks, drafts))
     decoded = decode_late(data)
-    assert (decoded.step, decoded.rows) == (step, tuple(rows))
+    assert (decoded.step, decoded.rows) == (step, listed)
+    assert decoded.drafts == (drafts if any(drafts) else ())
     assert decoded.masks_MW.dtype == np.uint32 and np.array_equal(decoded.masks_MW, masks)
     for cut in range(len(data)):
         with pytest.raises(ValueError):
             decode_late(data[:cut])
     with pytest.raises(ValueError, match="late input"):
         decode_late(encode_plan(PLAN))
-    head = 16 + 8 * (2 + len(rows))
+    head = 16 + 8 * (2 + 2 * len(rows))
     for at in range(4, head):
         with pytest.raises(ValueError):
             decode_late(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
@@ -181,14 +184,14 @@ def golden(name: str) -> bytes:
 
 def test_golden_plan() -> None:
     """Different bytes mean a different format: raise encoding.VERSION and write the file again."""
-    data = golden("plan_v5.hex")
+    data = golden("plan_v6.hex")
     assert encode_plan(PLAN, STATE) == data
     assert decode_plan(data) == (PLAN, STATE)
 
 
 def test_golden_blob() -> None:
     """Different bytes mean a different format: raise encoding.VERSION and write the file again."""
-    data = golden("blob_v5.hex")
+    data = golden("blob_v6.hex")
     assert encode_blob(70_000 << 8 | 1, 2, BLOB) == data
     assert decode_blob(data) == (70_000 << 8 | 1, 2, BLOB)
 

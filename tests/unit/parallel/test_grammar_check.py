@@ -35,6 +35,8 @@ class Any(Matcher):
         out[:] = 0xFFFFFFFF
     def advance(self, token):
         pass
+    def rollback(self, tokens):
+        pass
     def fork(self):
         return self
 

@@ -29,6 +29,10 @@ class Mine(Executor):
         self.ledger.complete(late)
         self.runner.complete(late)
 
+    def drafted(self):
+        self.ledger.check_drafted()
+        return self.runner.drafted()
+
     def collect(self):
         self.ledger.check_collect(self.pending)
         self.pending -= 1

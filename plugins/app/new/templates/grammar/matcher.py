@@ -6,8 +6,8 @@ from dovetail.core.interfaces import Matcher
 
 
 class Choices(Matcher):
-    def __init__(self, text_of, choices, written=""):
-        self.text_of, self.choices, self.written = text_of, choices, written
+    def __init__(self, text_of, choices, written="", tokens=()):
+        self.text_of, self.choices, self.written, self.tokens = text_of, choices, written, list(tokens)
 
     def fits(self, token):
         text = self.text_of.get(token, "")
@@ -22,6 +22,12 @@ class Choices(Matcher):
         if not self.fits(token):
             raise RequestError(f"grammar: token {token} may not follow {self.written!r}")
         self.written += self.text_of[token]
+        self.tokens.append(token)
+
+    def rollback(self, tokens):
+        for token in self.tokens[len(self.tokens) - tokens :]:
+            self.written = self.written[: -len(self.text_of[token])]
+        del self.tokens[len(self.tokens) - tokens :]
 
     @property
     def accepting(self):
@@ -33,4 +39,4 @@ class Choices(Matcher):
         return self.accepting and all(choice == self.written for choice in longer)
 
     def fork(self):
-        return Choices(self.text_of, self.choices, self.written)
+        return Choices(self.text_of, self.choices, self.written, self.tokens)

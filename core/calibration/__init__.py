@@ -1,0 +1,1 @@
+"""Calibrations: measured steps, the fit of a cost model to them, and the file that holds it."""

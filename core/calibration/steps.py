@@ -1,0 +1,58 @@
+"""Measured steps of a recording."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dovetail.core.interfaces import CostModel, Row, RowWork
+from dovetail.core.interfaces.plan import DECODE
+from dovetail.core.recording.events import Added, Ended, Planned, Resulted
+from dovetail.core.recording.recording import Recording
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    clock: float
+    """Engine clock when the step was planned, seconds."""
+    works: tuple[RowWork, ...]
+    seconds: float
+    """Device time, and the time before it in which the device waited for the host although the engine had work."""
+    drafts: tuple[int, int]
+    """Rows that draft, and the longest context of a row with drafts; (0, 0) = no row verifies drafts."""
+
+
+def measured_steps(recording: Recording) -> Iterator[Step]:
+    launched: deque[tuple[Planned, bool]] = deque()
+    live: set[int] = set()
+    had_work = False
+    """Whether sequences ran or waited ever since the previous launch."""
+    free = recording.header.clock
+    for event in recording.events:
+        if isinstance(event, Added):
+            live.add(event.uid)
+        elif isinstance(event, Ended):
+            live.discard(event.uid)
+            had_work &= bool(live)
+        elif isinstance(event, Planned):
+            launched.append((event, had_work))
+            had_work = True
+        elif isinstance(event, Resulted):
+            plan, follows = launched.popleft()
+            seconds = event.device_seconds + (event.idle_seconds if follows else 0.0)
+            if not event.device_seconds:
+                seconds = event.clock - max(free, plan.clock)
+            free = event.clock
+            yield Step(plan.clock, tuple(map(RowWork.of, plan.rows)), seconds, _drafts(plan.rows))
+
+
+def _drafts(rows: list[Row]) -> tuple[int, int]:
+    longest = max((row.bound for row in rows if row.draft), default=0)
+    return (sum(row.flags & DECODE != 0 for row in rows), longest) if longest else (0, 0)
+
+
+def draft_seconds(step: Step, cost: CostModel, lookahead: int) -> float:
+    """Return the time of the drafter's model as the cost model predicts it."""
+    rows, longest = step.drafts
+    return cost.draft_seconds(rows, lookahead, longest) if rows else 0.0

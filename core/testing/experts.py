@@ -1,0 +1,190 @@
+"""Contract suite for placements of routed experts. Subclass ExpertsContract in a test module and override `make`.
+
+Ranks are threads of this process. Shapes: T tokens, S rows of a rank's share, K experts of a token, E experts, C hidden
+channels, F channels of an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from dovetail.core.arithmetic import ceil_div
+from dovetail.core.interfaces import SWIGLU, Collective, ExpertPlacement, ModelSpec, Partial, Routing
+from dovetail.core.interfaces.expert import PARTS
+from dovetail.core.layers import Experts, load_weights
+from dovetail.core.layers.expert_slots import layouts_of
+from dovetail.core.ops import encode
+from dovetail.core.testing.host_sync import NoHostSync
+from dovetail.core.testing.model_driver import Alone, Lazy, build_context
+from dovetail.core.testing.numeric import poisoned_memory
+from dovetail.core.testing.rank_threads import on_threads
+
+EXPERTS, HIDDEN, CHANNELS = 8, 16, 8
+
+
+class ExpertsContract:
+    """Tests of the rules of dovetail.core.interfaces.ExpertPlacement. Only `make` must be overridden."""
+
+    layouts: tuple[tuple[int, int], ...] = ((1, 1), (2, 2), (4, 4), (4, 2))
+    """(ranks, expert ranks) to test. A placement that does not spread experts is tested with one expert rank."""
+
+    def make(self) -> ExpertPlacement:
+        """Return a fresh, unbound placement."""
+        raise NotImplementedError("return your placement: MyPlacement(MyConfig())")
+
+    # Layouts
+
+    def test_every_expert_has_a_slot(self) -> None:
+        """Two placements agree, since each rank computes all layouts by itself."""
+        for _, size in self._layouts():
+            for experts in (EXPERTS, 2 * EXPERTS):
+                found = layouts_of(self.make(), experts, size)
+                assert found == layouts_of(self.make(), experts, size), "equal calls of layout must give equal layouts"
+
+    # Sums
+
+    def test_sums_are_those_of_one_rank(self) -> None:
+        """For any routing and number of tokens, with and without weights that add up to 1."""
+        for tokens in (1, 3, 8, 13):
+            generator = torch.Generator().manual_seed(tokens)
+            experts_TK = torch.rand(tokens, EXPERTS, generator=generator).argsort(1)[:, :3]
+            self._check(experts_TK, f"{tokens} tokens")
+
+    def test_nothing_is_dropped_when_all_tokens_have_the_same_experts(self) -> None:
+        for expert in (0, EXPERTS - 1):
+            other = (expert + 1) % EXPERTS
+            self._check(torch.tensor([[expert, other, -1]]).repeat(12, 1), f"all tokens have expert {expert}")
+
+    def test_tokens_without_experts_give_zeros(self) -> None:
+        """Their states may be NaN, which must not reach other tokens."""
+        experts_TK = torch.tensor([[-1, -1], [5, 2], [-1, -1], [0, -1], [7, 1], [-1, -1], [3, 6]])
+        self._check(experts_TK, "tokens without experts", poisoned=(0, 2, 5))
+        self._check(torch.full((5, 2), -1), "no token has experts", poisoned=range(5))
+
+    def test_biases_count_once(self) -> None:
+        self._check(torch.tensor([[1, 4], [6, 0], [2, -1], [7, 3], [5, 1]]), "with biases", bias=True)
+
+    def test_steps_of_other_sizes_leave_nothing_behind(self) -> None:
+        """A call keeps no rows of the one before."""
+        large = torch.arange(3 * EXPERTS).view(-1, 2) % EXPERTS
+        self._check(large, "a large step", (large, large[:1], large[:5]))
+
+    def test_it_does_not_wait_for_the_device(self) -> None:
+        """With one rank, where no transport waits."""
+        placement = self.make()
+        layer = self._layer(placement, Alone(None), 1, False)
+        x, routing = torch.randn(5, HIDDEN), Routing(torch.tensor([[1, 0]] * 5, dtype=torch.int32), torch.ones(5, 2))
+        given = encode(x, (layer.input,))
+        with NoHostSync("dispatch or combine"):
+            sent = layer.dispatch(given, routing)
+            layer.combine(layer.multiply(sent), sent)
+
+    # Helpers
+
+    def _layouts(self) -> list[tuple[int, int]]:
+        if self.make().spreads:
+            return list(self.layouts)
+        return [(ranks, 1) for ranks in dict.fromkeys(ranks for ranks, _ in self.layouts)]
+
+    def _check(
+        self,
+        experts_TK: torch.Tensor,
+        what: str,
+        steps: Sequence[torch.Tensor] = (),
+        poisoned: Sequence[int] = (),
+        bias: bool = False,
+    ) -> None:
+        """Compare the sums with float64 ones, on each layout. `steps`: routings of consecutive steps of one layer."""
+        inputs = []
+        for step in steps or (experts_TK,):
+            generator = torch.Generator().manual_seed(7)
+            x_TC = torch.randn(len(step), HIDDEN, generator=generator)
+            routing = Routing(step.int(), torch.rand(step.shape, generator=generator) + 0.1)
+            exact_TC = _exact(x_TC, routing, bias)
+            x_TC[list(poisoned)] = float("nan")
+            inputs.append((x_TC, routing, exact_TC))
+        for ranks, size in self._layouts():
+            found = on_threads(ranks, partial(self._run, size=size, inputs=inputs, bias=bias))
+            for rank, sums in enumerate(found):
+                for got_TC, (_, _, exact_TC) in zip(sums, inputs, strict=True):
+                    where = f"{what}: rank {rank} of {ranks} (engine.ep={size})"
+                    assert got_TC.shape == exact_TC.shape, f"{where} has shape {tuple(got_TC.shape)}"
+                    near = torch.allclose(got_TC.double(), exact_TC, rtol=1e-4, atol=1e-5)
+                    assert near, f"{where}: expected {exact_TC}, got {got_TC}"
+
+    def _run(
+        self,
+        collective: Collective,
+        size: int,
+        inputs: Sequence[tuple[torch.Tensor, Routing, torch.Tensor]],
+        bias: bool,
+    ) -> list[torch.Tensor]:
+        """Return the sums for all tokens of each step, on one rank."""
+        placement, found = self.make(), []
+        layer = self._layer(placement, collective, size, bias)
+        for x_TC, routing, _ in inputs:
+            tokens, own = len(x_TC), placement.rows == "own"
+            if own:
+                x_TC, routing = _share(x_TC, routing, collective)
+            given = encode(x_TC.clone(), (layer.input,))
+            with torch.inference_mode(), poisoned_memory():
+                sent = layer.dispatch(given, routing)
+                rows = layer.combine(layer.multiply(sent), sent)
+            if isinstance(rows, Partial):
+                assert not own, "combine of a placement of own rows must return their sums, not a Partial"
+                found.append(collective.all_reduce(rows.values))
+            elif own:
+                found.append(collective.all_gather(rows.reshape(1, -1)).view(-1, HIDDEN)[:tokens])
+            else:
+                found.append(rows)
+        return found
+
+    def _layer(self, placement: ExpertPlacement, collective: Collective, size: int, bias: bool) -> Experts:
+        placement.bind(collective, size)
+        spec = ModelSpec("none", 1, 1, 1, 1, 1, 1, 1, 1, "float32")
+        build = build_context(spec, collective=collective, placement=placement)
+        names = [(f"{e}.gate", f"{e}.up", f"{e}.down") for e in range(EXPERTS)]
+        with poisoned_memory():
+            layer = Experts("layers.0.mlp.experts", names, build, HIDDEN, CHANNELS, bias=bias)
+            tensors = {
+                f"{e}.{part}.{name}": tensor
+                for e in range(EXPERTS)
+                for part, pair in zip(PARTS, _matrices(e), strict=True)
+                for name, tensor in zip(("weight", "bias"), pair, strict=True)
+                if f"{e}.{part}" not in layer.elsewhere and (bias or name == "weight")
+            }
+            load_weights(layer.weights(), ((name, partial(Lazy, tensor)) for name, tensor in tensors.items()))
+            layer.finish()
+        return layer
+
+
+def _matrices(expert: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return (weight, bias) of an expert's gate, up and down."""
+    generator = torch.Generator().manual_seed(100 + expert)
+    sides = ((CHANNELS, HIDDEN), (CHANNELS, HIDDEN), (HIDDEN, CHANNELS))
+    return [(torch.randn(side, generator=generator) / 2, torch.randn(side[0], generator=generator)) for side in sides]
+
+
+def _exact(x_TC: torch.Tensor, routing: Routing, bias: bool) -> torch.Tensor:
+    """Compute the sums in float64 from the whole experts."""
+    sums_TC = torch.zeros(x_TC.shape, dtype=torch.float64)
+    for token, place in (routing.experts_TK >= 0).nonzero().tolist():
+        pairs = _matrices(int(routing.experts_TK[token, place]))
+        gate, up, down = [(weight.double(), other.double() * bias) for weight, other in pairs]
+        x_C = x_TC[token].double()
+        y_F = SWIGLU.reference(gate[0] @ x_C + gate[1], up[0] @ x_C + up[1])
+        sums_TC[token] += routing.weights_TK[token, place].double() * (down[0] @ y_F + down[1])
+    return sums_TC
+
+
+def _share(x_TC: torch.Tensor, routing: Routing, collective: Collective) -> tuple[torch.Tensor, Routing]:
+    """Return this rank's rows; those past the last token are padding."""
+    rows = ceil_div(len(x_TC), collective.size)
+    more, own = rows * collective.size - len(x_TC), slice(collective.rank * rows, (collective.rank + 1) * rows)
+    experts_TK = F.pad(routing.experts_TK, (0, 0, 0, more), value=-1)
+    weights_TK = F.pad(routing.weights_TK, (0, 0, 0, more))
+    return F.pad(x_TC, (0, 0, 0, more))[own], Routing(experts_TK[own], weights_TK[own])

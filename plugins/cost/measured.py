@@ -1,0 +1,76 @@
+"""Cost model of a calibration: the terms of the cost model that was fitted, each times its measured factor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dovetail.core.calibration.file import Calibration, differences, formats, read, shapes
+from dovetail.core.compose import EngineConfig, installed
+from dovetail.core.compose.selected import Selected
+from dovetail.core.errors import ConfigError
+from dovetail.core.interfaces import CostModel, Formats, ModelSpec, Row, RowWork, StepTerms
+from dovetail.plugins.cost.config import MeasuredConfig
+
+
+class Measured(CostModel):
+    """Bound to the calibrated model, it scales each term by that term's factor. Bound to the model inside the drafter,
+    it scales all of them by the factor of drafting."""
+
+    config: MeasuredConfig
+
+    def __init__(self, config: MeasuredConfig) -> None:
+        super().__init__(config)
+        self._found: Calibration = read(config.path, "cost.path")
+
+    def bind(self, spec: ModelSpec, engine: EngineConfig, formats: Formats) -> None:
+        super().bind(spec, engine, formats)
+        found = self._found
+        if shapes(spec) == found.model:
+            self._check_formats()
+            self._factors = found.factors
+        elif shapes(spec) == found.drafter:
+            factor = 1.0 if found.drafting is None else found.drafting.factor
+            self._factors = StepTerms(*[factor] * len(StepTerms._fields))
+        else:
+            raise ConfigError(
+                f"{self._where} was measured with another model: {differences(shapes(spec), found.model)}"
+            )
+        self._prior = _prior(found)
+        self._prior.bind(spec, engine, formats)
+
+    def _check_formats(self) -> None:
+        if different := differences(formats(self.formats), self._found.formats):
+            raise ConfigError(f"{self._where} was measured with other number formats: {different}")
+
+    @property
+    def _where(self) -> str:
+        return f"cost.path={self.config.path}: the calibration"
+
+    def check_device(self, device: str) -> None:
+        if device != self._found.device:
+            raise ConfigError(
+                f"{self._where} was measured on {self._found.device}, and this device is {device}: choose a roofline "
+                "such as cost=h200, or make a calibration here with app=bench bench.calibrate=PATH"
+            )
+
+    @property
+    def memory(self) -> float | None:
+        return self._prior.memory if self.config.memory is None else self.config.memory
+
+    def step_seconds(self, rows: Iterable[RowWork]) -> float:
+        return self.terms(rows).seconds
+
+    def terms(self, rows: Iterable[RowWork]) -> StepTerms:
+        terms = self._prior.terms(rows)
+        assert terms is not None
+        return terms.scaled(self._factors)
+
+    def works(self, rows: Iterable[Row]) -> Iterable[RowWork]:
+        return self._prior.works(rows)
+
+
+def _prior(found: Calibration) -> CostModel:
+    """Build the cost model that was calibrated, with the options that it had."""
+    registered = installed().get("cost", found.prior.name)
+    made: CostModel = Selected(registered, registered.component.config(**found.prior.options)).build()
+    return made

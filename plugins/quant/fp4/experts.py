@@ -1,0 +1,114 @@
+"""Routed experts in MXFP4: E2M1 with an exponent for each block of 32 inputs. Shapes: E experts, C hidden channels, F
+channels of an expert, O outputs, I inputs, G blocks of a row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from dovetail.core.errors import TensorError
+from dovetail.core.interfaces import (
+    SWIGLU,
+    ActFormat,
+    Activation,
+    ExpertBias,
+    ExpertMethod,
+    ExpertPart,
+    ExpertShape,
+    GatedActivation,
+    Routing,
+)
+from dovetail.core.interfaces.tensor_record import OUTPUTS, Axis, TensorRecord
+from dovetail.core.layers.plain_experts import place_of
+from dovetail.core.layouts.words import unpack_nibbles
+from dovetail.core.ops import PackedExperts, packed_gated_experts
+from dovetail.core.ops.packed_experts import BIAS, BLOCK, EACH, pack_exponents, pack_row_spans, spans
+from dovetail.core.ops.weight_formats import E2M1
+from dovetail.plugins.quant.fp4.checkpoint import Stored
+from dovetail.plugins.quant.fp4.rounding import round_to_fp4
+
+
+class MXFP4Experts(ExpertMethod):
+    """Plain weights, rounded to nearest as they load."""
+
+    def __init__(self, activations: ActFormat) -> None:
+        """`activations`: input format of both products, PLAIN or with a scale per row."""
+        self.input = activations
+
+    def create(self, shape: ExpertShape, device: torch.device) -> dict[str, torch.Tensor]:
+        self.shape = shape
+        experts, hidden, channels = shape.experts, shape.hidden, shape.intermediate
+
+        def count(inputs: int) -> int:
+            return len(list(spans(inputs)))
+
+        return {
+            "up": torch.empty(experts, 2 * channels, hidden // EACH, dtype=torch.int32, device=device),
+            "down": torch.empty(experts, hidden, channels // EACH, dtype=torch.int32, device=device),
+            "up_exponents": torch.empty(experts, count(hidden), 2 * channels, dtype=torch.int64, device=device),
+            "down_exponents": torch.empty(experts, count(channels), hidden, dtype=torch.int64, device=device),
+        }
+
+    def load(
+        self, params: dict[str, torch.Tensor], expert: int, part: ExpertPart, tensors: Mapping[str, torch.Tensor]
+    ) -> None:
+        weight_OI = tensors["weight"].to(params["up"].device).float()
+        codes_OI, scale_OG, *_ = round_to_fp4(weight_OI, BLOCK, nvfp4=False)
+        self.store(params, expert, part, codes_OI, (scale_OG.log2() + BIAS).to(torch.uint8))
+
+    def store(
+        self,
+        params: dict[str, torch.Tensor],
+        expert: int,
+        part: ExpertPart,
+        codes_OI: torch.Tensor,
+        exponents_OG: torch.Tensor,
+    ) -> None:
+        name, rows = place_of(part, self.shape.intermediate)
+        params[name][expert, rows] = pack_row_spans(codes_OI)
+        params[f"{name}_exponents"][expert, :, rows] = pack_exponents(exponents_OG)
+
+    def apply(
+        self,
+        params: dict[str, torch.Tensor],
+        x: Activation,
+        routing: Routing,
+        activation: GatedActivation = SWIGLU,
+        bias: ExpertBias | None = None,
+    ) -> torch.Tensor:
+        weights = PackedExperts(E2M1, params["up"], params["down"], params["up_exponents"], params["down_exponents"])
+        return packed_gated_experts(x, routing, weights, activation, bias, between=self.input, dtype=self.shape.dtype)
+
+
+class StoredMXFP4Experts(MXFP4Experts):
+    """Codes and exponents of the checkpoint, unchanged."""
+
+    def __init__(self, stored: Stored, activations: ActFormat) -> None:
+        super().__init__(activations)
+        names = stored.names
+        self.codes, self.scale = names.codes, names.scale
+        # Bytes of a block, whose codes are separated on the device.
+        blocks = Axis("inputs", BLOCK, entries=BLOCK // 2)
+        self.records = (
+            TensorRecord(names.codes, (OUTPUTS, blocks), (torch.uint8,)),
+            TensorRecord(names.scale, (OUTPUTS, Axis("inputs", BLOCK)), (torch.uint8,)),
+            TensorRecord(names.input, (Axis("nothing"),), optional=True),
+        )
+
+    def tensors_of(self, name: str) -> tuple[TensorRecord, ...]:
+        return self.records
+
+    def load(
+        self, params: dict[str, torch.Tensor], expert: int, part: ExpertPart, tensors: Mapping[str, torch.Tensor]
+    ) -> None:
+        device, exponents_OG = params["up"].device, tensors[self.scale]
+        if (exponents_OG == 255).any():
+            raise TensorError(self.scale, "has values that are not numbers")
+        codes_OI = unpack_nibbles(tensors[self.codes].to(device))
+        self.store(params, expert, part, codes_OI, exponents_OG.to(device))
+
+
+def fits(shape: ExpertShape) -> bool:
+    """Whether this rank's matrices have whole blocks."""
+    return not any(size % BLOCK for size in (shape.hidden, shape.intermediate, shape.first_channel))

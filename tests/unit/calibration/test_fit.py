@@ -1,0 +1,98 @@
+"""Factors of a cost model's terms, fitted to steps whose times are known."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from dovetail.core.calibration.fit import LEAST_STEPS, Fit, fit
+from dovetail.core.calibration.steps import Step
+from dovetail.core.compose import EngineConfig
+from dovetail.core.errors import ConfigError
+from dovetail.core.interfaces import CostModel, Formats, RowWork, StepTerms
+from dovetail.core.testing.cost import SPEC
+from dovetail.plugins.cost.config import NoneConfig, RooflineConfig
+from dovetail.plugins.cost.none import NoEstimate
+from dovetail.plugins.cost.roofline import Roofline
+
+RATES = {"bandwidth": 4.0, "tflops": {"bfloat16": 700.0}}
+
+
+def bound(**options: float | dict[str, float]) -> CostModel:
+    cost = Roofline(RooflineConfig(**RATES | options))
+    cost.bind(SPEC, EngineConfig(), Formats("bfloat16", 2, 16.0, "bfloat16", 2))
+    return cost
+
+
+def batches(count: int, most_rows: int) -> list[tuple[RowWork, ...]]:
+    """Return steps of decode rows, every third with a chunk of a prompt."""
+    rng = random.Random(1)
+    found = []
+    for i in range(count):
+        rows = [RowWork(1, rng.randrange(100, 8000)) for _ in range(rng.randrange(1, most_rows))]
+        chunk = rng.randrange(64, 4096)
+        found.append((*rows, RowWork(chunk, chunk + rng.choice([0, 4096]), 0)) if i % 3 == 0 else tuple(rows))
+    return found
+
+
+def fitted(device: CostModel, *, noise: float = 0.0, slow: int = 0, most_rows: int = 64) -> Fit:
+    """Fit to 300 steps of a device. `slow`: steps that took a hundred times as long."""
+    rng = random.Random(2)
+    steps = []
+    for i, rows in enumerate(batches(300, most_rows)):
+        seconds = device.step_seconds(rows) * (1 + rng.uniform(-noise, noise)) * (100 if i < slow else 1)
+        steps.append(Step(0.0, rows, seconds, (0, 0)))
+    return fit(steps, bound(), lookahead=0)
+
+
+def seconds(found: Fit, rows: list[RowWork]) -> float:
+    """Return the predicted time of a step."""
+    terms = bound().terms(rows)
+    assert terms is not None
+    return terms.scaled(StepTerms(*[found.terms[name].factor for name in StepTerms._fields])).seconds
+
+
+DEVICE = {"bandwidth": 3.2, "tflops": {"bfloat16": 500.0}, "kv_share": 0.5, "kernel_us": 5.0}
+FACTORS = {"products": 7 / 5, "prefill": 7 / 5, "decode": 4 * 0.8 / (3.2 * 0.5)}
+
+
+@pytest.mark.parametrize(("noise", "slow", "within"), [(0.0, 0, 0.01), (0.1, 6, 0.1)])
+def test_the_rates_of_the_device_are_found(noise: float, slow: int, within: float) -> None:
+    device = bound(**DEVICE)
+    found = fitted(device, noise=noise, slow=slow)
+    for name, factor in FACTORS.items():
+        assert found.terms[name].fitted and found.terms[name].factor == pytest.approx(factor, rel=within), name
+    # Steps of one dense model show the sum of weights and launches, not each of them.
+    shortest = [RowWork(1, 1)]
+    assert seconds(found, shortest) == pytest.approx(device.step_seconds(shortest), rel=within)
+    assert found.errors.median < noise + 0.005 < found.uncalibrated.median
+
+
+def test_what_was_not_measured_keeps_the_prediction() -> None:
+    found = fitted(bound(**DEVICE))
+    for name in ("collectives", "drafting"):
+        assert not found.terms[name].fitted and found.terms[name].factor == 1.0
+    assert sum(term.share for term in found.terms.values()) == pytest.approx(1.0, abs=1e-3)
+    assert found.ranges["rows"][1] <= 64 and found.ranges["tokens"][0] >= 1
+
+
+def test_a_fit_to_small_batches_predicts_large_ones() -> None:
+    device = bound(**DEVICE)
+    found = fitted(device, noise=0.02, most_rows=24)
+    for rows in ([RowWork(1, 3000, times=256)], [RowWork(8192, 8192, 0)]):
+        assert seconds(found, rows) == pytest.approx(device.step_seconds(rows), rel=0.08)
+
+
+def test_factors_are_not_negative() -> None:
+    """A device without launch overhead that is quicker than the prior's bandwidth."""
+    found = fitted(bound(bandwidth=9.0, kernel_us=0.0, step_us=0.0), noise=0.2)
+    assert min(term.factor for term in found.terms.values()) >= 0
+
+
+def test_too_few_steps_and_other_models_are_refused() -> None:
+    steps = [Step(0.0, (RowWork(1, 10),), 1e-3, (0, 0))] * LEAST_STEPS
+    with pytest.raises(ConfigError, match="31 measured steps are too few"):
+        fit(steps[1:], bound(), 0)
+    with pytest.raises(ConfigError, match="NoEstimate has no terms"):
+        fit(steps, NoEstimate(NoneConfig()), 0)

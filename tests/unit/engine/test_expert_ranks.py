@@ -1,0 +1,32 @@
+"""engine.ep and placements that do not fit are refused before anything is loaded, each with what would work."""
+
+from __future__ import annotations
+
+import pytest
+
+from dovetail.core.compose import compose
+from dovetail.core.engine.checks import check_fit
+from dovetail.core.errors import CapabilityError, ConfigError
+
+RANKS = ("engine.device=cpu", "executor=multiproc", "engine.tp=4")
+
+REFUSED = {
+    "experts=whole engine.ep=3": r"engine\.ep=3 does not divide engine\.tp=4 ranks\. .*engine\.ep=1, .*=2, .*=4",
+    "experts=tensor engine.ep=2": r"experts=tensor has every expert on each rank, .*engine\.ep=1, .*experts=whole",
+    "experts=whole model=tiny": r"experts=whole requires model with expert_placement true .*experts=tensor",
+    "engine.ep=2 model=tiny": r"engine\.ep=2 spreads experts, and LlamaForCausalLM has none",
+    "experts=whole model.hf.num_experts=6": r"engine\.ep=4 does not divide 6 experts .* 1, 2, 3, 6",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_does_not_fit_is_refused(words: str) -> None:
+    chosen = words.split()
+    model = [] if any(word.startswith("model=") for word in chosen) else ["model=small_moe"]
+    with pytest.raises((CapabilityError, ConfigError), match=REFUSED[words]):
+        check_fit(compose([*RANKS, *model, *chosen], app="generate"))
+
+
+@pytest.mark.parametrize("words", ["experts=whole", "experts=whole engine.ep=2", "experts=tensor engine.ep=1"])
+def test_what_fits_is_accepted(words: str) -> None:
+    check_fit(compose([*RANKS, "model=small_moe", *words.split()], app="generate"))
