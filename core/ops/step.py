@@ -64,8 +64,8 @@ def lay_out_tokens(
     """Lay out `total` tokens: each row has the count given by row_start_B1 (int32) and starts at its computed length.
 
     Lengths are read on the device, so rows can be laid out before the previous step has ended. Tokens past the last row
-    are padding: id and position 0 of the last slot. `longest` bounds the tokens of a row and the padding. Each of the
-    first `decodes` rows has one token and `drafts_S` drafts, and then padding; None = no row has padding.
+    are padding: id and position 0 of the last slot. `longest` bounds the tokens of a row. Each of the first `decodes`
+    rows has one token and `drafts_S` drafts, and then padding; None = no row has padding.
     """
     if slots_B.is_cuda:
         from dovetail.core.ops.kernels.step import lay_out_tokens_triton

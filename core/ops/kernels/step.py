@@ -31,21 +31,24 @@ def _lay_out_tokens(
     rows,
     decodes,
     total,
+    parts,
     padding,
     BLOCK: tl.constexpr,
 ):
-    """Program (row, part). Row `rows` is the padding."""
+    """Program (row, part). Row `rows` is the padding, which may be longer than every row."""
     row = tl.program_id(0)
     first = tl.load(row_start_ptr + row)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if row == rows:
-        ok = first + index < total
         nothing = tl.zeros((BLOCK,), tl.int64)
-        tl.store(ids_ptr + first + index, nothing.to(tl.int32), mask=ok)
-        tl.store(positions_ptr + first + index, nothing, mask=ok)
-        tl.store(rows_ptr + first + index, nothing, mask=ok)
-        tl.store(token_slots_ptr + first + index, nothing + padding, mask=ok)
-        tl.store(live_ptr + first + index, nothing.to(tl.int8), mask=ok)
+        for begin in range(first, total, parts * BLOCK):
+            to = begin + index
+            ok = to < total
+            tl.store(ids_ptr + to, nothing.to(tl.int32), mask=ok)
+            tl.store(positions_ptr + to, nothing, mask=ok)
+            tl.store(rows_ptr + to, nothing, mask=ok)
+            tl.store(token_slots_ptr + to, nothing + padding, mask=ok)
+            tl.store(live_ptr + to, nothing.to(tl.int8), mask=ok)
         return
     slot = tl.load(slots_ptr + row)
     count = tl.load(row_start_ptr + row + 1) - first
@@ -85,7 +88,8 @@ def lay_out_tokens_triton(
     live_T = torch.empty(total, dtype=torch.bool, device=device)
     kv_len_B = torch.empty(len(slots_B), dtype=torch.int32, device=device)
     block = 32 if longest <= 32 else 256
-    _lay_out_tokens[len(slots_B) + 1, triton.cdiv(longest, block)](
+    parts = triton.cdiv(longest, block)
+    _lay_out_tokens[len(slots_B) + 1, parts](
         slots_B,
         row_start_B1,
         computed_S,
@@ -101,6 +105,7 @@ def lay_out_tokens_triton(
         len(slots_B),
         decodes,
         total,
+        parts,
         len(computed_S) - 1,
         BLOCK=block,
         num_warps=block // 64 or 1,

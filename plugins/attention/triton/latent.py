@@ -288,11 +288,12 @@ def _plan_expanded(
     last_P = len_B.index_select(0, row_P) - 1
     key_PS = torch.minimum(key_PS, last_P.unsqueeze(1)).clamp(min=0)
     from_PS = meta.page_table_BP.index_select(0, row_P).gather(1, key_PS // meta.page_tokens).long()
-    slots_S = (from_PS * meta.page_tokens + key_PS % meta.page_tokens).flatten()
+    # A row without keys, of a step's spare rows, has no page in its table.
+    slots_PS = torch.where(last_P.unsqueeze(1) < 0, 0, from_PS * meta.page_tokens + key_PS % meta.page_tokens)
     copied = replace(meta, page_table_BP=table_BP, page_tokens=PAGE)
     geometry = Geometry(heads, heads, layer.head_dim, 0, dtype, dtype, PAGE)
     plan = backend.make_plan(geometry, copied, host, tokens.stop - tokens.start)
-    return Expanded(tokens, copied, plan, slots_S, heads)
+    return Expanded(tokens, copied, plan, slots_PS.flatten(), heads)
 
 
 def _expanded(

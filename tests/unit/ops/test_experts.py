@@ -304,7 +304,7 @@ def test_blocks_with_scales(tokens, hidden, channels, block):
         got = gated_experts_triton(x, on, on_device(weights), SWIGLU, None, FP8_TOKEN, DTYPE, True)
     x_cpu = replace(x, values=x.values.cpu(), scale=x.scale.cpu())
     want = gated_experts(x_cpu, routing, weights, SWIGLU, between=FP8_TOKEN, dtype=DTYPE)
-    assert row_error(got.cpu().float(), want.float()) < 2e-2
+    assert row_error(got.cpu().float(), want.float()) < 4e-2, "see test_fp8_kernels_equal_the_reference"
 
 
 def blocks_of(experts: int, hidden: int, channels: int, block: tuple[int, int]) -> ExpertWeights:

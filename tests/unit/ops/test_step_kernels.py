@@ -33,6 +33,8 @@ from dovetail.core.ops.step import (  # noqa: E402
     least_kept_reference,
     write_drafts_reference,
 )
+from dovetail.core.testing.interpreter import mend_interpreter  # noqa: E402
+from dovetail.core.testing.numeric import poisoned_memory  # noqa: E402
 from dovetail.plugins.logits import kernels as logits_kernels  # noqa: E402
 from dovetail.plugins.logits.config import PenaltiesConfig  # noqa: E402
 from dovetail.plugins.logits.kernels import PROGRAMS, add_pairs_triton, penalise_triton  # noqa: E402
@@ -41,6 +43,9 @@ from dovetail.plugins.logits.ragged import SparseRows  # noqa: E402
 from dovetail.plugins.spec_decode import kernels as lookup_kernels  # noqa: E402
 from dovetail.plugins.spec_decode.corpus import Corpus  # noqa: E402
 from dovetail.plugins.spec_decode.lookup import look_up_reference  # noqa: E402
+
+if INTERPRETED:
+    mend_interpreter()
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 FEWER = 4 if INTERPRETED else 1
@@ -59,11 +64,13 @@ def test_layout(counts, padding):
     table_SP = torch.randint(99, (slots, pages), dtype=torch.int32, device=DEVICE)
     slots_B = torch.randperm(slots, device=DEVICE)[: len(counts)]
     row_start = torch.tensor([sum(counts[:i]) for i in range(len(counts) + 1)], dtype=torch.int32, device=DEVICE)
-    total, longest = sum(counts) + padding, max(*counts, padding, 1)
+    total, longest = sum(counts) + padding, max(*counts, 1)
     drafted = (torch.randint(3, (slots,), device=DEVICE), len(counts) - 1) if padding else (None, 0)
-    got = lay_out_tokens_triton(slots_B, row_start, computed_S, tokens_SL, total, longest, *drafted)
+    with poisoned_memory():
+        got = lay_out_tokens_triton(slots_B, row_start, computed_S, tokens_SL, total, longest, *drafted)
     want = lay_out_tokens_reference(slots_B, row_start, computed_S, tokens_SL, total, *drafted)
-    for name in want.__slots__:
+    assert got.index_T is want.index_T is got.tree is want.tree is None, "no row feeds a tree"
+    for name in ("ids_T", "positions_T", "rows_T", "slots_T", "live_T", "kv_len_B"):
         assert torch.equal(getattr(got, name), getattr(want, name)), name
     assert (want.slots_T[sum(counts) :] == slots - 1).all() and not want.positions_T[sum(counts) :].any()
     lengths = [
