@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dovetail.core.engine.cost import bind_cost
+from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import (
     Blobs,
     CostModel,
@@ -87,6 +88,11 @@ class SimulatedExecutor(Executor):
         self._cost = bind_cost(composition, spec, "simulated")
         drafter: Drafter = composition.build("spec_decode")
         self._lookahead, self._draft_depth = drafter.lookahead, drafter.depth
+        if drafter.simulated_rates:
+            raise ConfigError(
+                "spec_decode.simulate_acceptance needs a device that verifies drafts, and executor=simulated makes up "
+                "acceptance by executor.acceptance: set spec_decode.simulate_acceptance=null"
+            )
         max_len = spec.longest(engine.max_len)
         # Nothing is stored, so there are no planes.
         groups = group_layers(spec.windows or (0,) * spec.layers, (), engine.page_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,7 +39,7 @@ def plain() -> Iterator[LLM]:
         yield llm
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[1, 2] if os.environ.get("DOVETAIL_GRID") == "pairs" else [2])
 def drafting(request: pytest.FixtureRequest) -> Iterator[LLM]:
     with LLM("tiny", overrides=[*OVERRIDES, "spec_decode=ngram", f"engine.depth={request.param}"]) as llm:
         yield llm

@@ -103,3 +103,9 @@ def test_a_benchmark_tells_acceptance_by_position_and_the_parts_of_a_step() -> N
     cells = {str(column.header): list(column.cells) for column in table.columns}
     assert str(table.title).startswith(f"{SIMULATED}: ")
     assert (cells["draft 1"], cells["draft 2"], cells["verify ms"]) == (["75.0%"], ["n/a"], ["2.500"])
+
+
+def test_a_simulated_device_refuses_it() -> None:
+    words = ["executor=simulated", "executor.acceptance=0.5", "spec_decode=ngram", "spec_decode.simulate_acceptance=2"]
+    with pytest.raises(ConfigError, match="executor.acceptance: set spec_decode.simulate_acceptance=null"):
+        LLM("tiny", overrides=[*words, "engine.device=cpu"])
