@@ -90,7 +90,7 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 def shapes(spec: ModelSpec) -> dict[str, Any]:
     found = {name: getattr(spec, name) for name in SHAPES}
-    return found | {"parameters": spec.parameters.total if spec.parameters is not None else None}
+    return found | {"experts": spec.moe.experts if spec.moe is not None else 0}
 
 
 def formats(used: Formats) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -80,10 +81,15 @@ def _workload(config: PlanConfig) -> list[str]:
     path = Path(config.load).expanduser()
     recorded = path.is_file()
     options = config.options | ({"path": str(path)} if recorded else {})
-    return [
-        f"workload={'recording' if recorded else config.load}",
-        *(word(f"workload.{k}", options[k]) for k in options),
-    ]
+    return [f"workload={'recording' if recorded else config.load}", *_overrides("workload", options)]
+
+
+def _overrides(node: str, options: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in options.items():
+        if isinstance(value, dict):
+            yield from _overrides(f"{node}.{name}", value)
+        else:
+            yield f"{node}.{name}={json.dumps(value)}" if isinstance(value, list) else word(f"{node}.{name}", value)
 
 
 def _grid(composition: Composition, config: PlanConfig) -> Iterator[list[str]]:
