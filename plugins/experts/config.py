@@ -25,4 +25,7 @@ class AllToAllConfig(Config):
 
     capacity: float = Field(1.25, gt=0)
     """Rows that the first round can send to each rank, as a multiple of those that uniform routing sends. The others go
-    in a second round: always in CUDA graphs, elsewhere if there are any."""
+    in a second round."""
+    check_rows: int = Field(4096, ge=1)
+    """Minimum number of rows of a step for which the host reads whether any rank needs the second round. Smaller steps,
+    and CUDA graphs, always have both."""

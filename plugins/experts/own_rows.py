@@ -49,9 +49,8 @@ class _Sent:
 
 class AllToAllPlacement(ExpertPlacement):
     """Rows go to the ranks that have their experts, once each. The first round has room for somewhat more rows than
-    uniform routing sends to a rank, the second one for all others: no row is dropped, and all shapes are static.
-
-    The second round is left out in steps without a graph if no rank needs it, which the host reads from the device.
+    uniform routing sends to a rank, the second one for all others: no row is dropped, and all shapes are static. Large
+    steps without a graph leave out the second round if no rank needs it, which the host reads from the device.
     """
 
     rows = "own"
@@ -109,7 +108,10 @@ class AllToAllPlacement(ExpertPlacement):
         return max(1, min(rows, math.ceil(self.config.capacity * expected)))
 
     def _overflows(self, goes_SG: torch.Tensor, room: int) -> bool:
-        """Whether a rank sends more than `room` rows to another. Equal on all ranks. Graphs always have both rounds."""
+        """Whether the second round runs: a rank sends more than `room` rows to another, or the host does not look.
+        Equal on all ranks."""
+        if len(goes_SG) * self.ranks.size < self.config.check_rows:
+            return True
         if goes_SG.is_cuda and torch.cuda.is_current_stream_capturing():
             return True
         return bool(self.ranks.all_reduce((goes_SG.sum(0) > room).any().int()[None]).item())

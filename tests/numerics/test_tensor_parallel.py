@@ -11,7 +11,7 @@ import torch
 
 from dovetail.core.checkpoint import open_checkpoint
 from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces import ExpertPlacement
+from dovetail.core.interfaces import ExpertPlacement, Quantizer
 from dovetail.core.testing.rank_threads import ThreadCollective, on_threads
 from dovetail.plugins.collective.config import OrderedConfig
 from dovetail.plugins.collective.ordered import OrderedCollective
@@ -20,6 +20,8 @@ from dovetail.plugins.experts.everywhere import WholePlacement
 from dovetail.plugins.experts.own_rows import AllToAllPlacement, GatherPlacement
 from dovetail.plugins.model.config import LlamaConfig
 from dovetail.plugins.model.llama.decoder import Llama
+from dovetail.plugins.quant.config import FP8Config
+from dovetail.plugins.quant.fp8.quantizer import FP8
 
 from .checkpoints import random_tokens, save_random
 from .driver import Driver, build_model, load_model
@@ -72,10 +74,16 @@ class FewGo(AllToAllPlacement):
         super().__init__(AllToAllConfig(capacity=0.3))
 
 
-def placed(placement: type[ExpertPlacement], ep: int, ranks: ThreadCollective, folder: Path) -> Llama:
+def placed(
+    placement: type[ExpertPlacement],
+    ep: int,
+    ranks: ThreadCollective,
+    folder: Path,
+    quantizer: Quantizer | None = None,
+) -> Llama:
     made = placement(None)
     made.bind(ranks, ep)
-    model = build_model(LlamaConfig(path=str(folder)), collective=ranks, placement=made)
+    model = build_model(LlamaConfig(path=str(folder)), collective=ranks, placement=made, quantizer=quantizer)
     checkpoint = open_checkpoint(folder)
     model.check_checkpoint(checkpoint)
     model.load(checkpoint.open())
@@ -107,6 +115,19 @@ def test_experts_on_different_ranks_equal_one(variant, placement, size, ep, tmp_
     for got, experts in on_threads(size, run):
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
         assert experts <= 8 // ep + 1
+
+
+@pytest.mark.parametrize("placement", (GatherPlacement, FewGo))
+def test_encoded_rows_get_to_their_experts(placement, tmp_path):
+    """FP8 rows travel with their scales: the result is that of whole experts with all rows on each rank."""
+    save_random(tmp_path, "qwen3_moe")
+
+    def run(ranks: ThreadCollective, chosen: type[ExpertPlacement]) -> torch.Tensor:
+        return logits_of(placed(chosen, 2, ranks, tmp_path, FP8(FP8Config())), TOKENS)
+
+    expected, *_ = on_threads(2, partial(run, chosen=WholePlacement))
+    for got in on_threads(2, partial(run, chosen=placement)):
+        torch.testing.assert_close(got, expected, atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize("variant", ("gqa", "gemma3", "falcon_40b", "gptj"))

@@ -15,7 +15,7 @@ PARAMS = [
     SamplingParams(temperature=0.8, seed=3, max_tokens=9, ignore_eos=True, n=2),
 ]
 NIGHTLY = "DOVETAIL_RANKS" in os.environ
-CHOICES = [("all_to_all", 2, ("experts.capacity=0.6", "engine.depth=2"))]
+CHOICES = [("all_to_all", 2, ("experts.capacity=0.9", "experts.check_rows=8", "engine.depth=2"))]
 if NIGHTLY:
     CHOICES += [(name, 2, ()) for name in ("tensor", "whole", "gather", "all_to_all")]
     CHOICES += [(name, 4, ("engine.ep=2",)) for name in ("whole", "gather", "all_to_all")]

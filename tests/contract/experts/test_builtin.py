@@ -26,7 +26,7 @@ class TestGather(ExpertsContract):
 
 class TestAllToAll(ExpertsContract):
     def make(self) -> ExpertPlacement:
-        return AllToAllPlacement(AllToAllConfig())
+        return AllToAllPlacement(AllToAllConfig(check_rows=1))
 
 
 class TestAllToAllWithLittleRoom(ExpertsContract):
