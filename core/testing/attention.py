@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from dovetail.core.arithmetic import ceil_div
-from dovetail.core.interfaces import MLA, PLAIN, AttentionBackend, BatchMeta, HostBounds, TreeMask
+from dovetail.core.interfaces import MLA, PLAIN, AttentionBackend, HostBounds, TreeMask
 from dovetail.core.ops.formats import encode_reference
-from dovetail.core.testing.attention_arena import MAX_LEN, SCALE, Arena, Step
+from dovetail.core.testing.attention_arena import MAX_LEN, SCALE, Arena, Step, tensors
 from dovetail.core.testing.attention_latent import LatentTests
 from dovetail.core.testing.attention_write import WriteTests
 from dovetail.core.testing.formats import SCALED_ROWS
@@ -434,11 +434,6 @@ class AttentionContract(WriteTests, LatentTests):
     def _needs_windows(self) -> None:
         if not self.windows:
             pytest.skip("windows = False")
-
-
-def tensors(meta: BatchMeta) -> list[tuple[str, torch.Tensor]]:
-    values = [(field.name, getattr(meta, field.name)) for field in fields(meta)]
-    return [(name, value) for name, value in values if isinstance(value, torch.Tensor)]
 
 
 def random_tree(count: int, rng: random.Random) -> list[int]:

@@ -6,7 +6,7 @@ Shapes: T tokens, H query heads, K kv heads, D head dim, L KV length of a sequen
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -17,6 +17,7 @@ from dovetail.core.interfaces import (
     AttentionBackend,
     AttentionLayer,
     AttnCtx,
+    BatchMeta,
     Bundle,
     KVGroup,
     Plane,
@@ -254,3 +255,8 @@ def attend_one(layer: AttentionLayer, q_HD: torch.Tensor, k_LKD: torch.Tensor, v
         weights_L = torch.softmax(scores_L, dim=0)[: len(k_LKD)]
         heads.append(weights_L @ v_LKD[:, head // share])
     return torch.cat(heads)
+
+
+def tensors(meta: BatchMeta) -> list[tuple[str, torch.Tensor]]:
+    values = [(field.name, getattr(meta, field.name)) for field in fields(meta)]
+    return [(name, value) for name, value in values if isinstance(value, torch.Tensor)]

@@ -480,7 +480,7 @@ class TestContract(AttentionContract):
     scores = ("soft_cap", "sinks")
     mixed_graphs = True
     mla = (MLA(0, 16, 8, 8, 8), MLA(0, 40, 4, 16, 12))
-    mla_heads = (4, 20)
+    mla_heads = (3, 5)
     mla_kv_dtypes = (torch.float8_e4m3fn,)
 
     def make(self) -> AttentionBackend:

@@ -15,6 +15,8 @@ if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("kernels need a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
 from dovetail.core.interfaces import MLA  # noqa: E402
+from dovetail.core.ops.kernels.latent_write import HEADS_PER_PROGRAM, latent_write_triton  # noqa: E402
+from dovetail.core.ops.latents import quantize_latents  # noqa: E402
 from dovetail.core.testing.attention_latent import LatentArena  # noqa: E402
 from dovetail.core.testing.numeric import TOLERANCE  # noqa: E402
 from dovetail.plugins.attention.config import TritonConfig  # noqa: E402
@@ -32,9 +34,9 @@ DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 SMALL, UNEVEN = MLA(0, 16, 8, 8, 8), MLA(0, 40, 4, 16, 12)
 
 
-def arena(mla: MLA, heads: int, kv_dtype: torch.dtype = FP32) -> LatentArena:
+def arena(mla: MLA, heads: int, kv_dtype: torch.dtype = FP32, backend: type[Triton] = Triton) -> LatentArena:
     return LatentArena(
-        Triton(TritonConfig()),
+        backend(TritonConfig()),
         mla=mla,
         heads=heads,
         device=DEVICE,
@@ -77,3 +79,21 @@ def test_a_row_too_long_for_the_room_is_absorbed(monkeypatch):
     made.run(step)
     (state,) = (ctx.state for ctx in step.ctxs.values())
     assert [type(run) for (run,) in state.values()] == [Absorbed]
+
+
+class Written(Triton):
+    """Backend that writes by the kernel on a CPU, too."""
+
+    def write_mla(self, layer, ctx, q, latents, rope, norm):
+        return latent_write_triton(layer, ctx.meta, self.pools[layer.group], q, latents, rope, norm)
+
+
+@pytest.mark.parametrize("kv_dtype", [FP32, E4M3])
+@pytest.mark.parametrize("mla", [UNEVEN, MLA(0, 160, 6, 8, 8)], ids=["one group", "two groups, odd sizes"])
+def test_writing_latents(mla, kv_dtype):
+    """The arena checks queries and pages against float64. Padding is written to page 0."""
+    made = arena(mla, HEADS_PER_PROGRAM + 1, kv_dtype, Written)
+    for layer in made.layers:
+        made.write(layer, made.plan([("a", 2), ("b", 1)], padding=1))
+    values, scales = quantize_latents(torch.tensor([[0.0] * 8 + [1.0, -2.0]]))
+    assert values.float().tolist() == [[0.0] * 8 + [224.0, -448.0]] and scales.shape == (1, 1)

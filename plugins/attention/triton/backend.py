@@ -44,7 +44,7 @@ from dovetail.core.ops.trees import within_window
 from dovetail.plugins.attention.config import TritonConfig
 from dovetail.plugins.attention.triton.gather import ROOM_BYTES, Gathered
 from dovetail.plugins.attention.triton.kernels import attend_items
-from dovetail.plugins.attention.triton.plan import ITEM, plan_items
+from dovetail.plugins.attention.triton.plan import ITEM, Items, plan_items
 from dovetail.plugins.attention.triton.tiles import (
     DECODE_ROWS,
     EMPTY,
@@ -70,25 +70,6 @@ WHOLE = 1 << 30
 """Minimum range length, in keys, that prevents any row from being split."""
 INTERPRETED_PROCESSORS = 4
 """Number of SMs to plan for in Triton's interpreter."""
-
-
-@dataclass(frozen=True, slots=True)
-class Items:
-    """One launch of an attention kernel: rows of a class, divided into work items."""
-
-    tile: Tile
-    items: torch.Tensor
-    """int32 [W, ITEM]"""
-    counts: torch.Tensor
-    """int32, zero between launches: number of finished ranges per tile. Empty if ranges use mailboxes."""
-    gathered: Gathered | None
-    """Copies of the pages that the rows read; None = the pages themselves."""
-    first_pages: torch.Tensor
-    """int32: for each item, the pages of the first tile.prefetch_keys keys of its range."""
-    mail: torch.Tensor
-    """Mailboxes of all programs, int32 of tile.box_words each, EMPTY between launches; one word if no row is split."""
-    tree_T3: torch.Tensor | None
-    """int64: root and visible keys of each token of decode rows with draft trees (`visible`); None = causal."""
 
 
 @dataclass(frozen=True, slots=True)

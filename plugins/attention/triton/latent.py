@@ -24,7 +24,6 @@ from dovetail.core.ops.latents import GROUP, LATENT, ROTARY, SCALES, expands, re
 from dovetail.core.ops.padding import empty_rows
 from dovetail.plugins.attention.triton.backend import (
     COMPUTE,
-    Items,
     LaunchPlan,
     Triton,
     make_items,
@@ -33,6 +32,7 @@ from dovetail.plugins.attention.triton.backend import (
 )
 from dovetail.plugins.attention.triton.gather import PAGE, ROOM_BYTES
 from dovetail.plugins.attention.triton.latent_kernel import attend_latents as attend_kernel
+from dovetail.plugins.attention.triton.plan import Items
 from dovetail.plugins.attention.triton.tiles import SHARE, Geometry, Tile
 
 MOST_TILE_ROWS = 64

@@ -8,13 +8,38 @@ log-sum-exp. Tokens that belong to no row become items without keys, which write
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
+
+from dovetail.plugins.attention.triton.gather import Gathered
+from dovetail.plugins.attention.triton.tiles import Tile
 
 ITEM = tl.constexpr(11)
 """Number of int32 fields of an item: row (-1: unused), first token, number of tokens, index of the first token's key,
 first key that one of them sees, start and end of the range, first partial row (-1: write the output), row length,
 number of ranges of the tile, the tile's first item."""
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """One launch of an attention kernel: rows of a class, divided into work items."""
+
+    tile: Tile
+    items: torch.Tensor
+    """int32 [W, ITEM]"""
+    counts: torch.Tensor
+    """int32, zero between launches: number of finished ranges per tile. Empty if ranges use mailboxes."""
+    gathered: Gathered | None
+    """Copies of the pages that the rows read; None = the pages themselves."""
+    first_pages: torch.Tensor
+    """int32: for each item, the pages of the first tile.prefetch_keys keys of its range."""
+    mail: torch.Tensor
+    """Mailboxes of all programs, int32 of tile.box_words each, EMPTY between launches; one word if no row is split."""
+    tree_T3: torch.Tensor | None
+    """int64: root and visible keys of each token of decode rows with draft trees (`visible`); None = causal."""
 
 
 @triton.jit(
