@@ -16,7 +16,7 @@ class Former:
     until: str
     """First release of Dovetail that refuses them."""
     change: str
-    """What they lack, in words: "it has no ..."."""
+    """Their limit, as the end of "it still runs, but ..."."""
     adapt: str | None = None
     """Reference to a function of the component's class that returns a class of the present contract, "module:function".
     None = the class runs as it is, since whatever is new has a default."""

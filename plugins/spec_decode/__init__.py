@@ -9,6 +9,7 @@ from dovetail.plugins.spec_decode.config import (
     MedusaConfig,
     NgramConfig,
     NoneConfig,
+    ParallelConfig,
     SuffixConfig,
 )
 
@@ -22,6 +23,7 @@ COMPONENTS = tuple(
         ("layer_skip", LayerSkipConfig, "layer_skip:LayerSkip"),
         ("eagle", EagleConfig, "eagle:Eagle"),
         ("eagle3", Eagle3Config, "eagle:Eagle3"),
+        ("parallel", ParallelConfig, "parallel:Parallel"),
         ("medusa", MedusaConfig, "medusa:Medusa"),
     )
 )

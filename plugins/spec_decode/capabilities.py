@@ -56,7 +56,7 @@ def eagle(config: HeadFiles, host: Host) -> Capabilities:
     return Capabilities(provides=_drafts(config), requires=(_EXACT_LENGTHS,))
 
 
-eagle3 = eagle
+eagle3 = parallel = eagle
 
 
 def medusa(config: MedusaConfig, host: Host) -> Capabilities:

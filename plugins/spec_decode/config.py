@@ -209,5 +209,15 @@ class Eagle3Config(HeadFiles):
     """Drafts by one layer over hidden states of three layers of the target (EAGLE-3), with KV pages of its own."""
 
 
+class ParallelConfig(HeadFiles):
+    """Drafts all tokens in one pass of an EAGLE-3 layer that was trained with mask tokens (P-EAGLE)."""
+
+    @model_validator(mode="after")
+    def _chains(self) -> ParallelConfig:
+        if self.tree:
+            raise ValueError(f"tree={self.tree}: spec_decode=parallel drafts chains alone: set tree=0")
+        return self
+
+
 class MedusaConfig(HeadFiles):
     """Drafts by heads that each predict one of the next tokens from the target's last hidden state (Medusa)."""

@@ -26,7 +26,7 @@ from dovetail.core.startup_notes import note
 from dovetail.core.worker.features import FeatureStore
 from dovetail.core.worker.fill import fill, read_headers
 from dovetail.plugins.spec_decode.base import BuiltinDrafter
-from dovetail.plugins.spec_decode.config import Eagle3Config, EagleConfig
+from dovetail.plugins.spec_decode.config import Eagle3Config, EagleConfig, ParallelConfig
 from dovetail.plugins.spec_decode.eagle_files import EagleShape, read_eagle, read_eagle3
 from dovetail.plugins.spec_decode.eagle_layer import Eagle1Layer, Eagle3Layer, EagleLayer
 from dovetail.plugins.spec_decode.head import check_head, check_tensors
@@ -38,7 +38,7 @@ from dovetail.plugins.spec_decode.tree import Passes, Siblings, Tree, as_draft, 
 class Eagle(BuiltinDrafter):
     """EAGLE and EAGLE-2: the feature is the state after the target's final norm."""
 
-    config: EagleConfig | Eagle3Config
+    config: EagleConfig | Eagle3Config | ParallelConfig
     follows_features = True
     resumes = False
     name: ClassVar[str] = "eagle"
@@ -154,7 +154,7 @@ class Eagle(BuiltinDrafter):
 class Eagle3(Eagle):
     """EAGLE-3: the feature is made of the outputs of three layers of the target."""
 
-    config: Eagle3Config
+    config: Eagle3Config | ParallelConfig
     name = "eagle3"
     layer_class = Eagle3Layer
 

@@ -17,9 +17,10 @@ from dovetail.plugins.spec_decode.config import (
     MedusaConfig,
     NgramConfig,
     NoneConfig,
+    ParallelConfig,
     SuffixConfig,
 )
-from dovetail.plugins.spec_decode.eagle_files import read_eagle, read_eagle3
+from dovetail.plugins.spec_decode.eagle_files import read_eagle, read_eagle3, read_parallel
 from dovetail.plugins.spec_decode.medusa_files import read_medusa
 
 
@@ -50,6 +51,10 @@ def eagle(config: EagleConfig) -> DrafterFacts:
 
 def eagle3(config: Eagle3Config) -> DrafterFacts:
     return _with_layers(config, read_eagle3(config).spec)
+
+
+def parallel(config: ParallelConfig) -> DrafterFacts:
+    return replace(_with_layers(config, read_parallel(config).spec), one_pass=True)
 
 
 def medusa(config: MedusaConfig) -> DrafterFacts | None:

@@ -15,6 +15,7 @@ SUBSTITUTIONS = {
     **dict.fromkeys(("/models/Llama-3.1-8B", "/models/Llama-3-8B"), "pkg://dovetail.plugins.model.bundled/tiny"),
     "model.path=out/tiny-gptq quant=auto": "model.path=pkg://dovetail.plugins.model.bundled/tiny quant=w4a8",
     "benchmarks/": f"{ROOT}/benchmarks/",
+    "examples/ablations": f"{ROOT}/examples/ablations",
 }
 """Placeholder of the pages -> path of the tests."""
 
@@ -27,6 +28,12 @@ COMPOSED_ONLY = {
     "+preset=ladder": "takes minutes, or a GPU",
     "app=ladder": "takes minutes, or GPUs",
     "spec_decode:[none,ngram]}": "takes minutes",
+    "+preset=h200_bf16_tp1 app=": "needs a GPU",
+    "ablate.out=schedulers": "takes minutes; the page has a smaller one",
+    "ablate.out=agents_cache": "takes minutes; the page has a smaller one",
+    "ablate.out=drafters": "takes minutes, or a GPU; the page has a smaller one",
+    "schedulers_small": "starts processes; the page runs another study",
+    "drafters_small": "starts processes; the page runs another study",
     "one_at_a_time": "takes a minute",
     "ablate.gate": "takes minutes; tests/unit/app/test_ablate.py has fake processes",
     "ablate.quality.prompts=2": "starts processes; tests/unit/app/test_ablate.py runs a small one",
@@ -145,6 +152,7 @@ class Command:
         before, after = start[:cut], start[cut:]
         app = next((word for word in before if word.startswith("app=")), "app=generate")
         app = next((f"app={word.partition('=')[2]}" for word in before if word.startswith("+preset=ladder")), app)
+        app = "app=ablate" if "examples/ablations" in self.line else app
         measures = app in ("app=bench", "app=ablate", "app=quality", "app=check") or "ladder" in app
         if (app == "app=generate" or measures) and "--cfg" not in before and not {"--help", "-h"} & set(before):
             limited = app != "app=generate" or any(word.startswith("generate.max_tokens") for word in before)

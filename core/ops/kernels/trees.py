@@ -5,6 +5,7 @@ Shapes: T tokens, B rows, R rows that sample, S slots, K drafts of a row, D long
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -310,7 +311,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def keep_path_triton(pool: KVPool, table_SP: torch.Tensor, path: AcceptedPath) -> None:
     rows = len(path.slots_R)
     for plane in pool.planes.values() if rows else ():
-        columns = plane[0, 0, 0].numel()
+        columns = math.prod(plane.shape[3:])
         block = min(1024, triton.next_power_of_2(columns))
         _keep_path[(rows, len(plane), triton.cdiv(columns, block))](
             # Values are moved as they are, whatever their format.

@@ -208,19 +208,24 @@ def sentence(one: Mapping[str, Any], primary: str) -> str:
     if change is None:
         return f"{name}: {metric.words} was not measured"
     value = percent(change["value"], metric)
-    claim = f"{name} {'raises' if value > 0 else 'lowers'} {metric.words} by {abs(value):.3g} {unit(metric)}"
+    claim = f"{name} {'raises' if value > 0 else 'lowers'} {metric.words} by {_digits(abs(value), 3)} {unit(metric)}"
     if change["low"] is None or change["unit"] != "rounds":
         return f"{claim} in one round, which is no evidence"
     low, high = percent(change["low"], metric), percent(change["high"], metric)
     if low <= 0 <= high:
-        return f"{name} has no effect on {metric.words} larger than {max(-low, high):.2g} {unit(metric)}"
+        return f"{name} has no effect on {metric.words} larger than {_digits(max(-low, high), 2)} {unit(metric)}"
     least, most = sorted((abs(low), abs(high)))
-    claim += f" [{least:.3g}, {most:.3g}]"
+    claim += f" [{_digits(least, 3)}, {_digits(most, 3)}]"
     if (tested := one.get("primary")) is None:
         return claim
     several = f" after Holm's correction for {tested['comparisons']} comparisons" if tested["comparisons"] > 1 else ""
     how = f"p = {tested['p']:.2g}{several}"
     return f"{claim}, {how}" if tested["p"] < 1 - CONFIDENCE else f"{claim}, which is not significant ({how})"
+
+
+def _digits(value: float, digits: int) -> str:
+    """Return so many significant digits, without an exponent for large numbers."""
+    return f"{value:.{digits}g}" if value < 10**digits - 0.5 else f"{value:.0f}"
 
 
 def unit(metric: Metric) -> str:

@@ -55,8 +55,9 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 def detectable(noise: Sequence[float], rounds: int) -> float | None:
     """Return the least true change that so many rounds would have shown with probability POWER. `noise`: changes
-    between two runs of the same variant, by round. None = fewer than two of them."""
-    if len(noise) < 2 or rounds < 2:
+    between two runs of the same variant, by round. None = fewer than two of them, or all are 0: a simulated device
+    repeats to the bit in virtual time, and rounds differ only by their requests."""
+    if len(noise) < 2 or rounds < 2 or not any(noise):
         return None
     # Power is one-sided: P(T <= t) = POWER is P(|T| <= t) = 2 POWER - 1.
     quantiles = t_quantile(rounds - 1) + t_quantile(rounds - 1, 2 * POWER - 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,11 +39,13 @@ def plan_load(composition: Composition, config: PlanConfig) -> dict[str, Any]:
     words = merged([text for text in composition.overrides if _is_kept(text)], [*_workload(config), *SIMULATED])
 
     def made(changes: Sequence[str]) -> Composition:
-        given = merged(words, changes)
-        return compose(given, app="bench", registry=composition.registry, config_dirs=composition.config_dirs)
+        return compose(
+            merged(words, changes), app="bench", registry=composition.registry, config_dirs=composition.config_dirs
+        )
 
-    made([]).part("workload").build()
-    layouts = [layout.split() for layout in config.layouts] or list(_grid(made([]), config))
+    given = made([])
+    given.part("workload").build()
+    layouts = [layout.split() for layout in config.layouts] or list(_grid(given, config))
     rows = []
     with bar(line_console(), "candidates", len(layouts), left=True) as update:
         for i, changes in enumerate(layouts):
@@ -59,15 +62,16 @@ def plan_load(composition: Composition, config: PlanConfig) -> dict[str, Any]:
         "gpus": config.gpus,
         "price_hour": config.price_hour,
         "candidates": rows,
-        "best": best["overrides"] if best else None,
+        "best": _answer(best) if best else None,
     }
 
 
 def _is_kept(text: str) -> bool:
     """Whether an override applies to simulated candidates."""
     key = key_of(text)
-    kind = key.split(".")[0]
-    return key in ("executor.acceptance", "executor.speed") or kind not in ("app", "plan", "executor")
+    if key in ("engine.record", "engine.record_tokens"):
+        return False
+    return key in ("executor.acceptance", "executor.speed") or key.split(".")[0] not in ("app", "plan", "executor")
 
 
 def _workload(config: PlanConfig) -> list[str]:
@@ -93,16 +97,17 @@ def _grid(composition: Composition, config: PlanConfig) -> Iterator[list[str]]:
 
 
 def _row(changes: Sequence[str], made: Callable[[Sequence[str]], Composition], config: PlanConfig) -> dict[str, Any]:
-    row: dict[str, Any] = {"overrides": " ".join(changes), "gpus": None, "reason": "", "meets": False}
+    row: dict[str, Any] = {"overrides": " ".join(changes), "gpus": None, "tp": None, "reason": "", "meets": False}
     try:
         candidate = made(changes)
         row["gpus"] = candidate.engine.tp * candidate.engine.pp * candidate.engine.dp
+        row["tp"] = candidate.engine.tp
         plan = make_plan(candidate)
         if plan.missing:
             row["reason"] = f"does not fit: one sequence of {plan.max_len} tokens lacks {plan.missing / 2**30:.1f} GiB"
             return row
-        pages = _pages(plan)
-        figures = _figures(made([*changes, f"engine.kv_pages={pages}"]))
+        engine = candidate.engine.model_copy(update={"kv_pages": _pages(plan)})
+        figures = _figures(replace(candidate, engine_config=engine))
     except DovetailError as error:
         if config.layouts and row["gpus"] is None:
             raise
@@ -162,6 +167,12 @@ def _order(row: dict[str, Any]) -> tuple[float, ...]:
     their GPUs decide."""
     per_token = float(f"{row['gpus'] / row['output_tokens_per_s']:.3g}")
     return per_token if row["rate"] is None else row["gpus"], row["gpus"], per_token, row["ttft_p99_s"]
+
+
+def _answer(row: dict[str, Any]) -> str:
+    """Return the overrides with which an engine runs the candidate."""
+    chosen: str = row["overrides"]
+    return chosen if row["tp"] == 1 or "preset=" in chosen else f"{chosen} executor=multiproc"
 
 
 def _reasons(rows: Sequence[dict[str, Any]]) -> str:

@@ -23,4 +23,4 @@ class TestSDPA(AttentionContract):
 class TestSDPABfloat16(TestSDPA):
     dtype = torch.bfloat16
     kv_dtypes = ()
-    mla = ()
+    mla = TestSDPA.mla[:1]

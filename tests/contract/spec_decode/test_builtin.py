@@ -148,6 +148,13 @@ class TestEagle3(DrafterContract):
         return loud(eagle("eagle3", f", draft_vocab_size: 6, {TAPS}: [1, 2, 2]").build())
 
 
+class TestParallel(DrafterContract):
+    slots = 3
+
+    def make(self) -> Drafter:
+        return loud(eagle("parallel", f", ptd_token_id: 3, draft_vocab_size: 6, {TAPS}: [1, 2, 2]").build())
+
+
 class TestTreeOfEagle(DrafterContract):
     slots = 3
 

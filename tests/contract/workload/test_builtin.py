@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import Workload, WorkloadContext
 from dovetail.core.testing.workload import WorkloadContract
 from dovetail.plugins.workload.chats import Chats
@@ -19,10 +20,12 @@ from dovetail.plugins.workload.config import (
     PoissonConfig,
     SharedPrefixConfig,
     ShareGPTConfig,
+    TextConfig,
     TraceConfig,
 )
 from dovetail.plugins.workload.files import ShareGPT, Trace
 from dovetail.plugins.workload.synthetic import Fixed, Poisson, SharedPrefix
+from dovetail.plugins.workload.text import Text
 
 
 class TestFixed(WorkloadContract):
@@ -62,6 +65,53 @@ CHAT: dict[str, Any] = {"message": {"median": 40, "sigma": 1.0, "most": 200}, "o
 class TestChats(WorkloadContract):
     def make(self) -> Workload:
         return Chats(ChatsConfig(rates=(2.0, 16.0), seconds=40, at_least=100, **CHAT))
+
+
+class TestBursts(WorkloadContract):
+    def make(self) -> Workload:
+        return Chats(ChatsConfig(rates=(16.0,), burstiness=0.25, seconds=40, at_least=100, **CHAT))
+
+
+def test_bursts_have_the_rate_and_the_stated_variation() -> None:
+    ctx = WorkloadContext(vocab=100, max_len=2000, seed=3, rate=20.0)
+    for shape in (1.0, 0.25):
+        config = ChatsConfig(rates=(20.0,), burstiness=shape, seconds=200, message={"median": 1}, output={"median": 1})
+        times = [request.arrival for request in Chats(config).requests(ctx)]
+        gaps = [after - before for before, after in zip(times, times[1:], strict=False)]
+        mean = statistics.mean(gaps)
+        assert abs(mean * 20 - 1) < 0.1, "the rate"
+        assert abs(statistics.stdev(gaps) / mean * shape**0.5 - 1) < 0.15, "the coefficient of variation"
+
+
+class TestText(WorkloadContract):
+    @pytest.fixture(autouse=True)
+    def file(self, tmp_path: Path) -> None:
+        self.path = tmp_path / "text.txt"
+        self.path.write_text("".join(chr(97 + i % 23) for i in range(400)))
+
+    def make(self) -> Workload:
+        return Text(TextConfig(path=str(self.path), prompt_tokens=20, output_tokens=5))
+
+
+def test_prompts_are_cut_from_the_text_behind_what_begins_one(tmp_path: Path) -> None:
+    def encode(text: str) -> list[int]:
+        return [1, *(ord(char) for char in text)]
+
+    path = tmp_path / "text.txt"
+    path.write_text("abcdefghijklmnopqrstuvwxyz" * 9)
+    ctx = WorkloadContext(vocab=200, max_len=50, seed=3, encode=encode)
+    config = TextConfig(path=str(path), requests=30, prompt_tokens=10, sampling={"temperature": 0.5})
+    found = Text(config.model_copy(update={"output_tokens": 4})).requests(ctx)
+    assert {request.prompt_ids[0] for request in found} == {1} and {len(r.prompt_ids) for r in found} == {11}
+    assert all("".join(map(chr, r.prompt_ids[1:])) in path.read_text() for r in found)
+    assert len({r.prompt_ids for r in found}) > 10 and found[0].sampling.temperature == 0.5
+    long = TextConfig(path=str(path), prompt_tokens=300, output_tokens=4)
+    with pytest.raises(ConfigError, match="the text has only 234 tokens"):
+        Text(long).requests(WorkloadContext(vocab=200, max_len=999, seed=3, encode=encode))
+    with pytest.raises(ConfigError, match="there is no tokenizer"):
+        Text(config).requests(WorkloadContext(vocab=200, max_len=999, seed=3))
+    with pytest.raises(ConfigError, match=r"workload.path=.*none.txt: cannot be read"):
+        Text(TextConfig(path=str(tmp_path / "none.txt"))).requests(ctx)
 
 
 class TestConversations(WorkloadContract):

@@ -135,7 +135,7 @@ def test_rounds_and_turns(fake: type[FakeChild], tmp_path: Path) -> None:
     paged, radix, again = (one["changes"]["output_tokens_per_s"] for one in result["comparisons"])
     assert (paged["value"], paged["low"], paged["high"]) == pytest.approx((2.0, 2.0, 2.0)), "rounds are paired"
     assert (radix["value"], radix["samples"], radix["unit"]) == (pytest.approx(4.0), 3, "rounds")
-    assert (again["value"], again["detectable"]) == (1.0, 0.0), "the repeated baseline has no noise here"
+    assert (again["value"], again["detectable"]) == (1.0, None), "the repeated baseline has no noise here"
     assert fake.closed == 1 + 12, "each process is closed before the next"
 
 
@@ -256,6 +256,25 @@ def test_a_variant_outside_the_gate_is_wrong_however_fast(
     assert "kv_cache=paged does not pass the gate: it has no answers" in capsys.readouterr().out
     assert main([*VARY, "ablate.gate.nll_change=0.1", "ablate.quality.prompts=0"]) == 2
     assert "gate judges answers" in capsys.readouterr().err
+
+
+def test_blocks_are_compared_within_themselves(
+    fake: type[FakeChild], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = (f"ablate.report={tmp_path / 'x.html'}", f"ablate.plot={tmp_path / 'x.svg'}")
+    result = ablate(tmp_path, 0, "ablate.across={engine.max_seqs:[4,8]}", "ablate.rounds=2", *files)
+    names = [one["name"] for one in result["variants"]]
+    assert len(names) == 8 and names[-1] == "engine.max_seqs=8: kv_cache=prefix_hash, again"
+    pairs = {
+        (one["block"], one["variant"].split(": ")[0], one["baseline"].split(": ")[0]) for one in result["comparisons"]
+    }
+    assert pairs == {(block, block, block) for block in ("engine.max_seqs=4", "engine.max_seqs=8")}
+    assert len(result["comparisons"]) == 6 and result["comparisons"][0]["primary"]["comparisons"] == 4
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "in tokens/s, engine.max_seqs=8" in printed and "engine.max_seqs=4: kv_cache=radix raises" in printed
+    text = (tmp_path / "x.html").read_text()
+    assert text.count("<h2>engine.max_seqs=") == 2 and "<td>kv_cache=radix</td>" in text
+    assert "engine.max_seqs=8" in (tmp_path / "x.svg").read_text()
 
 
 def test_the_report_is_one_file_with_every_part(fake: type[FakeChild], tmp_path: Path) -> None:

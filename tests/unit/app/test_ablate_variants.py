@@ -98,6 +98,25 @@ def test_a_ladder_adds_up() -> None:
     assert (last.part("scheduler").name, *chosen(last)[::2], last.part("quant").name) == ("static", "paged", 32, "int8")
 
 
+def test_arms_change_several_options_of_the_composition_as_given() -> None:
+    found = variants('ablate.arms={big:["engine.page_size=64","engine.kv_pages=8"],radix:["kv_cache=radix"]}')
+    assert [(variant.name, variant.baselines) for variant in found] == [
+        ("as given", ()), ("big", ("as given",)), ("radix", ("as given",))
+    ]  # fmt: skip
+    assert [chosen(variant.composition)[::2] for variant in found] == [
+        ("prefix_hash", 16), ("prefix_hash", 64), ("radix", 16)
+    ]  # fmt: skip
+
+
+def test_each_block_has_a_baseline_of_its_own() -> None:
+    found = variants("ablate.vary={kv_cache:[paged]}", "ablate.across={workload.requests:[2,3],engine.max_seqs:[4]}")
+    block = "workload.requests={}, engine.max_seqs=4".format
+    assert [variant.block for variant in found] == [block(2)] * 2 + [block(3)] * 2
+    assert found[3].name == f"{block(3)}: kv_cache=paged"
+    assert found[3].baselines == (found[2].name,) and found[2].baselines == ()
+    assert [one.composition.part("workload").config.requests for one in found] == [2, 2, 3, 3]  # type: ignore[attr-defined]
+
+
 def test_what_a_host_cannot_do_is_skipped_and_left_out_of_later_steps() -> None:
     words = LADDER.replace("[", '["').replace("]", '"]')
     found = variants(words, unfit=lambda name, one, block: "no such pages here" if name == "big" else None)
@@ -141,6 +160,11 @@ def test_the_ladder_that_ships(app: str) -> None:
         (('ablate.ladder={a:["kv_cache=paged"]}',), ["one step"]),
         (("ablate.vary={kv_cache:[paged]}", 'ablate.ladder={a:["quant=fp8"]}'), ["give one of them"]),
         (("ablate.vary={kv_cache:[]}",), ["kv_cache"]),
+        (('ablate.arms={a:["kv_cache=paged"],b:["kv_cache=paged"]}',), ["b: composes to the same as a"]),
+        (('ablate.arms={a:["workload=poisson"],as given:["quant=fp8"]}',), ["a: `workload=poisson`", "is the name of"]),
+        (("ablate.vary={kv_cache:[paged]}", "ablate.across={engine.page_size:[0],ablate.runs:[1]}"),
+         ["2 mistakes", "page_size=0: should be", "across: `ablate.runs` cannot vary"]),
+        (("ablate.vary={kv_cache:[paged]}", "ablate.across={kv_cache:[radix]}"), ["is in vary and in across"]),
     ],
 )  # fmt: skip
 def test_all_mistakes_are_reported_at_once(overrides: tuple[str, ...], words: list[str]) -> None:

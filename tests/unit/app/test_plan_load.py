@@ -25,13 +25,8 @@ def plan(*words: str, code: int = 0) -> dict[str, Any]:
 
 def test_the_cheapest_candidate_that_meets_the_objective_is_found() -> None:
     """With 4 rows a step, one GPU serves 16 requests in four rounds of 0.8 s, and four GPUs in one."""
-    words = (
-        "engine.max_seqs=4",
-        "plan.gpus=4",
-        "plan.price_hour=3.6",
-        'plan.layouts=["engine.dp=1","engine.dp=2","engine.dp=4"]',
-    )
-    found = plan(*words, "plan.ttft=1.2")
+    layouts = 'plan.layouts=["engine.dp=1","engine.dp=2","engine.dp=4"]'
+    found = plan("engine.max_seqs=4", "plan.price_hour=3.6", "plan.ttft=1.2", layouts)
     one, two, four = found["candidates"]
     assert [row["gpus"] for row in (one, two, four)] == [1, 2, 4]
     assert one["ttft_p99_s"] > 2.4 > 1.2 > two["ttft_p99_s"] > 0.8 > four["ttft_p99_s"]
@@ -39,7 +34,11 @@ def test_the_cheapest_candidate_that_meets_the_objective_is_found() -> None:
     assert two["tpot_p99_s"] == pytest.approx(0.1, rel=0.05) and two["requests"] == 16
     assert two["price_per_million"] == pytest.approx(2 * 3.6 / 3600 / two["output_tokens_per_s"] * 1e6)
     assert found["best"] == "engine.dp=2"
-    assert plan(*words, "plan.tpot=0.01", code=1)["best"] is None
+
+
+def test_an_objective_that_no_candidate_meets_is_exit_code_1() -> None:
+    found = plan("plan.gpus=1", "plan.tpot=0.01", code=1)
+    assert found["best"] is None and not found["candidates"][0]["meets"]
 
 
 def test_candidates_have_all_layouts_and_quantizers_and_say_why_not() -> None:
@@ -48,6 +47,10 @@ def test_candidates_have_all_layouts_and_quantizers_and_say_why_not() -> None:
     assert "quant=auto engine.tp=1 engine.dp=2" in names and "quant=gone engine.tp=2 engine.dp=1" in names
     assert len(names) == 3 * 2
     assert all(("no such quant" in row["reason"]) == ("gone" in row["overrides"]) for row in found["candidates"])
+
+
+def test_an_answer_with_several_ranks_names_their_executor() -> None:
+    assert plan('plan.layouts=["engine.tp=2"]')["best"] == "engine.tp=2 executor=multiproc"
 
 
 def test_a_recording_can_be_the_load(tmp_path: Path) -> None:

@@ -287,8 +287,8 @@ def kinds(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     kinds: Counter[str] = Counter()
     pick, draw, picked = StepGraphs.pick, StepGraphs.draw, [None]
 
-    def counted(self: StepGraphs, rows: Any, adapted: bool = False) -> Any:
-        graph = picked[0] = pick(self, rows, adapted)
+    def counted(self: StepGraphs, rows: Any, adapted: bool = False, *, drafts: bool = True) -> Any:
+        graph = picked[0] = pick(self, rows, adapted, drafts=drafts)
         kind = "none" if graph is None else "mixed" if graph.capacity.chunks else "decode"
         kinds[f"wide {kind}"] += graph is not None and graph.capacity.width > 1
         kinds["ragged"] += graph is not None and graph.capacity.ragged
