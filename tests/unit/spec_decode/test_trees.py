@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ PARAMS = [
 ]
 HEAD = "import os\nimport sys\n\n\ndef main(argv=None):\n    "
 PROMPTS = [HEAD + "parser = ", HEAD + "for name in os.listdir(", "class Stack:\n    def __init__(self", "x"]
+NIGHTLY = pytest.mark.skipif(os.environ.get("DOVETAIL_GRID") != "pairs", reason="DOVETAIL_GRID=pairs")
 BASE = ["engine.device=cpu", "engine.dtype=float32", "engine.max_len=96"]
 
 
@@ -125,9 +127,9 @@ def assert_equal(found, plain) -> None:  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize(
     "words",
     [
-        ["engine.depth=1"],
+        pytest.param(["engine.depth=1"], marks=NIGHTLY),
         ["engine.depth=2", "engine.kv_pages=11", "scheduler.max_chunk=5"],
-        ["engine.depth=4", "executor.delay=3", "engine.token_budget=24"],
+        pytest.param(["engine.depth=4", "executor.delay=3", "engine.token_budget=24"], marks=NIGHTLY),
     ],
     ids=lambda words: " ".join(words),
 )
@@ -142,8 +144,8 @@ def test_text_is_that_of_plain_decoding(registry, plain, words) -> None:
     "words",
     [
         ["spec_decode=draft_model", "spec_decode.lookahead=4", "spec_decode.tree=12", "engine.depth=2"],
-        ["spec_decode=eagle3_tiny", "spec_decode.tree=10", "spec_decode.width=3", "engine.depth=2"],
-        ["spec_decode=medusa_tiny", "spec_decode.lookahead=2", "spec_decode.tree=6", "engine.kv_pages=11"],
+        pytest.param(["spec_decode=eagle3_tiny", "spec_decode.tree=10", "spec_decode.width=3"], marks=NIGHTLY),
+        pytest.param(["spec_decode=medusa_tiny", "spec_decode.lookahead=2", "spec_decode.tree=6"], marks=NIGHTLY),
     ],
     ids=lambda words: words[0],
 )
