@@ -24,9 +24,10 @@ import emulated_ranks
 import torch
 
 from dovetail.core.interfaces import Collective, Partial
+from dovetail.core.interfaces.rows import RowShard
 from dovetail.core.ops import rms_norm
 from dovetail.plugins.collective.nccl import NcclCollective
-from dovetail.plugins.collective.sharded import RowShard, own_rows, sharded_boundary
+from dovetail.plugins.collective.sharded import own_rows, sharded_boundary
 from dovetail.plugins.collective.symm_mem.collective import COLUMNS, SymmMemCollective
 from dovetail.plugins.collective.symm_mem.size_table import measure
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN

@@ -1,7 +1,10 @@
 """Routing and products of experts on a GPU, against their limit, in microseconds.
 
     python benchmarks/experts.py [--models qwen3_30b_a3b,mixtral_8x7b,glm45_air] [--dtypes bf16,fp8] [--rows 1,64,8192]
+    python benchmarks/experts.py --models gpt_oss_20b,gpt_oss_120b --dtypes mxfp4,mxfp4_a8
     python benchmarks/experts.py --search --models qwen3_30b_a3b --rows 1,64
+
+mxfp4 has inputs in bfloat16, mxfp4_a8 in FP8.
 
 Every call has its own routing, drawn uniformly. `experts` is the mean number of experts that a call touches. The limit
 is the larger of the time to read their matrices at --bandwidth and of the products at --tflops; below about 50 MB the
@@ -16,17 +19,36 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from itertools import product
+from typing import Any
 
 import torch
 from timing import microseconds
 
 from dovetail.core.compose import compose
 from dovetail.core.interfaces import PLAIN, SWIGLU, Activation, MoE, Routing, RoutingRule
-from dovetail.core.ops import ExpertWeights, encode, gated_experts, route, router_logits
-from dovetail.core.ops.expert_tiles import ExpertTile, expert_tile, most_tiles, rows_of_tile
+from dovetail.core.ops import (
+    ExpertWeights,
+    PackedExperts,
+    encode,
+    gated_experts,
+    packed_gated_experts,
+    route,
+    router_logits,
+)
+from dovetail.core.ops.expert_tiles import (
+    ExpertTile,
+    expert_tile,
+    most_tiles,
+    packed_expert_tile,
+    packed_shared,
+    rows_of_tile,
+)
 from dovetail.core.ops.kernels.experts import gated_experts_triton
+from dovetail.core.ops.kernels.packed_experts import packed_experts_triton
 from dovetail.core.ops.matmul import device_facts
+from dovetail.core.ops.packed_experts import BIAS, EACH, spans
 from dovetail.core.ops.tiles import MOST_SHARED_TILES
+from dovetail.core.ops.weight_formats import E2M1
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 
 CALLS = 8
@@ -38,17 +60,20 @@ class Layer:
     """Experts of one layer, with random weights, and the inputs of CALLS calls."""
 
     def __init__(self, moe: MoE, hidden: int, dtype: str, rows: int) -> None:
-        self.moe, self.rows, self.fp8 = moe, rows, dtype == "fp8"
+        self.moe, self.hidden, self.rows, self.fp8 = moe, hidden, rows, dtype in ("fp8", "mxfp4_a8")
         self.rule = RoutingRule(moe.experts, moe.active, normalize=True, uniform=True)
         self.fmt = FP8_TOKEN if self.fp8 else PLAIN
-        up, up_scale = self._weights(moe.experts, 2 * moe.intermediate, hidden)
-        down, down_scale = self._weights(moe.experts, hidden, moe.intermediate)
-        self.weights = ExpertWeights(up, down, up_scale, down_scale)
+        self.weights = self.draw()
         self.router_EC = torch.randn(moe.experts, hidden, device=DEVICE).bfloat16() / hidden**0.5
         self.counts = torch.zeros(MOST_SHARED_TILES, dtype=torch.int32, device=DEVICE)
         self.plain = [torch.randn(rows, hidden, device=DEVICE).bfloat16() for _ in range(CALLS)]
         self.inputs = [encode(x, (self.fmt,))[self.fmt] for x in self.plain]
         self.routings = [self.route(x) for x in self.plain]
+
+    def draw(self) -> Any:
+        up, up_scale = self._weights(self.moe.experts, 2 * self.moe.intermediate, self.hidden)
+        down, down_scale = self._weights(self.moe.experts, self.hidden, self.moe.intermediate)
+        return ExpertWeights(up, down, up_scale, down_scale)
 
     def _weights(self, *shape: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         weight = torch.empty(shape, dtype=torch.float8_e4m3fn if self.fp8 else torch.bfloat16, device=DEVICE)
@@ -70,11 +95,15 @@ class Layer:
         """Mean number of experts that a call touches."""
         return sum(len(routing.experts_TK.unique()) for routing in self.routings) / CALLS
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of an expert's matrices, without scales of rows."""
+        return int(self.weights.up[0].nbytes + self.weights.down[0].nbytes)
+
     def limit(self, bandwidth: float, tflops: float) -> float:
         """Microseconds that a call takes at least."""
-        up, down = self.weights.up[0], self.weights.down[0]
-        read = self.touched * (up.nbytes + down.nbytes) / bandwidth / 1e6
-        multiplied = 2 * self.rows * self.moe.active * (up.numel() + down.numel()) / tflops / 1e6
+        read = self.touched * self.nbytes / bandwidth / 1e6
+        multiplied = 2 * self.rows * self.moe.active * 3 * self.hidden * self.moe.intermediate / tflops / 1e6
         return max(read, multiplied)
 
     def microseconds(self, tiles: tuple[ExpertTile, ExpertTile] | None = None) -> float:
@@ -91,6 +120,47 @@ class Layer:
             expert_tile(rows, tiles, channels, hidden, size, True, processors, shared),
             expert_tile(rows, tiles, hidden, channels, size, False, processors, shared),
         )
+
+    def candidates(self, rows: int, gated: bool) -> Iterator[ExpertTile]:
+        return candidates(rows, self.weights.up.element_size(), gated)
+
+
+class PackedLayer(Layer):
+    """The same in MXFP4."""
+
+    def draw(self) -> PackedExperts:
+        up, up_exponents = self._packed(2 * self.moe.intermediate, self.hidden)
+        down, down_exponents = self._packed(self.hidden, self.moe.intermediate)
+        return PackedExperts(E2M1, up, down, up_exponents, down_exponents)
+
+    def _packed(self, outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Random codes, with exponents for products of about 1."""
+        shape = self.moe.experts, outputs, inputs // EACH
+        words = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device=DEVICE)
+        exponent = BIAS - 1 - inputs.bit_length() // 2
+        packed = sum(exponent << (8 * at) for at in range(8))
+        count = len(list(spans(inputs)))
+        return words, torch.full((self.moe.experts, count, outputs), packed, dtype=torch.int64, device=DEVICE)
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + int(self.weights.up_exponents[0].nbytes + self.weights.down_exponents[0].nbytes)
+
+    def multiply(self, x: Activation, routing: Routing, tiles: tuple[ExpertTile, ExpertTile] | None = None) -> object:
+        options = dict(between=self.fmt, dtype=torch.bfloat16)
+        if tiles is None:
+            return packed_gated_experts(x, routing, self.weights, SWIGLU, **options)
+        return packed_experts_triton(x, routing, self.weights, SWIGLU, None, **options, chosen=tiles)
+
+    def ruled(self, rows: int) -> tuple[ExpertTile, ExpertTile]:
+        tile = packed_expert_tile(rows, 1 if self.fp8 else 2, device_facts(GPU)[3])
+        return tile, tile
+
+    def candidates(self, rows: int, gated: bool) -> Iterator[ExpertTile]:
+        for outputs, stages in product((64, 128), (2, 3, 4, 5, 6)):
+            tile = ExpertTile(rows, outputs, 256, outputs // 16, stages)
+            if packed_shared(tile, 1 if self.fp8 else 2) <= device_facts(GPU)[3]:
+                yield tile
 
 
 def _each(call: Callable[[int], object]) -> float:
@@ -109,13 +179,13 @@ def candidates(rows: int, itemsize: int, gated: bool) -> Iterator[ExpertTile]:
 
 def search(layer: Layer) -> None:
     """Print the fastest tiles, for several numbers of rows of a tile, with their time over the rule's."""
-    base, size = layer.microseconds(), layer.weights.up.element_size()
+    base = layer.microseconds()
     usual = rows_of_tile(layer.rows * layer.moe.active, layer.moe.experts)
     for rows in sorted({max(16, usual // 2), usual, min(128, 2 * usual)}):
         best = list(layer.ruled(rows))
         least = layer.microseconds((best[0], best[1]))
         for which in range(2):
-            for tile in candidates(rows, size, gated=which == 0):
+            for tile in layer.candidates(rows, gated=which == 0):
                 us = layer.microseconds((tile, best[1]) if which == 0 else (best[0], tile))
                 if us < least:
                     least, best[which] = us, tile
@@ -126,11 +196,11 @@ def search(layer: Layer) -> None:
 
 def measure(model: str, dtype: str, rows: int, args: argparse.Namespace) -> None:
     spec = compose([f"model={model}"]).part("model").facts()
-    layer = Layer(spec.moe, spec.hidden, dtype, rows)
+    layer = (PackedLayer if dtype.startswith("mxfp4") else Layer)(spec.moe, spec.hidden, dtype, rows)
     routing = _each(lambda i: layer.route(layer.plain[i]))
-    limit = layer.limit(args.bandwidth, args.tflops or (900 if dtype == "fp8" else 600))
+    limit = layer.limit(args.bandwidth, args.tflops or (900 if layer.fp8 else 600))
     us = layer.microseconds()
-    name = f"{model:16s}{dtype:>6}{rows:>6}"
+    name = f"{model:16s}{dtype:>9}{rows:>6}"
     print(
         f"{name}{layer.touched:>9.1f}{limit:>9.1f}{routing:>8.1f}{us:>10.1f}{us / limit:>10.2f}",
         flush=True,
@@ -150,7 +220,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     print(f"{torch.cuda.get_device_name()}; uniform routing, {CALLS} routings")
-    print(f"{'':22s}{'rows':>6}{'experts':>9}{'limit':>9}{'route':>8}{'products':>10}{'of limit':>10}")
+    print(f"{'':25s}{'rows':>6}{'experts':>9}{'limit':>9}{'route':>8}{'products':>10}{'of limit':>10}")
     for model, dtype, rows in product(args.models.split(","), args.dtypes.split(","), map(int, args.rows.split(","))):
         measure(model, dtype, rows, args)
 

@@ -23,7 +23,7 @@ class RopeConfig:
     """Number of leading head dimensions that are rotated."""
     theta: float = 10000.0
     kind: str = "default"
-    """One of KINDS. It determines which of the fields below are used."""
+    """One of KINDS, or "longrope". It determines which of the fields below are used."""
     factor: float = 1.0
     """Ratio of the extended to the trained context length."""
     trained_len: int = 0
@@ -35,6 +35,12 @@ class RopeConfig:
     """yarn: widen the blended range to whole dimensions."""
     attention_factor: float = 1.0
     """Multiplies cos and sin."""
+    score_factor: float = 1.0
+    """Multiplies scores in models with compressed attention (DeepSeek-V2, 2024); the others leave it out."""
+    divisors: tuple[float, ...] = ()
+    """longrope: divisor of each frequency, for lengths beyond trained_len."""
+    short_divisors: tuple[float, ...] = ()
+    """longrope: the same for lengths up to trained_len."""
 
     @property
     def max_len(self) -> int:
@@ -99,6 +105,9 @@ def read_rope(
             high=high,
             truncate=options.flag("truncate", True),
             attention_factor=options.number("attention_factor", _yarn_attention(options, factor)),
+            score_factor=_mscale(factor, options.number("mscale_all_dim")) ** 2
+            if options.get("mscale_all_dim")
+            else 1.0,
         )
     rope["factor"] = options.number("factor")
     if kind == "linear":
@@ -107,6 +116,41 @@ def read_rope(
     if low >= high:
         raise options.wrong("low_freq_factor", f"it must be below high_freq_factor, which is {high}")
     return RopeConfig(**rope, trained_len=trained_len, low=low, high=high)
+
+
+def read_longrope(config: ConfigJson, head_dim: int, max_len: int) -> RopeConfig:
+    """Read the settings of LongRoPE (Ding et al. 2024) from the places where `read_rope` reads others. rope_type is not
+    read: Phi-3 also calls it su and yarn."""
+    options = config.section("rope_scaling" if config.get("rope_scaling") else "rope_parameters")
+    theta = options.number("rope_theta", config.number("rope_theta", 10000.0))
+    partial = config.number("partial_rotary_factor", 1.0, at_most=1.0)
+    dim = int(head_dim * options.number("partial_rotary_factor", partial, at_most=1.0))
+    if dim < 2 or dim % 2:
+        raise ConfigError(
+            f"{config.where}: rotary positions take {dim} dimensions of a head; they can take an even number"
+        )
+    whole = config if config.get("original_max_position_embeddings") is not None else options
+    trained_len = whole.count("original_max_position_embeddings", max_len, at_least=2)
+    factor = options.number("factor", max_len / trained_len)
+    suggested = math.sqrt(1 + math.log(factor) / math.log(trained_len)) if factor > 1 else 1.0
+    return RopeConfig(
+        dim,
+        theta,
+        "longrope",
+        factor,
+        trained_len,
+        attention_factor=options.number("attention_factor", suggested),
+        divisors=_divisors(options, "long_factor", dim // 2),
+        short_divisors=_divisors(options, "short_factor", dim // 2),
+    )
+
+
+def _divisors(options: ConfigJson, key: str, count: int) -> tuple[float, ...]:
+    values = options.get(key)
+    if not isinstance(values, list) or len(values) != count:
+        raise options.wrong(key, f"it must be a list of {count} numbers, one for two dimensions of a head")
+    each = (ConfigJson({key: value}, options.where) for value in values)
+    return tuple(one.number(key) for one in each)
 
 
 def has_kinds(options: ConfigJson) -> bool:
@@ -128,10 +172,10 @@ def _note_dropped_theta(config: ConfigJson, options: ConfigJson, theta: float) -
 
 def _yarn_attention(options: ConfigJson, factor: float) -> float:
     """Default factor of YaRN (Peng et al. 2023) and DeepSeek's variant, since longer contexts flatten the softmax."""
-
-    def at(strength: float) -> float:
-        return 0.1 * strength * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     if options.get("mscale") and options.get("mscale_all_dim"):
-        return at(options.number("mscale")) / at(options.number("mscale_all_dim"))
-    return at(1.0)
+        return _mscale(factor, options.number("mscale")) / _mscale(factor, options.number("mscale_all_dim"))
+    return _mscale(factor, 1.0)
+
+
+def _mscale(factor: float, strength: float) -> float:
+    return 0.1 * strength * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+SIMULATED = "SIMULATED acceptance"
+"""Begins the note of an engine whose drafts are accepted by a coin. Tables and files of its measurements have it."""
+
 _notes: ContextVar[dict[str, None] | None] = ContextVar("startup_notes", default=None)
 
 

@@ -29,7 +29,7 @@ from dovetail.core.compose.wording import show
 from dovetail.core.errors import DovetailError
 from dovetail.core.interfaces import SamplingParams
 from dovetail.plugins.app.plugins.listing import type_name
-from dovetail.plugins.model.llama.families import FAMILIES, RUNNABLE
+from dovetail.plugins.model.llama.families import FAMILIES
 
 CONF = Path(__file__).parent.parent / "conf"
 HOSTS = {
@@ -312,11 +312,20 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def architectures() -> str:
-    """Return how each architecture runs that the registry or the tests name."""
+    """Return how each architecture runs that the registry or the tests name, and the variants that have its shapes."""
     kinds = runpy.run_path(str(CONF.parent / "tests" / "numerics" / "decoders.py"))["DECODERS"]
-    names = ", ".join(f"`{kind}`" for kind in sorted(kinds))
-    rows = [[f"`{name}`", "native" if name in RUNNABLE else "planned"] for name in FAMILIES]
-    return _table(("in config.json", "runs as"), [*rows, [f"`model_type` {names}", "any decoder"]])
+    native = {name.lower() for name in FAMILIES}
+    others = [
+        kind for kind in sorted(kinds) if f"{kind.removesuffix('_text').replace('_', '')}forcausallm" not in native
+    ]
+    variants: dict[str, list[str]] = {}
+    for file in sorted((CONF / "model").glob("*.yaml")):
+        for name in re.findall(r"architectures: \[(\w+)\]", file.read_text(encoding="utf-8")):
+            variants.setdefault(name, []).append(f"`{file.stem}`")
+    rows = [[f"`{name}`", "native", ", ".join(variants.get(name, []))] for name in FAMILIES]
+    names = ", ".join(f"`{kind}`" for kind in others)
+    head = "in config.json", "runs as", "variants with its shapes"
+    return _table(head, [*rows, [f"`model_type` {names}", "any decoder", ""]])
 
 
 def _value(value: object) -> str:
@@ -379,6 +388,36 @@ def _comparison(found: dict[str, Any]) -> tuple[str, str]:
     return started, "\n\n".join(table for table in tables if table)
 
 
+def simulator() -> str:
+    """Return a table for every result of benchmarks/simulator_error.py."""
+    parts = []
+    for file in sorted((CONF.parent / "benchmarks" / "results").glob("*.json")):
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if str(found.get("schema", "")).partition("/")[0] != "dovetail.simulator_error":
+            continue
+        made, measured = found["calibration"], found["bench"]
+        about = f"{made['device']}, torch {made['versions']['torch']}, {made['steps']} steps fitted, error of a step"
+        fit = made["errors"]
+        parts += [
+            f"{about}: median {fit['median']:.1%}, p90 {fit['p90']:.1%}. `{file.name}`:",
+            f"```text\n{measured['command']}\n```",
+            _table(
+                ("load", "figure", "measured", "uncalibrated", "calibrated"), [_error_row(r) for r in found["errors"]]
+            ),
+        ]
+    return "\n\n".join(parts) or "No device has been measured yet."
+
+
+def _error_row(row: dict[str, Any]) -> list[str]:
+    def cell(name: str) -> str:
+        error = row[f"{name}_error"]
+        return "-" if error is None else f"{row[name]:.4g} ({error:+.1%})"
+
+    load = f"`{row['load']}`" + (" (not fitted)" if row["held_out"] else "")
+    measured = "-" if row["measured"] is None else f"{row['measured']:.4g}"
+    return [load, f"`{row['figure']}`", measured, cell("uncalibrated"), cell("calibrated")]
+
+
 def _ratios(title: str, figures: dict[str, str], engines: Iterable[str], rows: list[tuple[str, dict[str, Any]]]) -> str:
     if not rows:
         return ""
@@ -409,6 +448,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "presets": presets,
     "kinds": kinds,
     "results": results,
+    "simulator": simulator,
     "suite": suite,
 }
 PAGES: dict[str, Callable[[], str]] = {

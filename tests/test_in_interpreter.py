@@ -11,13 +11,13 @@ import pytest
 
 DECODERS = (
     *("_from", "_integer", "decode_uint4", "decode_int4", "decode_e2m1", "decode_nf4"),
-    *("_byte", "decode_uint8", "decode_int8", "decode_int6", "decode_e4m3_code"),
+    *("_byte", "decode_uint8", "decode_int8", "decode_int6", "decode_e4m3_code", "decode_small_e2m1"),
 )
 ELSEWHERE = {
     "dovetail.core.ops.kernels.e4m3:decode_e4m3_words": "inline assembly: unit/ops/test_kernels.py on a GPU",
     **dict.fromkeys(
         (f"dovetail.core.ops.kernels.decoders:{name}_words" for name in DECODERS),
-        "inline assembly: unit/ops/test_packed_matmul.py on a GPU",
+        "inline assembly: unit/ops/test_packed_matmul.py and test_packed_experts.py on a GPU",
     ),
     "dovetail.core.ops.kernels.launch:prefetch": "inline assembly without a result",
     "dovetail.core.ops.kernels.draw:better": "runs inside a reduction, which the interpreter does not record",
@@ -31,10 +31,13 @@ OVER_RANKS = "dovetail.plugins.collective.symm_mem."
 SUITES = (
     "unit/ops/test_kernels.py",
     "unit/ops/test_experts.py",
+    "unit/ops/test_packed_experts.py",
     "unit/ops/test_packed_matmul.py",
     "unit/ops/test_step_kernels.py",
+    "unit/ops/test_tree_kernels.py",
     "unit/adapter/test_kernel.py",
     "numerics/test_triton_attention.py",
+    "numerics/test_triton_latents.py",
 )
 
 

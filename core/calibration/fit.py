@@ -3,8 +3,8 @@
 seconds = max(a weights, b products) + c prefill + d decode + e collectives + f launches + g sampling + h drafting
 
 The terms are those that the cost model predicts, so the factors are measured over predicted time, and what no step
-shows keeps the prediction. Factors are at least 0. The fit is least squares of relative errors with a robust loss,
-since steps that compile a kernel or are disturbed are slow without limit.
+shows keeps the prediction. Factors are at least 0. The fit is least squares of the logarithms of predicted over
+measured time with a robust loss, since steps that compile a kernel or are disturbed are slow without limit.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ LEAST_STEPS = 32
 LEAST_SHARE, SHOWN_IN = 0.02, 8
 """A term is fitted if it is at least this part of the predicted time of so many steps."""
 OUTLIER = 0.1
-"""Relative error from which on a step counts less than by its square."""
+"""Error of the logarithm from which on a step counts less than by its square."""
+LEAST_SECONDS = 1e-7
 PRIOR = 0.002
-"""Root mean square of relative errors that a factor must save for each unit of its distance from 1."""
+"""Root mean square of errors that a factor must save for each unit of its distance from 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ def fit(steps: Sequence[Step], cost: CostModel, lookahead: int) -> Fit:
     if len(steps) < LEAST_STEPS:
         raise ConfigError(f"{len(steps)} measured steps are too few to fit: at least {LEAST_STEPS} are needed")
     predicted = np.array([_predicted(step, cost, lookahead) for step in steps])
-    measured = np.maximum([step.seconds for step in steps], 1e-7)
+    measured = np.maximum([step.seconds for step in steps], LEAST_SECONDS)
     ones = np.ones(len(NAMES))
     shares = _taken(predicted) / total(predicted, ones)[:, None]
     fitted = (shares >= LEAST_SHARE).sum(axis=0) >= SHOWN_IN
@@ -100,7 +101,8 @@ def _solve(
     def residuals(found: NDArray[np.float64]) -> NDArray[np.float64]:
         factors = np.ones(len(NAMES))
         factors[fitted] = found
-        return np.concatenate([total(predicted, factors) / measured - 1, weight * (found - 1)])
+        logs = np.log(np.maximum(total(predicted, factors), LEAST_SECONDS) / measured)
+        return np.concatenate([logs, weight * (found - 1)])
 
     start = np.ones(int(fitted.sum()))
     solved = least_squares()(residuals, start, bounds=(0.0, np.inf), loss="soft_l1", f_scale=OUTLIER)
@@ -114,7 +116,7 @@ def least_squares() -> Callable[..., Any]:
         from scipy.optimize import least_squares as solver
     except ImportError:
         raise ConfigError("a calibration needs SciPy: pip install 'dovetail[bench]'") from None
-    return solver  # type: ignore[no-any-return]
+    return solver
 
 
 def _errors(predicted: NDArray[np.float64], measured: NDArray[np.float64]) -> Errors:

@@ -22,7 +22,7 @@ class Component:
     target: str
     """Reference to the class, "package.module:Class", called as `Class(config, ...)`. Imported when it is built."""
     api: str
-    """Version of the contract that it implements, a literal such as "scheduler/0.2"."""
+    """Version of the contract that it implements, a literal such as "scheduler/0.3"."""
     capabilities: str | None = None
     """Reference to a function of `(config, host)` that returns `Capabilities`. Imported for the check of them."""
     facts: str | None = None

@@ -12,14 +12,14 @@ from dovetail.core.compose.config import Config
 class EngineConfig(Config):
     tp: int = Field(1, ge=1)
     """Ranks that share each layer (tensor parallelism)."""
-    ep: int | None = Field(None, ge=1)
-    """Groups of the `tp` ranks that have different routed experts (expert parallelism). The tp / ep ranks of a group
-    have the same experts, each some of their channels. null: `tp` if `experts` spreads experts, else 1."""
     pp: int = Field(1, ge=1)
     """Groups of layers that run one after another on separate ranks (pipeline parallelism)."""
     dp: int = Field(1, ge=1)
     """Replicas of the model on this host (data parallelism). Each has tp x pp ranks, a scheduler and a KV cache, in
     separate processes; `router` distributes requests over them."""
+    ep: int | None = Field(None, ge=1)
+    """Groups of the `tp` ranks that have different routed experts (expert parallelism). The tp / ep ranks of a group
+    have the same experts, each some of their channels. null: `tp` if `experts` spreads experts, else 1."""
     max_len: int | None = Field(None, ge=1)
     """Maximum sequence length in tokens, prompt and output together, never more than the model's limit; null: that
     limit."""

@@ -41,7 +41,7 @@ KINDS: dict[str, Kind] = {
             "Scheduler",
             "scheduler:SchedulerContract",
             "which sequences run in a step, and how many tokens of each",
-            api="0.2",
+            api="0.3",
         ),
         _kind(
             "kv_cache",
@@ -56,7 +56,7 @@ KINDS: dict[str, Kind] = {
             "AttentionBackend",
             "attention:AttentionContract",
             "writes keys and values to pages and attends over them",
-            api="0.3",
+            api="0.4",
         ),
         _kind(
             "quant",
@@ -79,7 +79,7 @@ KINDS: dict[str, Kind] = {
             "Drafter",
             "spec_decode:DrafterContract",
             "proposes tokens that the model then verifies",
-            api="0.3",
+            api="0.4",
         ),
         _kind("executor", "one", "Executor", "executor:ExecutorContract", "runs plans on one or many ranks", api="0.2"),
         _kind("router", "one", "Router", "router:RouterContract", "which data-parallel replica runs a request"),
@@ -89,7 +89,7 @@ KINDS: dict[str, Kind] = {
             "Collective",
             "collective:CollectiveContract",
             "sums and gathers between ranks",
-            api="0.2",
+            api="0.3",
         ),
         _kind(
             "experts",

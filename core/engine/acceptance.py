@@ -48,7 +48,10 @@ class Acceptance:
         weight_R1 = np.where(self._owner_S[slots_R] == uids_R, weight_R, 0.0)[:, None]
         reached_RK = weight_R1 * self._reached_SK[slots_R] + PRIOR_ROWS
         accepted_RK = weight_R1 * self._accepted_SK[slots_R] + PRIOR_ROWS * rate_K
-        survival_RK: NDArray[np.float64] = np.minimum(accepted_RK / reached_RK, MOST).cumprod(1)
+        return self._survival(accepted_RK / reached_RK)
+
+    def _survival(self, rate_RK: NDArray[np.float64]) -> NDArray[np.float64]:
+        survival_RK: NDArray[np.float64] = np.minimum(rate_RK, MOST).cumprod(1)
         return survival_RK
 
     def last_drafted(self, slots_R: NDArray[np.int64], uids_R: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -70,8 +73,7 @@ class Acceptance:
         accepted_R: NDArray[np.int64],
     ) -> None:
         """Take the rows of a step that had drafts: how many were planned and accepted."""
-        reached_RK = self._steps_K < np.minimum(planned_R, accepted_R + 1)[:, None]
-        accepted_RK = self._steps_K < accepted_R[:, None]
+        reached_RK, accepted_RK = self._counts(planned_R, accepted_R)
         forget = 0.5 ** (len(slots_R) / HALF_LIFE_ROWS)
         self._all_reached_K = forget * self._all_reached_K + reached_RK.sum(0)
         self._all_accepted_K = forget * self._all_accepted_K + accepted_RK.sum(0)
@@ -80,3 +82,31 @@ class Acceptance:
         self._reached_SK[slots_R] = kept_R1 * self._reached_SK[slots_R] + reached_RK
         self._accepted_SK[slots_R] = kept_R1 * self._accepted_SK[slots_R] + accepted_RK
         self._owner_S[slots_R], self._seen_S[slots_R] = uids_R, self._now
+
+    def _counts(
+        self, planned_R: NDArray[np.int64], accepted_R: NDArray[np.int64]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return (how often each draft was reached, and accepted) in a step, [R, K]."""
+        reached_RK = self._steps_K < np.minimum(planned_R, accepted_R + 1)[:, None]
+        accepted_RK = self._steps_K < accepted_R[:, None]
+        return reached_RK.astype(np.float64), accepted_RK.astype(np.float64)
+
+
+class TreeAcceptance(Acceptance):
+    """Acceptance of draft trees by row. Of n drafts in the order of their probability, a row accepts a number that
+    grows with log(1 + n) (Sequoia, Chen et al. 2024). One rate is kept: the drafts accepted of a whole tree."""
+
+    def __init__(self, slots: int, lookahead: int) -> None:
+        super().__init__(slots, 1)
+        self._share_K = np.log1p(np.arange(1, lookahead + 1)) / np.log1p(lookahead)
+        """Share of the accepted drafts that is among the first drafts."""
+
+    def _survival(self, rate_RK: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the probability that each draft of a row is accepted."""
+        survival_RK: NDArray[np.float64] = np.minimum(rate_RK * np.diff(self._share_K, prepend=0.0), MOST)
+        return survival_RK
+
+    def _counts(
+        self, planned_R: NDArray[np.int64], accepted_R: NDArray[np.int64]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        return self._share_K[planned_R - 1, None], accepted_R[:, None].astype(np.float64)

@@ -16,6 +16,7 @@ from dovetail.core.engine.stored_weights import stored_formats, table_formats
 from dovetail.core.errors import CapabilityError, CapacityError, DovetailError
 from dovetail.core.interfaces import ExpertPlacement, Formats, Model
 from dovetail.core.interfaces.placement import expert_ranks
+from dovetail.core.interfaces.spec_decode import MOST_NODES
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -31,6 +32,7 @@ def check_fit(composition: Composition) -> None:
     composition.check(here, host.model_facts(spec))
     found = [*_depth_conflicts(composition, here), *_overlap_conflicts(composition), *_launch_conflicts(composition)]
     found += [*_former_conflicts(composition), *expert_conflicts(composition, spec)]
+    found += _tree_conflicts(composition, here)
     if found:
         raise CapabilityError(found)
     check_weights_fit(composition, spec, here)
@@ -121,6 +123,34 @@ def _depth_conflicts(composition: Composition, here: Host) -> Iterator[str]:
         )
 
 
+def _tree_conflicts(composition: Composition, here: Host) -> Iterator[str]:
+    """Yield conflicts of a drafter of trees with itself and with attention."""
+    drafter = composition.build("spec_decode")
+    if drafter.depth >= drafter.lookahead:
+        return
+    name = composition.part("spec_decode").name
+    if drafter.lookahead > MOST_NODES:
+        yield (
+            f"spec_decode={name} drafts trees of {drafter.lookahead} tokens, and the limit is {MOST_NODES}: the "
+            f"ancestors of a draft are the bits of one number. Would work: {MOST_NODES}."
+        )
+    if drafter.verify != "draws":
+        yield (
+            f"spec_decode={name} drafts trees, which are verified by the model's own draws, and its verification is "
+            f"{drafter.verify}. Would work: spec_decode.verify=draws, or chains."
+        )
+    attention = composition.part("attention")
+    if not attention.capabilities(here).provides.get("tree"):
+        registry = composition.registry
+        parts = (registry.get("attention", name) for name in registry.options("attention"))
+        chosen = (Selected(part, part.component.config()) for part in parts)
+        able = [f"attention={part.name}" for part in chosen if part.capabilities(here).provides.get("tree")]
+        yield (
+            f"attention={attention.name} has no tree masks, and spec_decode={name} drafts trees. "
+            f"Would work: {', '.join([*able, 'chains of drafts'])}."
+        )
+
+
 def _overlap_conflicts(composition: Composition) -> Iterator[str]:
     """Yield a conflict if half-batches must overlap and the model does not expose its collective calls."""
     model = composition.part("model")
@@ -166,7 +196,18 @@ def expert_conflicts(composition: Composition, spec: ModelSpec) -> list[str]:
         ]
     for rank in range(ep):
         placement.layout(spec.moe.experts, rank, ep)
-    return []
+    return list(_own_rows_conflicts(composition, placement, spec.moe.shared))
+
+
+def _own_rows_conflicts(composition: Composition, placement: ExpertPlacement, shared: int) -> Iterator[str]:
+    """Yield a conflict of adapters with shared experts that get a rank's own rows."""
+    if placement.rows == "own" and shared and "adapter" in composition.parts:
+        adapter = composition.part("adapter")
+        if getattr(adapter.config, "slots", 0):
+            yield (
+                f"experts={composition.part('experts').name} gives each rank its own rows, and adapter={adapter.name} "
+                "applies to all rows of the shared experts. Would work: adapter=none, experts=whole, experts=tensor."
+            )
 
 
 def spreading(composition: Composition) -> list[str]:
@@ -195,7 +236,7 @@ def check_weights_fit(composition: Composition, spec: ModelSpec, host: Host) -> 
     if not composition.part("executor").capabilities(host).provides.get("holds_weights", True):
         return
     quant, (dtype, each) = composition.part("quant"), number_format(composition.engine, spec, host.device)
-    bits = 8.0 * each if quant.name == "none" else _weight_bits(quant, host)
+    bits = 8.0 * each if quant.name == "none" else _weight_bits(quant, host, 8.0 * each)
     if (stored := stored_formats(quant, spec, 8.0 * each)) is not None:
         bits = stored.bits
     if bits is None:
@@ -232,8 +273,8 @@ class _WeightMemory:
         if engine.memory_fraction < 0.95 and self.missing(formats, engine.tp, 0.95) <= 0:
             yield "engine.memory_fraction=0.95"
         others = [one for one in quantizers(self.composition, self.host) if one[1] < bits]
-        # With default options, quantizers leave logits and embedding plain.
-        plain = replace(formats, head_bits=None, embedding_bits=None)
+        # With default options, quantizers leave logits and embedding plain, and experts have the bits of other layers.
+        plain = replace(formats, head_bits=None, embedding_bits=None, expert_bits=None)
         smaller = [(name, replace(plain, weight_bits=fewer)) for name, fewer in others]
         for name, fewer in smaller[:MOST_QUANTIZERS]:
             if self.missing(fewer, engine.tp, engine.memory_fraction) <= 0:
@@ -283,9 +324,11 @@ def model_ranks(composition: Composition, host: Host, most: int) -> list[int]:
     return [tp for tp in range(1, most + 1) if all(demand.admits(tp) for demand in demands)]
 
 
-def _weight_bits(quant: Selected, host: Host) -> float | None:
-    """Return the stated bits per weight; None = not stated, or the quantizer does not run on this host."""
+def _weight_bits(quant: Selected, host: Host, plain: float | None = None) -> float | None:
+    """Return the stated bits per weight, `plain` for "model"; None = not stated, or the quantizer does not run on this
+    host."""
     stated = quant.capabilities(host)
     bits = stated.provides.get("weight_bits")
+    bits = plain if bits == "model" else bits
     runs = all(d.admits(getattr(host, d.key)) for d in stated.requires if d.kind == "host")
     return float(bits) if isinstance(bits, int | float) and runs else None

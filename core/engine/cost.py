@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from dovetail.core.compose import Host
 from dovetail.core.engine.stored_weights import stored_formats, table_formats
 from dovetail.core.errors import ConfigError, PluginError
-from dovetail.core.interfaces import CostModel, DrafterFacts, Formats
+from dovetail.core.interfaces import CostModel, DrafterFacts, ExpertPlacement, Formats
+from dovetail.core.interfaces.placement import expert_ranks
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition, EngineConfig
@@ -32,10 +33,14 @@ def bind_cost(
     if not cost.predicts:
         return None
     bound = formats(composition, spec, device or composition.engine.device, here)
-    cost.bind(spec, composition.engine, bound)
+    engine = with_expert_ranks(composition)
+    cost.bind(spec, engine, bound)
     facts: DrafterFacts | None = composition.part("spec_decode").facts() if "spec_decode" in composition.parts else None
-    if facts is not None and facts.spec is not None and facts.spec.parameters is not None:
+    if facts is not None and facts.target_share and spec.parameters is not None:
         cost.drafter = composition.build("cost")
+        cost.drafter.bind(_part_of(spec, facts.target_share), engine, bound)
+    elif facts is not None and facts.spec is not None and facts.spec.parameters is not None:
+        cost.drafter, cost.drafts_in_one_pass = composition.build("cost"), facts.one_pass
         bits = 8.0 * bound.dtype_bytes if facts.weight_bits is None else facts.weight_bits
         # Matmuls of narrow weights are those of the model's dtype: the facts do not name a product.
         own = replace(
@@ -45,14 +50,33 @@ def bind_cost(
             head_bits=facts.head_bits,
             head_product=None,
             embedding_bits=facts.embedding_bits,
+            expert_bits=None,
         )
-        cost.drafter.bind(facts.spec, composition.engine, own)
+        cost.drafter.bind(facts.spec, engine, own)
     return cost
+
+
+def with_expert_ranks(composition: Composition) -> EngineConfig:
+    """Return the engine's settings with the number of expert ranks in place of ep=null."""
+    engine = composition.engine
+    if "experts" not in composition.parts:
+        return engine
+    placement: ExpertPlacement = composition.build("experts")
+    return engine.model_copy(update={"ep": expert_ranks(placement, engine.ep, engine.tp)})
+
+
+def _part_of(spec: ModelSpec, share: float) -> ModelSpec:
+    """Return a model of some of the layers, with the embedding and logits of the whole."""
+    layers = max(1, round(spec.layers * share))
+    p, part = spec.parameters, layers / spec.layers
+    assert p is not None
+    fewer = {name: int(getattr(p, name) * part) for name in ("attention", "mlp", "experts", "active_experts", "rest")}
+    return replace(spec, layers=layers, windows=spec.windows[:layers], parameters=replace(p, **fewer))
 
 
 def formats(composition: Composition, spec: ModelSpec, device: str, here: Host | None = None) -> Formats:
     """Formats from engine.dtype, engine.kv_dtype, and the quantizer's capabilities `weight_bits`, `product`,
-    `head_bits` and `head_product`, which the headers of a quantized checkpoint replace."""
+    `head_bits`, `head_product` and `expert_bits`, which the headers of a quantized checkpoint replace."""
     engine, quant = composition.engine, composition.part("quant")
     dtype, size = number_format(engine, spec, device)
     kv_bytes = size if engine.kv_dtype == "auto" else _size("kv_dtype", engine.kv_dtype, _KV_BYTES)
@@ -69,7 +93,8 @@ def formats(composition: Composition, spec: ModelSpec, device: str, here: Host |
         )
     product = dtype if stated["product"] == "model" else str(stated["product"])
     tables = table_formats(stated, stored)
-    return Formats(dtype, size, float(stated["weight_bits"]), product, kv_bytes, **tables)  # type: ignore[arg-type]
+    bits = 8.0 * size if stated["weight_bits"] == "model" else float(stated["weight_bits"])  # type: ignore[arg-type]
+    return Formats(dtype, size, bits, product, kv_bytes, **tables)
 
 
 def number_format(engine: EngineConfig, spec: ModelSpec, device: str) -> tuple[str, int]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import zip_longest
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dovetail.core.interfaces import Observer, RowResult, StepPlan, StepRecord, StepResult
 from dovetail.core.interfaces.plan import DECODE
@@ -37,6 +40,10 @@ class Counters:
     output_tokens: int = 0
     drafted: int = 0
     accepted: int = 0
+    reached_at: list[int] = field(default_factory=list)
+    """Drafts by position that were verified, and whose predecessors in the row were all accepted."""
+    accepted_at: list[int] = field(default_factory=list)
+    """Those of them that were accepted."""
     decode_rows: int = 0
     """Rows that could have verified drafts. Output tokens per such row are the acceptance length."""
     late_rows: int = 0
@@ -53,13 +60,17 @@ class Counters:
     """Time that the device was busy, if the executor reports it."""
     idle_seconds: float = 0.0
     """Time that the device was idle while there were requests: it waited for the host."""
+    draft_seconds: float = 0.0
+    """Part of device_seconds that the executor reports as StepResult.draft_seconds."""
+    draw_seconds: float = 0.0
+    """The same of StepResult.draw_seconds."""
 
     def finish_step(self, plan: StepPlan, result: StepResult, lookahead: int) -> StepCounts:
         """Count a step. `lookahead`: maximum number of drafts per row; 0 = no speculation."""
         # Decode rows come first. Each of these passes over all rows runs in C.
         decodes = bisect_left(plan.rows, True, key=lambda row: not row.flags & DECODE)
         drafted = sum(map(_DRAFTED, result.rows)) if lookahead else 0
-        accepted = sum(max(len(row.tokens) - 1, 0) for row in result.rows[:decodes]) if drafted else 0
+        accepted = self._count_drafts(result.rows[:decodes], lookahead) if drafted else 0
         sampled = sum(map(len, map(_TOKENS, result.rows)))
         self.steps += 1
         self.output_tokens += sampled
@@ -67,7 +78,34 @@ class Counters:
         self.accepted += accepted
         self.decode_rows += decodes
         self.device_seconds += result.device_seconds
+        self.draft_seconds += result.draft_seconds
+        self.draw_seconds += result.draw_seconds
         return StepCounts(sampled, drafted, accepted)
+
+    def _count_drafts(self, rows: Sequence[RowResult], lookahead: int) -> int:
+        """Count drafts by position. Return the number of accepted ones."""
+        reached, taken = [0] * lookahead, [0] * lookahead
+        # Few pairs differ. Both passes over the rows run in C.
+        pairs = Counter(zip(map(_DRAFTED, rows), map(len, map(_TOKENS, rows)), strict=True))
+        for (drafted, tokens), times in pairs.items():
+            for at in range(min(drafted, tokens, lookahead)):
+                reached[at] += times
+                taken[at] += times * (at < tokens - 1)
+        # New lists, so that a copy of the counters keeps its values.
+        self.reached_at, self.accepted_at = add_up([self.reached_at, reached]), add_up([self.accepted_at, taken])
+        return sum(taken)
+
+    @classmethod
+    def total(cls, each: Iterable[Counters]) -> Counters:
+        """Return the sums over several engines."""
+        columns = zip(*([getattr(one, name.name) for name in fields(cls)] for one in each), strict=True)
+        sums: Iterable[Any] = (add_up(column) if isinstance(column[0], list) else sum(column) for column in columns)
+        return cls(*sums)
+
+
+def add_up(lists: Iterable[Sequence[int]]) -> list[int]:
+    """Return the sums by position; shorter lists end in zeros."""
+    return list(map(sum, zip_longest(*lists, fillvalue=0)))
 
 
 log = logging.getLogger(__name__)

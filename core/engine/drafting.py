@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dovetail.core.engine.acceptance import Acceptance
+from dovetail.core.engine.acceptance import Acceptance, TreeAcceptance
 from dovetail.core.engine.following import Following
 from dovetail.core.interfaces import CostModel, RowWork, SchedulerLimits, Sequence, StepPlan, StepResult
 from dovetail.core.interfaces.plan import DECODE
@@ -95,7 +95,9 @@ class Drafting:
         self._lookahead = lookahead = limits.lookahead
         self._following = Following(limits.max_seqs, limits.draft_window, resumes=limits.draft_resumes)
         self._means = (0, *(mean for mean in MEANS if mean < lookahead), lookahead)
-        self.acceptance = Acceptance(limits.max_seqs, lookahead)
+        self._depth = lookahead if limits.draft_depth is None else limits.draft_depth
+        kind = TreeAcceptance if self._depth < lookahead else Acceptance
+        self.acceptance = kind(limits.max_seqs, lookahead)
         # A drafter that must follow rows is tried before it has left them behind.
         first = 1 if self._following.needed else MIN_INTERVAL
         self._buckets: defaultdict[int, _Bucket] = defaultdict(lambda: _Bucket(left=first))
@@ -132,7 +134,7 @@ class Drafting:
             bucket.hold -= 1
             bucket.left -= 1
             return {}
-        ranking = _Ranking(self.acceptance, decoding, self._lookahead, self._following.able(decoding))
+        ranking = _Ranking(self.acceptance, decoding, self._lookahead, self._depth, self._following.able(decoding))
         level, token_seconds = self._best(bucket, rows, length, ranking, cost)
         if not self._trial_level and self._following.able(decoding, steps=1).mean() < 1 - LEFT_BEHIND:
             self._trial_rows = 0
@@ -245,7 +247,7 @@ class Drafting:
                 works.append(RowWork(prompt_tokens, prompt_tokens))
             found = cost.step_seconds(work for work in works if work.times)
             if drafts:
-                found += cost.draft_seconds(rows, self._lookahead, length)
+                found += cost.draft_seconds(rows, self._depth, length)
             self._predicted[key] = found
         return found
 
@@ -286,12 +288,14 @@ class Drafting:
 class _Ranking:
     """Drafts of all rows of a step, the most likely to be accepted first."""
 
-    def __init__(self, acceptance: Acceptance, rows: list[Sequence], lookahead: int, able_R: NDArray[np.bool_]) -> None:
+    def __init__(
+        self, acceptance: Acceptance, rows: list[Sequence], lookahead: int, depth: int, able_R: NDArray[np.bool_]
+    ) -> None:
         """`able_R`: which rows the drafter can draft for."""
         self._uids, self._lookahead = [seq.uid for seq in rows], lookahead
         slots_R, uids_R = np.array([seq.slot for seq in rows]), np.array(self._uids)
         # No drafts past a sequence's limit.
-        self._most_R = np.where(able_R, [_most_drafts(seq, lookahead) for seq in rows], 0)
+        self._most_R = np.where(able_R, [_most_drafts(seq, lookahead, depth) for seq in rows], 0)
         self._last_R = acceptance.last_drafted(slots_R, uids_R)
         wanted_RK = np.arange(lookahead) < self._most_R[:, None]
         survival_N = np.where(wanted_RK, acceptance.survival(slots_R, uids_R), 0.0).reshape(-1)
@@ -318,8 +322,12 @@ class _Ranking:
         return {self._uids[i]: 1 for i in order_R.tolist()}
 
 
-def _most_drafts(seq: Sequence, lookahead: int) -> int:
-    return max(min(seq.limit - seq.max_len - 1, lookahead), 0)
+def _most_drafts(seq: Sequence, lookahead: int, depth: int) -> int:
+    if depth < lookahead and seq.request.params.grammar is not None:
+        return 0  # Masks of the grammar are for chains.
+    room = seq.limit - seq.max_len
+    # A tree of fewer drafts than the room is not deeper.
+    return lookahead if depth < room else max(room - 1, 0)
 
 
 def _tokens(prompts: Iterable[Sequence], most: int) -> int:

@@ -87,6 +87,7 @@ class Engine:
             info.max_len,
             info.lookahead,
             engine.depth,
+            draft_depth=drafter.depth,
             weighs_drafts=engine.drafts == "paying",
             draft_window=drafter.window,
             draft_resumes=drafter.resumes,

@@ -170,7 +170,7 @@ class PolicyScheduler(Scheduler):
         assert plan.step == result.step, f"got the result of step {result.step}; the oldest in flight is {plan.step}"
         if self._drafting is not None:
             self._drafting.update(plan, result)
-        known, publish = self._sequences.get, self.kv.publish
+        known, publish, gain = self._sequences.get, self.kv.publish, self.limits.gain
         tokens = map(_TOKENS, result.rows)
         for (_, uid, epoch, _, _, draft, flags), sampled in zip(plan.rows, tokens, strict=True):
             seq = known(uid)
@@ -180,7 +180,7 @@ class PolicyScheduler(Scheduler):
             if not flags & SAMPLE:
                 continue
             # Rejected drafts. A LATE row without its mask yields no token, and its last token is fed again.
-            surplus = draft + 1 - len(sampled)
+            surplus = gain(draft) - len(sampled)
             current = epoch == seq.epoch
             if surplus:
                 seq.max_len -= surplus
@@ -243,23 +243,32 @@ class PolicyScheduler(Scheduler):
         """Plan one decode row per sequence. This is the hottest loop on the host, hence the local names."""
         reserve, lookahead, running = self.kv.reserve, self.limits.lookahead, Status.RUNNING
         budget, append = builder.budget, builder.decodes.append
+        depth = lookahead if self.limits.draft_depth is None else self.limits.draft_depth
+        # The drafter of a tree writes pages for drafts that the step does not verify.
+        tree = depth < lookahead
         for seq in decoding:
             room = seq.limit - seq.max_len
             # Without room, the plans in flight may already complete the sequence.
             if room <= 0 or not budget or seq.status is not running:
                 continue
             draft = 0
-            if lookahead:
-                draft = min(self.draft_tokens(seq, ctx), room - 1, budget - 1)
-            count = 1 + draft
+            # Masks of a grammar are for chains.
+            if lookahead and not (tree and seq.request.params.grammar is not None):
+                draft = min(self.draft_tokens(seq, ctx), budget - 1)
+                # A tree of so few drafts is not deeper than the room.
+                draft = draft if depth < room else min(draft, room - 1)
+            count = gain = 1 + draft
             bound = seq.computed + count
-            reserved = reserve(seq, bound)
-            if reserved is None and (reserved := self._reserve(seq, bound, builder, ctx)) is None:
+            upto = bound
+            if tree and draft:
+                gain, upto = 1 + min(draft, depth), seq.computed + 1 + lookahead
+            reserved = reserve(seq, upto)
+            if reserved is None and (reserved := self._reserve(seq, upto, builder, ctx)) is None:
                 continue
             if reserved.entries or reserved.ops:
                 self._add_pages(seq, reserved, builder)
-            seq.computed = bound
-            seq.max_len += count
+            seq.computed += gain
+            seq.max_len += gain
             seq.inflight += 1
             # tuple.__new__ skips the Python frame that NamedTuple's constructor costs for each row.
             append(_new(Row, (seq.slot, seq.uid, seq.epoch, count, bound, draft, DECODE_AND_SAMPLE)))

@@ -107,8 +107,8 @@ class RequestBuilder:
             raise RequestError(f"this {spec.architecture} has no head: it embeds text and generates none")
         if params.grammar is not None and "grammar" not in self._composition.parts:
             raise RequestError(f"grammar: app={self._composition.app} was composed without the part `grammar`")
-        for what, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-            wrong = [t for t in ids if t >= vocab]
+        for what in ("logit_bias", "stop_token_ids", "prediction"):
+            wrong = [t for t in getattr(params, what) if t >= vocab]
             if wrong:
                 raise RequestError(f"{what}: token id {wrong[0]} is not in the model's vocabulary of {vocab}")
         for what, top in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _LAYER = re.compile(r"\.\d+\.")
 """Part of the names of tensors in layers; embedding and logits have no number."""
+_EXPERTS = re.compile(r"\.experts(\.|$)")
 _HEAD = "lm_head"
 """Name of the matrix of logits in checkpoints; any other table is the embedding."""
 
@@ -27,19 +28,23 @@ class StoredFormats:
     """Number formats of a quantized checkpoint's weights in memory."""
 
     bits: float
-    """Bits of a weight, on average over the matrices of layers."""
+    """Bits of a weight, on average over the matrices of layers, but for those of routed experts."""
     product: str | None
     """Number format of most matmuls; None = the one that the quantizer states."""
     head: StoredMatrix | None
     """Matrix of logits, or the embedding if the file has no other table; None = plain."""
     embedding: StoredMatrix | None
     """None = plain."""
+    expert_bits: float | None
+    """The same as `bits` for routed experts; None = the file has none."""
 
 
 def table_formats(stated: Mapping[str, Any], stored: StoredFormats | None) -> dict[str, Any]:
-    """Return `head_bits`, `head_product` and `embedding_bits` of Formats: those of the file if it has quantized tables,
-    and else the quantizer's capabilities of these names."""
-    found = {key: stated.get(key) for key in ("head_bits", "head_product", "embedding_bits")}
+    """Return `head_bits`, `head_product`, `embedding_bits` and `expert_bits` of Formats: those of the file if it has
+    quantized tables or experts, and else the quantizer's capabilities of these names."""
+    found = {key: stated.get(key) for key in ("head_bits", "head_product", "embedding_bits", "expert_bits")}
+    if stored is not None and stored.expert_bits is not None:
+        found["expert_bits"] = stored.expert_bits
     if stored is not None and stored.head is not None:
         found |= {"head_bits": stored.head.bits, "head_product": stored.head.product}
     if stored is not None and stored.embedding is not None:
@@ -57,7 +62,8 @@ def stored_formats(quant: Selected, spec: ModelSpec, plain_bits: float) -> Store
         return None
     measure = quant.registered.load(quant.component.stored)
     weights: Counter[str | None] = Counter()
-    bits = 0.0
+    # Weights and their bits, of routed experts and of others.
+    sums = {True: [0, 0.0], False: [0, 0.0]}
     tables: dict[str, StoredMatrix | None] = {}
     checkpoint = open_checkpoint(spec.checkpoint)
     for prefix, headers in _matrices(checkpoint.tensors()).items():
@@ -70,12 +76,17 @@ def stored_formats(quant: Selected, spec: ModelSpec, plain_bits: float) -> Store
             count = sum(prod(header.shape) for name, header in headers.items() if name != "bias")
             found = StoredMatrix(count, plain_bits, "model")
         weights[found.product] += found.weights
-        bits += found.weights * found.bits
+        counted = sums[_EXPERTS.search(prefix) is not None]
+        counted[0] += found.weights
+        counted[1] += found.weights * found.bits
     if not weights.total():
         return None
+    of_experts, rest = (bits / count if count else None for count, bits in (sums[True], sums[False]))
     (product, _), *_ = weights.most_common(1)
     embedding = next((one for name, one in tables.items() if name != _HEAD), None)
-    return StoredFormats(bits / weights.total(), product, tables.get(_HEAD, embedding), embedding)
+    bits = of_experts if rest is None else rest
+    assert bits is not None
+    return StoredFormats(bits, product, tables.get(_HEAD, embedding), embedding, of_experts)
 
 
 def _matrices(tensors: Mapping[str, TensorHeader]) -> dict[str, dict[str, TensorHeader]]:

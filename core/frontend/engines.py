@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import queue
 import threading
 from abc import ABC, abstractmethod
@@ -126,8 +125,7 @@ class Engines(ABC):
     @property
     def counters(self) -> Counters:
         """Sums over all replicas."""
-        found = [figures.counters for figures in self.figures()]
-        return Counters(*map(sum, zip(*map(dataclasses.astuple, found), strict=True)))
+        return Counters.total(figures.counters for figures in self.figures())
 
     def reset_cache(self) -> bool:
         """Forget cached prefixes; False if an allocator cannot."""

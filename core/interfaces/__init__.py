@@ -10,8 +10,10 @@ from dovetail.core.interfaces.attention import (
     BatchMeta,
     HostBounds,
     KVPool,
+    LatentNorm,
     QKNorm,
     Rope,
+    TreeMask,
 )
 from dovetail.core.interfaces.checkpoint import Checkpoint, LazyTensor, TensorHeader
 from dovetail.core.interfaces.collective import Collective, Residual
@@ -99,6 +101,7 @@ from dovetail.core.interfaces.records import (
     StepResult,
 )
 from dovetail.core.interfaces.router import Arrival, ReplicaLoad, Router
+from dovetail.core.interfaces.rows import RowShard
 from dovetail.core.interfaces.scheduler import (
     Resource,
     Scheduler,
@@ -107,6 +110,7 @@ from dovetail.core.interfaces.scheduler import (
     SchedulerStats,
 )
 from dovetail.core.interfaces.spec_decode import (
+    AcceptedPath,
     Draft,
     DraftContext,
     Drafter,
@@ -122,6 +126,7 @@ __all__ = [
     "PLAIN",
     "SLO",
     "SWIGLU",
+    "AcceptedPath",
     "ActFormat",
     "Activation",
     "AdapterFacts",
@@ -173,6 +178,7 @@ __all__ = [
     "KVSequence",
     "KVStats",
     "LateInputs",
+    "LatentNorm",
     "LayerAdapters",
     "Layers",
     "LazyTensor",
@@ -216,6 +222,7 @@ __all__ = [
     "Row",
     "RowFlag",
     "RowResult",
+    "RowShard",
     "RowWork",
     "SamplingParams",
     "Scheduler",
@@ -237,6 +244,7 @@ __all__ = [
     "ToolCallBegin",
     "ToolCallEnd",
     "ToolParser",
+    "TreeMask",
     "Verify",
     "VirtualClock",
     "Vocabulary",

@@ -1,6 +1,6 @@
 """Attention contract: write a step's K and V into pages and attend over them.
 
-Shapes: T tokens of the step, B rows, H query heads, K kv heads, D head dim, P pages per table, W tree-mask width.
+Shapes: T tokens of the step, B rows, H query heads, K kv heads, D head dim, P pages per table.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from dovetail.core.interfaces.kv_cache import KVGroup
-    from dovetail.core.interfaces.model import BuildContext
+    from dovetail.core.interfaces.model import MLA, BuildContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,9 @@ class AttentionLayer:
     sinks: torch.Tensor | None = None
     """float32 [heads]: one more score of each head, which counts in the softmax's sum alone (gpt-oss, 2025); None =
     none. It may be filled after the layer is made. Capability `scores`: "sinks"."""
+    mla: MLA | None = None
+    """Sizes of a compressed latent. `write_mla` and `attend_mla` are called in place of the other methods: kv_heads is
+    `heads`, head_dim is nope_dim + rope_dim, and there is no window, cap or sink. None = keys and values in pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,25 @@ class HostBounds:
         return self.decode_width or max(self.counts[: self.num_decode], default=0)
 
 
+@dataclass(frozen=True, slots=True)
+class TreeMask:
+    """Visibility in decode rows that feed draft trees (SpecInfer, Miao et al. 2024). A row feeds its last accepted
+    token, the root, and then the drafts, parents before their children. Several drafts may have one position, so a
+    draft's index in the KV cache is not its position.
+
+    A token sees all keys up to the root, and its ancestors and itself among the drafts. A layer's window counts
+    positions: a token `depth` levels below the root, whose position is root + depth, sees those of its ancestors that
+    are less than `window` levels above it, and keys from index root + depth - window + 1 on. `core.ops.trees` computes
+    both.
+    """
+
+    root_T: torch.Tensor
+    """int64: index of the row's root among the row's keys."""
+    ancestors_T: torch.Tensor
+    """int64: bit i is set if the token sees the key with index root + 1 + i. A draft's own bit is set, and the number
+    of bits is its depth. 0 = the root, or padding. Tokens of other rows have arbitrary values: their mask is causal."""
+
+
 @dataclass(slots=True)
 class BatchMeta:
     """Device metadata of one step for one KV group. Written by the runner before `plan_device`; read-only for backends.
@@ -92,8 +114,8 @@ class BatchMeta:
     write_T: torch.Tensor
     """int64: flat token slot (page * page_tokens + offset) to which each token's K and V are written."""
     page_tokens: int
-    tree_mask_TW: torch.Tensor | None = None
-    """bool [T, W]: which of the row's last W tokens each token of a draft tree sees; None = causal chain."""
+    tree: TreeMask | None = None
+    """Mask of the decode rows, if they may feed draft trees (capability `tree`); None = every row is causal."""
 
 
 @dataclass(slots=True)
@@ -134,6 +156,15 @@ class Rope:
     sin (NeoX halves)."""
 
     table: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LatentNorm:
+    """RMSNorm over the kv_rank columns of a latent (DeepSeek-V2, 2024)."""
+
+    weight_L: torch.Tensor
+    """As in core.ops.rms_norm."""
+    eps: float
 
 
 class AttentionBackend(ABC):
@@ -196,13 +227,37 @@ class AttentionBackend(ABC):
         """
         return self.attend(layer, ctx, self.write(layer, ctx, qkv, rope, qk_norm), emit)
 
+    def write_mla(
+        self,
+        layer: AttentionLayer,
+        ctx: AttnCtx,
+        q: torch.Tensor,
+        latents: torch.Tensor,
+        rope: Rope | None,
+        norm: LatentNorm,
+    ) -> torch.Tensor:
+        """Norm the first kv_rank columns of latents [T, kv_rank + rope_dim], rotate the others and the last rope_dim of
+        each head of q [T, H * (nope_dim + rope_dim)], write the latents to the planes of core.ops.latent_planes, and
+        return q_THD. Its inputs are not modified."""
+        from dovetail.core.ops.latent_write import latent_write
+
+        return latent_write(layer, ctx.meta, self.pools[layer.group], q, latents, rope, norm)
+
     def attend_mla(
         self,
         layer: AttentionLayer,
         ctx: AttnCtx,
-        q_nope: torch.Tensor,
-        q_rope: torch.Tensor,
+        q: torch.Tensor,
+        up_HOL: torch.Tensor,
         emit: tuple[ActFormat, ...] = (PLAIN,),
     ) -> Bundle:
-        """Attention over a compressed latent (DeepSeek-V2, 2024). Optional; implied by "mla" in capability `kinds`."""
+        """Causal attention of q_THD over compressed latents (DeepSeek-V2, 2024), [T, H * v_dim] in the formats of
+        `emit`. Optional; implied by "mla" in capability `kinds`.
+
+        up_HOL [H, nope_dim + v_dim, kv_rank] are the up-projections: a latent's key is its product with the first
+        nope_dim rows of a head, followed by its rotated columns; its value is the product with the other rows. For each
+        row of the step the backend chooses between two ways that give the same result. Absorbed: the projections
+        multiply query and output, so that heads share one key of kv_rank + rope_dim columns; for few tokens. Expanded:
+        keys and values of every head are computed; for many tokens, since each score then takes fewer products.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no MLA; its capability `kinds` must not name it")

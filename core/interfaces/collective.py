@@ -7,9 +7,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dovetail.core.interfaces.activation import PLAIN, ActFormat, Bundle, Partial
+from dovetail.core.interfaces.rows import RowShard, share_of, share_of_bundle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -71,6 +72,30 @@ class Collective(ABC):
     def broadcast(self, x: torch.Tensor, root: int = 0) -> torch.Tensor:
         """Return the root's x on every rank."""
 
+    def gather_rows(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Concatenate each part along the first dimension in rank order. The parts have any dtypes and equally many
+        rows on every rank. The default makes an `all_gather` of bytes for each part."""
+        if self.size == 1:
+            return list(parts)
+        import torch
+
+        rows = (self.all_gather(part.contiguous().view(torch.uint8).reshape(1, -1)) for part in parts)
+        return [row.view(part.dtype).view(-1, *part.shape[1:]) for row, part in zip(rows, parts, strict=True)]
+
+    def reduce_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks and return this rank's rows, from rank * rows / size on. `size` divides the rows. May write
+        into x. The default makes an `all_reduce`."""
+        return x if self.size == 1 else share_of(self.all_reduce(x), self.rank, self.size)
+
+    def all_to_all(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Exchange rows: a part has `size` equal groups of rows, of which group r goes to rank r. Return the received
+        groups of each part in rank order. Shapes and dtypes are equal on every rank. The default gathers all rows."""
+        if self.size == 1:
+            return list(parts)
+        found = self.gather_rows(parts)
+        grouped = [x.view(self.size, self.size, -1, *x.shape[1:])[:, self.rank] for x in found]
+        return [mine.reshape(part.shape) for mine, part in zip(grouped, parts, strict=True)]
+
     @abstractmethod
     def barrier(self) -> None:
         """Block the host until every rank has called this."""
@@ -98,7 +123,8 @@ class Collective(ABC):
         `after`: norm of the sum before the residual is added (Gemma 2, 2024). It is passed on to `norm`.
 
         `residual` is None, all rows, or the residual that an earlier boundary of the same forward returned. So is `x`
-        in a block that norms the residual twice. The bundle has all rows, bit-identical on every rank.
+        in a block that norms the residual twice. `x` is a RowShard after a layer that gave each rank's rows to it
+        (`own_boundary`). The bundle has all rows, bit-identical on every rank.
         """
         if after is not None:
             norm = partial(norm, after=after)
@@ -108,13 +134,28 @@ class Collective(ABC):
             return norm(x.values, residual, emit, plus=x.plus)
         return norm(self.reduce(x), residual, emit)
 
+    def own_boundary(
+        self,
+        x: torch.Tensor | Partial | Residual,
+        residual: Residual | None,
+        norm: Norm,
+        emit: tuple[ActFormat, ...] = (PLAIN,),
+        after: Norm | None = None,
+    ) -> tuple[Bundle, Residual]:
+        """Like `boundary`, but the bundle has this rank's rows alone, as a RowShard has, padding included. A component
+        that keeps the residual by rows need not gather."""
+        bundle, residual = self.boundary(x, residual, norm, emit, after)
+        return share_of_bundle(bundle, self.rank, self.size), residual
+
     def whole(self, residual: Residual) -> torch.Tensor:
         """Return all rows [T, C] of a residual from `boundary`, bit-identical on every rank. Does not change it."""
         rows: torch.Tensor = residual
         return rows
 
-    def reduce(self, x: torch.Tensor | Partial) -> torch.Tensor:
-        """Sum a Partial over ranks; return a tensor unchanged."""
+    def reduce(self, x: torch.Tensor | Partial | RowShard) -> torch.Tensor:
+        """Sum a Partial over ranks; gather a RowShard; return a tensor unchanged."""
+        if isinstance(x, RowShard):
+            return self.gather_rows([x.values])[0][: x.tokens]
         if not isinstance(x, Partial):
             return x
         return self.all_reduce(x.values) if self.size > 1 else x.completed()

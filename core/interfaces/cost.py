@@ -36,6 +36,8 @@ class Formats:
     """Number format of the matmul of logits; None = `dtype`."""
     embedding_bits: float | None = None
     """Bits per weight of an embedding that is not tied; None = those of `dtype`."""
+    expert_bits: float | None = None
+    """Bits per weight of routed experts; None = `weight_bits`."""
 
     def head_bytes(self, p: Parameters) -> float:
         """Return the bytes of the matrix of logits, over all ranks."""
@@ -47,10 +49,17 @@ class Formats:
         bits = 8 * self.dtype_bytes if self.embedding_bits is None else self.embedding_bits
         return p.embedding * bits / 8 if p.head else 0.0
 
+    def layer_bytes(self, p: Parameters, experts: float) -> float:
+        """Return the bytes of the matrices of layers with so many weights in routed experts, over all ranks."""
+        return (p.attention + p.mlp) * self.weight_bits / 8 + self.expert_bytes(experts)
+
+    def expert_bytes(self, weights: float) -> float:
+        """Return the bytes of so many weights of routed experts."""
+        return weights * (self.weight_bits if self.expert_bits is None else self.expert_bits) / 8
+
     def weight_bytes(self, p: Parameters) -> float:
         """Return the bytes of all weights, over all ranks."""
-        layers = (p.attention + p.mlp + p.experts) * self.weight_bits / 8
-        return layers + self.head_bytes(p) + self.embedding_bytes(p) + p.rest * self.dtype_bytes
+        return self.layer_bytes(p, p.experts) + self.head_bytes(p) + self.embedding_bytes(p) + p.rest * self.dtype_bytes
 
 
 class RowWork(NamedTuple):
@@ -112,6 +121,9 @@ class CostModel(ABC):
     """Cost model of the model inside the drafter, bound to that one; None = the drafter has none. Written by the engine
     after `bind`."""
 
+    drafts_in_one_pass = False
+    """DrafterFacts.one_pass. Written by the engine together with `drafter`."""
+
     def __init__(self, config: object) -> None:
         self.config = config
 
@@ -152,6 +164,8 @@ class CostModel(ABC):
         that the step before accepted; 0.0 for a drafter without a model."""
         if self.drafter is None or not rows or not drafts:
             return 0.0
+        if self.drafts_in_one_pass:
+            return self.drafter.decode_seconds(rows, context)
         first = self.drafter.step_seconds([RowWork(1 + drafts, context, 1, rows)])
         return first + (drafts - 1) * self.drafter.decode_seconds(rows, context)
 
@@ -182,8 +196,7 @@ class CostModel(ABC):
         experts = float(p.experts)
         if tokens is not None and p.experts:
             experts *= 1 - (1 - p.active_experts / p.experts) ** tokens
-        layers = (p.attention + p.mlp + experts) * self.formats.weight_bits / 8
-        return layers + self.formats.head_bytes(p) + p.rest * self.formats.dtype_bytes
+        return self.formats.layer_bytes(p, experts) + self.formats.head_bytes(p) + p.rest * self.formats.dtype_bytes
 
     def kv_bytes(self, tokens: int) -> int:
         """KV cache bytes of a sequence of `tokens` tokens, on one rank."""

@@ -37,9 +37,11 @@ class RoutingRule:
     scale: float = 1.0
     """Multiplies the scores at the end."""
     groups: int = 1
-    """Groups of consecutive experts. A token selects experts of the `kept_groups` whose best two scores have the
-    largest sums (DeepSeek-V3, 2024)."""
+    """Groups of consecutive experts. A token selects experts of the `kept_groups` whose best `group_best` scores have
+    the largest sums (DeepSeek-V3, 2024)."""
     kept_groups: int = 1
+    group_best: Literal[1, 2] = 2
+    """1: a group counts as much as its best expert (DeepSeek-V2, 2024)."""
     uniform: bool = False
     """Replace the logits by a hash of themselves, so that every expert is equally likely. For speed measurements with
     random weights, whose routers may choose a few experts for all tokens."""

@@ -9,6 +9,7 @@ from functools import partial
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.interfaces.records import Pooling
 
 if TYPE_CHECKING:
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from dovetail.core.interfaces.tuning import Tunable
 
 
+LATENT_GROUP = 128
+"""Columns of an 8-bit latent that share a scale."""
+
+
 @dataclass(frozen=True, slots=True)
 class MLA:
     """Attention over a compressed latent (DeepSeek-V2, 2024). The cache holds kv_rank + rope_dim values per token,
@@ -36,6 +41,13 @@ class MLA:
     nope_dim: int
     """Per-head dimensions of query and key without rotary embedding."""
     v_dim: int
+
+    def bytes_per_token(self, dtype_bytes: int) -> int:
+        """Cached bytes of one token in one layer. Beside latents of 8 bits there are a float32 scale for each
+        LATENT_GROUP columns, and rotated columns in 16 bits."""
+        if dtype_bytes > 1:
+            return (self.kv_rank + self.rope_dim) * dtype_bytes
+        return self.kv_rank + 4 * ceil_div(self.kv_rank, LATENT_GROUP) + 2 * self.rope_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,27 +151,35 @@ class ModelSpec:
         shares = {}
         for ranks in range(1, self.heads + 1):
             if gcd(*channels) % ranks == 0 and can_share_heads(self.heads, self.kv_heads, ranks):
-                q = self.heads // ranks * self.head_dim
-                kv = max(1, self.kv_heads // ranks) * self.head_dim
-                shares[ranks] = gcd(self.hidden, q, 2 * kv, *(count // ranks for count in channels))
+                sides = self._attention_sides(ranks)
+                shares[ranks] = gcd(self.hidden, *sides, *(count // ranks for count in channels))
         return shares
+
+    def _attention_sides(self, ranks: int) -> tuple[int, ...]:
+        """Return sides of a rank's attention matrices."""
+        own = self.heads // ranks
+        if (mla := self.mla) is None:
+            return own * self.head_dim, 2 * max(1, self.kv_heads // ranks) * self.head_dim
+        query, latent = own * (mla.nope_dim + mla.rope_dim), mla.kv_rank + mla.rope_dim
+        up = own * (mla.nope_dim + mla.v_dim)
+        return mla.q_rank, (mla.q_rank or query) + latent, query, mla.kv_rank, up, own * mla.v_dim
 
     def kv_bytes_per_token(self, dtype_bytes: int, tp: int = 1) -> int:
         """KV cache bytes of one token over all layers, on one of `tp` ranks, ignoring windows. Heads are split over
         ranks, with at least one per rank; a compressed latent is replicated."""
-        return self.layers * self._kv_values(tp) * dtype_bytes
+        return self.layers * self._kv_bytes(dtype_bytes, tp)
 
     def kv_bytes(self, tokens: int, dtype_bytes: int, tp: int = 1) -> int:
         """KV cache bytes of a sequence of `tokens` tokens. A layer with a window keeps at most that many tokens."""
         windows = self.windows or (0,) * self.layers
         held = sum(min(tokens, window) if window else tokens for window in windows)
-        return held * self._kv_values(tp) * dtype_bytes
+        return held * self._kv_bytes(dtype_bytes, tp)
 
-    def _kv_values(self, tp: int) -> int:
-        """Cached values of one token in one layer."""
+    def _kv_bytes(self, dtype_bytes: int, tp: int) -> int:
+        """Cached bytes of one token in one layer."""
         if self.mla is not None:
-            return self.mla.kv_rank + self.mla.rope_dim
-        return 2 * max(1, self.kv_heads // tp) * self.head_dim
+            return self.mla.bytes_per_token(dtype_bytes)
+        return 2 * max(1, self.kv_heads // tp) * self.head_dim * dtype_bytes
 
 
 def can_share_heads(heads: int, kv_heads: int, ranks: int) -> bool:
@@ -229,6 +249,9 @@ class ForwardContext:
     live_T: torch.Tensor | None = None
     """bool: which tokens belong to a sequence. The others are padding, whose states mean nothing and may be NaN; layers
     whose work depends on a token's values, such as experts, leave them out. None = all."""
+    skip: frozenset[int] = frozenset()
+    """Layers that this pass leaves out, for drafts. A model that states the capability `skips_layers` does so; the
+    others are not given any."""
 
 
 @dataclass(frozen=True, slots=True)

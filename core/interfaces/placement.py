@@ -72,8 +72,8 @@ class Dispatched:
 
 class ExpertPlacement(ABC):
     """Built as `Class(config)` on each rank, bound once, then called for each layer with experts. `layout` is pure and
-    valid before `bind`. `dispatch` and `combine` are capturable, wait for no host, and make the same collective calls
-    on every rank in the same order."""
+    valid before `bind`. `dispatch` and `combine` are capturable, and make the same collective calls on every rank in
+    the same order; with one rank they do not wait for the device."""
 
     spreads: bool = True
     """False: every rank has all experts, and some channels of each; `engine.ep` is 1 then."""

@@ -42,6 +42,8 @@ MOST_EXTRA_BYTES = 1 << 16
 
 MOST_BIASES = 1024
 """Limit of the entries of SamplingParams.logit_bias."""
+MOST_PREDICTED = 1 << 20
+"""Limit of the tokens of SamplingParams.prediction."""
 MOST_LOGPROBS = 64
 """Limit of SamplingParams.logprobs and prompt_logprobs."""
 LEAST_TEMPERATURE = 1e-5
@@ -104,6 +106,9 @@ class SamplingParams(BaseModel):
     extra: dict[str, JsonValue] = Field(default_factory=dict, max_length=64)
     """Parameters of selected logits processors, by name, such as {"no_repeat_ngram": 3}: plain JSON values, at most 64
     KiB. A name that no selected processor declares is rejected."""
+    prediction: tuple[TokenId, ...] = Field((), max_length=MOST_PREDICTED)
+    """Tokens that the output probably has, such as the text that it edits. spec_decode=suffix drafts from them; they
+    change no output."""
     grammar: Grammar | None = None
     """Required form of the output, for instance {"kind": "regex", "value": "[a-z]+"}. The output ends when the grammar
     allows no further token."""
@@ -316,3 +321,7 @@ class StepResult:
     """Device time of the plan; 0 = the executor cannot measure it."""
     idle_seconds: float = 0.0
     """Idle time of the device between the previous plan and this one; 0 if device_seconds is 0."""
+    draft_seconds: float = 0.0
+    """Part of device_seconds in which the drafter worked before the layers; 0 where both are one CUDA graph."""
+    draw_seconds: float = 0.0
+    """Part of device_seconds after the layers: logits, draws and verification; 0 without a drafter."""

@@ -30,6 +30,9 @@ class SchedulerLimits:
     """Maximum number of draft tokens per row and step; 0 = no speculation."""
     depth: int = 1
     """Maximum number of plans in flight."""
+    draft_depth: int | None = None
+    """Drafter.depth; None = lookahead. If it is less, drafts are trees, and a row with some of them needs room in its
+    pages for all: the drafter writes those that the step does not verify, too."""
     weighs_drafts: bool = False
     """Whether only those drafts are verified that are expected to pay, according to the cost model (engine.drafts)."""
     draft_window: int | None = None
@@ -38,6 +41,11 @@ class SchedulerLimits:
     again: int = 0
     """Tokens of a cached prefix, 0 or 1, that a sequence feeds again when it joins (Join.again), because the drafter
     needs the hidden state before each token that it computes (Drafter.follows_features)."""
+
+    def gain(self, drafts: int) -> int:
+        """Return the most tokens that a decode row with so many drafts yields: drafts of a tree exclude each other.
+        This bounds its sequence's length, and `1 + drafts` its tokens in the step."""
+        return 1 + (drafts if self.draft_depth is None else min(drafts, self.draft_depth))
 
     @property
     def ahead(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from dovetail.core.interfaces.kv_cache import KVGroup
     from dovetail.core.interfaces.model import BuildContext, ForwardContext, Hidden, ModelSource, ModelSpec
     from dovetail.core.interfaces.quant import Quantizer
+    from dovetail.core.interfaces.records import Request
 
 Verify = Literal["draws", "rejection", "typical"]
 """How drafts of rows that are not greedy are verified. Greedy rows accept the drafts that equal the target's arg-max.
@@ -24,6 +25,10 @@ Verify = Literal["draws", "rejection", "typical"]
 - typical: if the target's probability p is at least min(0.09, 0.3 exp(-entropy of p)) (Medusa, Cai et al. 2024). Not
   lossless: the distribution is sharper than that of plain decoding.
 """
+
+
+MOST_NODES = 64
+"""Most drafts of a tree: the ancestors of a draft are the bits of one int64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,14 @@ class DrafterFacts:
     """The same of its matrix of logits, also if the embedding is tied to it."""
     embedding_bits: float | None = None
     """The same of an embedding that is not tied."""
+    one_pass: bool = False
+    """All drafts come from one pass over the model's layers, instead of one pass per draft."""
+    target_share: float = 0.0
+    """Share of the target's layers that a pass of the drafter runs; 0 = none."""
+
+
+def _no_layers(embeds_TC: torch.Tensor, ctx: ForwardContext) -> Hidden:
+    raise NotImplementedError("this TargetView has no layers of the target")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +73,8 @@ class TargetView:
     """Model.embed"""
     logits: Callable[[torch.Tensor], torch.Tensor]
     """Model.logits"""
+    forward: Callable[[torch.Tensor, ForwardContext], Hidden] = _no_layers
+    """Model.forward, for drafters with `on_target_pages`."""
 
     def build_context(self, spec: ModelSpec, quantizer: Quantizer) -> BuildContext:
         """Return the inputs of a model inside the drafter: the target's device, dtypes, attention and collective,
@@ -89,23 +104,58 @@ class DraftContext:
     the arg-max. Other rows have a draw with the temperature, the filters and, unless `Drafter.verify` is "rejection",
     the noise that sampling uses at this position, so that drafts equal the target's draws where the logits agree. -1 =
     some logit is NaN or +inf."""
-    lay_out: Callable[[torch.Tensor, int], tuple[torch.Tensor, ForwardContext]]
-    """lay_out(first_S, count): the inputs of a forward pass over `count` tokens of each row, from position
-    first_S[slot] (int64, by slot): their ids, int32 [B * count], which are meaningless from position `length` on, and
-    positions and attention of the drafter's own KV groups. Pages have room up to position length + k_B - 1; what is
-    written past that is lost."""
+    best: Callable[[torch.Tensor, int, int], tuple[torch.Tensor, torch.Tensor]]
+    """best(logits_MV, w, n): siblings at depth w of a tree, for M = B * m rows of logits, m of each row. Returns the n
+    tokens that sampling, with its noise at this position, would prefer in this order, int64 [M, n], and the logarithm
+    of each one's share in the scores, float32, as a confidence. For greedy rows this is log q. -1 and -inf = filters
+    leave fewer tokens, or some logit is NaN or +inf."""
+    lay_out: LayOut
+    """Inputs of a forward pass of the drafter's own layers."""
+
+
+class LayOut(Protocol):
+    def __call__(
+        self, first_S: torch.Tensor, count: int, bits_BN: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ForwardContext]:
+        """Return the inputs of a forward pass over `count` tokens of each row, which follow first_S[slot] (int64, by
+        slot) tokens in the cache: their ids, int32 [B * count], which are meaningless from index `length` on, and
+        positions and attention of the drafter's own KV groups, or with `on_target_pages` of the target's.
+
+        `bits_BN`: int64 [B, count]; the tokens are drafts of a tree whose root is the row's last token, at index
+        length - 1, and these are their bits in TreeMask.ancestors_T. None = they are consecutive.
+
+        Pages have room up to index length + k_B - 1, in trees up to length + k - 1; what is written past that is lost.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedPath:
+    """Drafts that a step accepted from trees. R rows, D longest path of drafts."""
+
+    slots_R: torch.Tensor
+    """int64. Rows of the last slot are padding."""
+    root_R: torch.Tensor
+    """int64: index of the last token before the drafts in its sequence."""
+    index_RD: torch.Tensor
+    """int64 [R, 1 + D]: index of the root, 0, and of each accepted draft among the tokens that the row fed. Entries
+    past accepted_R are meaningless."""
+    accepted_R: torch.Tensor
+    """int64: number of accepted drafts, 0 .. D."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A chain of draft tokens per row (or a tree, if parents_BK is set)."""
+    """Draft tokens of each row: a chain, or a tree if `Drafter.depth` < lookahead."""
 
     tokens_BK: torch.Tensor
     """Integer; entries from count_B on are ignored. An id outside of the vocabulary ends its row's drafts."""
     count_B: torch.Tensor
     """Integer: number of draft tokens of each row, 0 .. k. The step verifies at most k_B of them."""
     parents_BK: torch.Tensor | None = None
-    """int32: index of each node's parent, -1 = the last accepted token; None = chain. Trees are refused so far."""
+    """Integer: index of each draft's parent, which precedes it; -1 = the row's last token. None = a chain. A row may
+    verify only its first drafts, so the most likely ones come first. Drafts end before the first one with an invalid
+    parent or of more than `Drafter.depth` levels."""
 
 
 @dataclass(slots=True)
@@ -152,8 +202,14 @@ class Drafter(ABC):
     proposal, after steps without drafts, has none. None = drafts do not depend on earlier proposals."""
     resumes: bool = True
     """Whether such a row catches up, by `window` tokens per proposal. False = it has no more drafts."""
+    on_target_pages: bool = False
+    """True = `propose` runs layers of the target over its pages, which hold the KV of all tokens before position
+    `length` - 1. What it writes from there on is replaced by the step that verifies. Rows use their adapter."""
     verify: Verify = "draws"
     """How its drafts are verified."""
+    simulated_rates: tuple[float, ...] = ()
+    """For measurements: by position, the probability that a draft is accepted if those before it were, by a coin and
+    not by verification. () = drafts are verified."""
 
     def __init__(self, config: object) -> None:
         self.config = config
@@ -162,6 +218,13 @@ class Drafter(ABC):
     @abstractmethod
     def lookahead(self) -> int:
         """Maximum number of drafts per row and step; 0 = speculation off."""
+
+    @property
+    def depth(self) -> int:
+        """Longest path of drafts, and so the most that a step accepts of a row. Less than `lookahead` = drafts are a
+        tree of up to 64 (SpecInfer, Miao et al. 2024), which needs an attention backend with capability `tree` and
+        `verify` = "draws". The default is a chain."""
+        return self.lookahead
 
     def check_files(self, target: TargetView) -> None:
         """Compare the headers of the drafter's own files with what `bind` loads of them. Called on each rank before a
@@ -182,9 +245,22 @@ class Drafter(ABC):
         first `computed` tokens is in its pages, because another sequence computed it or it was forked. With
         `follows_features` the first step feeds the last of these tokens again."""
 
+    def enter(self, slot: int, request: Request) -> None:
+        """A sequence of this request takes the slot. Called on the host of each rank, before `join`. Work on the device
+        is in the order of the steps, and in no CUDA graph. The default does nothing."""
+
+    def leave(self, slot: int, tokens_L: torch.Tensor, length: torch.Tensor) -> None:
+        """The slot's sequence has ended or is preempted. `tokens_L` (int32) and `length` (int64, no dimension) have its
+        text on the device, for work that this call enqueues. Called as `enter` is. The default does nothing."""
+
     def observe(self, fed: FedTokens, hidden: Hidden) -> None:
         """Receive the tokens and hidden states of a step, after the target's layers and before any token is sampled.
         Called in every step, with and without drafts."""
+
+    def keep(self, path: AcceptedPath) -> None:
+        """Called after a step that verified trees: the path that it accepted is now contiguous, token root + d for the
+        draft at depth d. A drafter that keeps something of each fed token moves it. The target's KV is moved by the
+        core; a drafter's own layers are fed the accepted tokens by its next proposal."""
 
     @abstractmethod
     def propose(self, ctx: DraftContext) -> Draft:

@@ -5,15 +5,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from dovetail.core.interfaces import Rope
 from dovetail.core.rope import RopeConfig
+from dovetail.core.startup_notes import note
 
 
 def build_rope(rope: RopeConfig, max_len: int, device: torch.device) -> Rope:
-    """Return cos | sin of positions [0, max_len)."""
+    """Return cos | sin of positions [0, max_len). With LongRoPE, `max_len` selects one of two sets of frequencies for
+    all sequences, because keys in the cache keep theirs."""
+    if rope.kind == "longrope" and max_len <= rope.trained_len:
+        rope = replace(rope, divisors=rope.short_divisors)
+    elif rope.kind == "longrope":
+        note(
+            f"rotary frequencies are those for more than {rope.trained_len} positions, also in shorter sequences. "
+            f"engine.max_len={rope.trained_len} selects those for up to {rope.trained_len}"
+        )
     exponents = torch.arange(0, rope.dim, 2, dtype=torch.float32, device=device) / rope.dim
     frequencies = SCALINGS[rope.kind](1.0 / rope.theta**exponents, rope)
     angles = torch.arange(max_len, dtype=torch.float32, device=device)[:, None] * frequencies
@@ -50,10 +60,16 @@ def _yarn(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
     return frequencies / rope.factor * (1 - keep) + frequencies * keep
 
 
+def _longrope(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
+    """LongRoPE (Ding et al. 2024): divide each frequency by its own number."""
+    return frequencies / torch.tensor(rope.divisors, device=frequencies.device)
+
+
 SCALINGS: dict[str, Callable[[torch.Tensor, RopeConfig], torch.Tensor]] = {
     "default": lambda frequencies, rope: frequencies,
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
 }
 """RopeConfig.kind -> (unscaled frequencies, config) -> frequencies"""

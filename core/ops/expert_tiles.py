@@ -93,3 +93,19 @@ def expert_tile(
     while tile.shared_bytes(itemsize, gated) > shared and tile.stages > 2:
         tile = replace(tile, stages=tile.stages - 1)
     return tile
+
+
+def packed_expert_tile(rows: int, itemsize: int, shared: int) -> ExpertTile:
+    """Return the tile of core.ops.kernels.packed_experts. `itemsize`: bytes of a number of x; others as in
+    `expert_tile`. A group of four warps multiplies 64 outputs at least, and registers have room for no more."""
+    tile = ExpertTile(rows, 64, 256, warps=4, stages=4)
+    if rows >= MOST_ROWS:
+        tile = replace(tile, outputs=128, warps=8)
+    while packed_shared(tile, itemsize) > (shared if rows >= 64 else shared // 2) and tile.stages > 1:
+        tile = replace(tile, stages=tile.stages - 1)
+    return tile
+
+
+def packed_shared(tile: ExpertTile, itemsize: int) -> int:
+    """Upper estimate of a program's shared memory in bytes: rows of x, and codes of gate and up."""
+    return (tile.rows * itemsize + tile.outputs) * tile.inputs * tile.stages

@@ -3,10 +3,11 @@ Open Compute Project, Microscaling Formats 1.0). They are decoded as they are re
 
 Eight codes share an int32 word. A row is cut into spans of 32 words, and at its end of 16, 8 and 4, so that none is
 filled up: code j of word w of a span of n words is its input n j + w. The same bits of a span's words are consecutive
-inputs of one block, as in core.ops.packing, and a kernel that decodes them needs no exchange between threads.
+inputs of one block, as in core.ops.packing, and a kernel that decodes them needs no exchange between threads. The
+exponents of a span, of which there are 8 at most, share an int64.
 
-Shapes: T tokens, E experts, C hidden channels, F channels of an expert, O outputs, I inputs, W words and G blocks of a
-row.
+Shapes: T tokens, E experts, C hidden channels, F channels of an expert, O outputs, I inputs; W words, G blocks and S
+spans of a row.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ BIAS = 127
 
 @dataclass(frozen=True, slots=True)
 class PackedExperts:
-    """Matrices of a layer's experts. Codes are int32 words, exponents are uint8, none of them 255."""
+    """Matrices of a layer's experts. Codes are in int32 and exponents in int64; no exponent is 255."""
 
     format: WeightFormat
     up: torch.Tensor
@@ -41,9 +42,9 @@ class PackedExperts:
     down: torch.Tensor
     """[E, C, F / 8]"""
     up_exponents: torch.Tensor
-    """[E, C / 32, 2F]: those of consecutive outputs are loaded together."""
+    """[E, S, 2F]: those of consecutive outputs are loaded together."""
     down_exponents: torch.Tensor
-    """[E, F / 32, C]"""
+    """[E, S, C]"""
 
 
 def spans(inputs: int) -> Iterator[tuple[int, int]]:
@@ -76,11 +77,31 @@ def unpack_row_spans(words_OW: torch.Tensor) -> torch.Tensor:
     return codes_OI
 
 
-def unpacked(fmt: WeightFormat, words_EOW: torch.Tensor, exponents_EGO: torch.Tensor) -> torch.Tensor:
+def pack_exponents(exponents_OG: torch.Tensor) -> torch.Tensor:
+    """Pack uint8 exponents into int64 [S, O]."""
+    packed = []
+    for start, count in spans(BLOCK * exponents_OG.shape[1]):
+        of_span = exponents_OG[:, start // BLOCK : (start + EACH * count) // BLOCK].long()
+        shifts = 8 * torch.arange(of_span.shape[1], device=of_span.device)
+        packed.append((of_span << shifts).sum(1))
+    return torch.stack(packed)
+
+
+def unpack_exponents(packed_SO: torch.Tensor, inputs: int) -> torch.Tensor:
+    """Return the exponents uint8 [O, G]."""
+    exponents = []
+    for packed_O, (_, count) in zip(packed_SO, spans(inputs), strict=True):
+        shifts = 8 * torch.arange(EACH * count // BLOCK, device=packed_SO.device)
+        exponents.append(((packed_O[:, None] >> shifts) & 255).to(torch.uint8))
+    return torch.cat(exponents, 1)
+
+
+def unpacked(fmt: WeightFormat, words_EOW: torch.Tensor, exponents_ESO: torch.Tensor) -> torch.Tensor:
     """Return the matrices in float32."""
     codes_EOI = unpack_row_spans(words_EOW.flatten(0, 1)).unflatten(0, words_EOW.shape[:2])
-    scale_EOG = torch.exp2(exponents_EGO.float() - BIAS).transpose(1, 2)
-    return fmt.reference(codes_EOI) * scale_EOG.repeat_interleave(BLOCK, 2)
+    inputs = codes_EOI.shape[2]
+    exponents_EOG = torch.stack([unpack_exponents(packed_SO, inputs) for packed_SO in exponents_ESO])
+    return fmt.reference(codes_EOI) * torch.exp2(exponents_EOG.float() - BIAS).repeat_interleave(BLOCK, 2)
 
 
 def packed_gated_experts(
@@ -113,5 +134,5 @@ def packed_experts_reference(
     """Decode all matrices and multiply in float32."""
     up = unpacked(weights.format, weights.up, weights.up_exponents)
     down = unpacked(weights.format, weights.down, weights.down_exponents)
-    ones = (torch.ones(matrix.shape[:2]) for matrix in (up, down))
-    return gated_experts_reference(x, routing, ExpertWeights(up, down, *ones), activation, bias, between, dtype)
+    plain = ExpertWeights(up, down, torch.ones(up.shape[:2]), torch.ones(down.shape[:2]))
+    return gated_experts_reference(x, routing, plain, activation, bias, between, dtype)

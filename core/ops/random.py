@@ -21,6 +21,7 @@ class Purpose(IntEnum):
     ACCEPT = 2
     RESIDUAL = 3
     DRAFT = 4
+    SIMULATED = 5
 
 
 def sequence_key(engine_seed: int, request: Request, sample: int) -> int:

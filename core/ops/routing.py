@@ -55,7 +55,7 @@ def route_reference(
     choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
     if rule.groups > 1:
         grouped_TGE = choice_TE.view(tokens, rule.groups, -1)
-        best_TG = grouped_TGE.topk(min(2, grouped_TGE.shape[2]), dim=2).values.sum(2)
+        best_TG = grouped_TGE.topk(min(rule.group_best, grouped_TGE.shape[2]), dim=2).values.sum(2)
         kept_TG = torch.zeros_like(best_TG, dtype=torch.bool)
         kept_TG.scatter_(1, best_TG.topk(rule.kept_groups, dim=1).indices, True)
         choice_TE = grouped_TGE.masked_fill(~kept_TG[:, :, None], float("-inf")).view(tokens, -1)

@@ -86,7 +86,7 @@ def gather_samples(
     states_TC: torch.Tensor, positions_T: torch.Tensor, samples_R3: torch.Tensor, into: SampleInputs
 ) -> None:
     """Fill `into` for rows of (first sampled token, slot, maximum number of drafts). Positions past a row's drafts
-    repeat the state of its last draft. Token indices are clamped to the step's tokens."""
+    repeat its last draft. Token indices are clamped to the step's tokens."""
     if states_TC.is_cuda:
         from dovetail.core.ops.kernels.step import gather_samples_triton
 
@@ -105,7 +105,7 @@ def gather_samples_reference(
     token_RW = (first_R[:, None] + torch.minimum(step_W, limit_R[:, None])).clamp(0, last)
     base_R = positions_T[first_R.clamp(0, last)] + 1
     into.states_NC.copy_(states_TC[token_RW.reshape(-1)])
-    into.position_N.copy_((base_R[:, None] + step_W).reshape(-1))
+    into.position_N.copy_(positions_T[token_RW.reshape(-1)] + 1)
     into.slots_N.copy_(slots_R.repeat_interleave(width))
     for kept, found in ((into.slots_R, slots_R), (into.base_R, base_R), (into.limit_R, limit_R)):
         kept.copy_(found)

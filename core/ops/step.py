@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dovetail.core.interfaces.attention import TreeMask
 from dovetail.core.ops.random import Purpose, gumbel
 
 
@@ -21,6 +22,7 @@ class TokenLayout:
     ids_T: torch.Tensor
     """int32"""
     positions_T: torch.Tensor
+    """Position of each token in its sequence."""
     rows_T: torch.Tensor
     slots_T: torch.Tensor
     live_T: torch.Tensor
@@ -28,6 +30,15 @@ class TokenLayout:
     of drafts that a row does not have."""
     kv_len_B: torch.Tensor
     """int32: KV length of each row after the step."""
+    index_T: torch.Tensor | None = None
+    """Index of each token in its sequence's cache and in tokens_SL; None = its position."""
+    tree: TreeMask | None = None
+    """Mask of the decode rows, if they feed draft trees."""
+
+    @property
+    def cache_T(self) -> torch.Tensor:
+        """Index of each token in its sequence's cache."""
+        return self.positions_T if self.index_T is None else self.index_T
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +116,9 @@ def lay_out_pages(
 def lay_out_pages_reference(
     slots_B: torch.Tensor, tokens: TokenLayout, table_SP: torch.Tensor, given_S: torch.Tensor, page_tokens: int
 ) -> PageLayout:
-    page_T = table_SP[tokens.slots_T, tokens.positions_T // page_tokens].long()
-    page_T = torch.where(tokens.positions_T < given_S[tokens.slots_T], 0, page_T)
-    return PageLayout(table_SP[slots_B], page_T * page_tokens + tokens.positions_T % page_tokens)
+    page_T = table_SP[tokens.slots_T, tokens.cache_T // page_tokens].long()
+    page_T = torch.where(tokens.cache_T < given_S[tokens.slots_T], 0, page_T)
+    return PageLayout(table_SP[slots_B], page_T * page_tokens + tokens.cache_T % page_tokens)
 
 
 def gather_params(slots_N: torch.Tensor, *columns: torch.Tensor) -> list[torch.Tensor]:

@@ -5,7 +5,7 @@ class TestMine(AttentionContract):
         return MyBackend(MyConfig())
 
 Tests run the backend over shuffled pages, poisoned where nothing was written, and compare it with a float64 loop.
-Shapes: T tokens, H query heads, K kv heads, D head dim, W tokens of a tree.
+Shapes: T tokens, H query heads, K kv heads, D head dim.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import pytest
 import torch
 
 from dovetail.core.arithmetic import ceil_div
-from dovetail.core.interfaces import PLAIN, AttentionBackend, BatchMeta, HostBounds
+from dovetail.core.interfaces import MLA, PLAIN, AttentionBackend, BatchMeta, HostBounds, TreeMask
 from dovetail.core.ops.formats import encode_reference
 from dovetail.core.testing.attention_arena import MAX_LEN, SCALE, Arena, Step
+from dovetail.core.testing.attention_latent import LatentTests
 from dovetail.core.testing.attention_write import WriteTests
 from dovetail.core.testing.formats import SCALED_ROWS
 from dovetail.core.testing.numeric import (
@@ -57,7 +58,7 @@ BATCHES: dict[str, Sequence[tuple[Rows, int]]] = {
 each_batch = pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 
 
-class AttentionContract(WriteTests):
+class AttentionContract(WriteTests, LatentTests):
     """Tests of the rules in dovetail.core.interfaces.attention that a backend must follow."""
 
     device = "cpu"
@@ -82,8 +83,12 @@ class AttentionContract(WriteTests):
     """Whether it supports tree masks (capability tree)."""
     mixed_graphs = False
     """Whether one captured graph serves mixed steps (capability graphs: "mixed")."""
-    mla = False
-    """Whether it implements attend_mla (capability kinds: mla)."""
+    mla: tuple[MLA, ...] = ()
+    """Sizes of compressed latents to test (capability kinds: mla); () = it does not implement attend_mla."""
+    mla_heads: tuple[int, ...] = (4, 6)
+    """Query heads to test with latents."""
+    mla_kv_dtypes: tuple[torch.dtype, ...] = ()
+    """Supported dtypes of latents other than `dtype`; float8_e4m3fn is scaled."""
     poison = float("nan")
     """Content of page slots that nothing has written."""
     seed: int | None = None
@@ -230,23 +235,38 @@ class AttentionContract(WriteTests):
             arena.run(arena.plan(rows, num_decode=num_decode, slack=3))
 
     def test_tree_mask_selects_visible_drafts(self) -> None:
+        """Drafts see their ancestors; prompts beside them, which are longer than any tree, stay causal."""
+        self._run_trees(0)
+
+    def test_windows_count_positions_in_trees(self) -> None:
+        """Siblings have one position, so an ancestor may be in the window though many keys are in between."""
+        self._needs_windows()
+        self._run_trees(3, 7)
+
+    def _run_trees(self, *windows: int) -> None:
         if not self.tree:
             pytest.skip("tree = False")
         fresh(self)
         rng = fresh_random()
-        for rows in ([("a", 5), ("b", 5)], [("a", 5), ("b", 3), ("c", 1)]):
-            arena = self._arena()
-            arena.run(arena.plan([("a", 9), ("b", 6), ("c", 15)]))
-            width, positions, masks = 5, [], []
-            for name, count in rows:
-                mask, depth = random_tree(count, width, rng)
-                masks.append(mask)
-                positions += [arena.paging.lengths[name] + d for d in depth]
-            change = {
-                "tree_mask_TW": torch.cat(masks).to(self.device),
-                "positions_T": torch.tensor(positions, device=self.device),
-            }
-            arena.run(arena.plan(rows, num_decode=len(rows), slack=4, change=change))
+        for rows, num_decode in (
+            ([("a", 9), ("b", 9)], 2),
+            ([("a", 5), ("b", 3), ("c", 1), ("d", 27)], 3),
+            ([("a", 65)], 1),
+        ):
+            arena = self._arena(windows=windows)
+            arena.run(arena.plan([("a", 9), ("b", 6), ("c", 15), ("d", 4)]))
+            positions: list[int] = []
+            roots, bits = [], []
+            for row, (name, count) in enumerate(rows):
+                root = arena.paging.lengths[name]
+                # Rows that are not decode rows have arbitrary values.
+                mine = random_tree(count, rng) if row < num_decode else [rng.getrandbits(62)] * count
+                roots += [root] * count
+                bits += mine
+                positions += [root + (b.bit_count() if row < num_decode else i) for i, b in enumerate(mine)]
+            mask = TreeMask(_int64(roots, arena.device), _int64(bits, arena.device))
+            change = {"tree": mask, "positions_T": _int64(positions, arena.device)}
+            arena.run(arena.plan(rows, num_decode=num_decode, slack=4, change=change))
 
     def test_scores_may_be_large(self) -> None:
         """Softmax must subtract the maximum score before it exponentiates."""
@@ -390,29 +410,23 @@ class AttentionContract(WriteTests):
                 decoded = got.values.double() * got.scale.double()
                 assert_near(decoded, expected, arena.tolerance + TOLERANCE[torch.float16], "encoded output")
 
-    def test_mla_is_refused_by_name(self) -> None:
-        """Without MLA (capability `kinds`), attend_mla raises NotImplementedError that names the backend."""
-        if self.mla:
-            pytest.skip("mla = True")
-        backend = self.make()
-        nothing = torch.empty(0)
-        with pytest.raises(NotImplementedError, match=type(backend).__name__):
-            backend.attend_mla(None, None, nothing, nothing)
-
     # Helpers
 
     def _arena(self, *, backend: AttentionBackend | None = None, **options: Any) -> Arena:
         fresh(self)
-        defaults: dict[str, Any] = {
+        sizes = {"heads": self.heads[-2 % len(self.heads)], "head_dim": self.head_dims[0]}
+        return Arena(backend or self.make(), **{**self._settings(), **sizes, **options})
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the options of an Arena that all tests share."""
+        return {
+            "device": torch.device(self.device),
+            "dtype": self.dtype,
             "kv_dtype": self.dtype,
             "tolerance": TOLERANCE[self.dtype] if self.tolerance is None else self.tolerance,
-            "heads": self.heads[-2 % len(self.heads)],
-            "head_dim": self.head_dims[0],
             "page_tokens": self.page_tokens,
             "poison": self.poison,
         }
-        device = torch.device(self.device)
-        return Arena(backend or self.make(), device=device, dtype=self.dtype, **{**defaults, **options})
 
     def _windows(self, *windows: int) -> tuple[int, ...]:
         return windows if self.windows else (0,) * len(windows)
@@ -427,15 +441,14 @@ def tensors(meta: BatchMeta) -> list[tuple[str, torch.Tensor]]:
     return [(name, value) for name, value in values if isinstance(value, torch.Tensor)]
 
 
-def random_tree(count: int, width: int, rng: random.Random) -> tuple[torch.Tensor, list[int]]:
-    """Return (mask [count, width], depths). Token 0 is the last accepted one; the others have an earlier parent."""
-    mask = torch.zeros(count, width, dtype=torch.bool)
-    mask[:, : width - count] = True
-    depths: list[int] = []
-    for node in range(count):
-        if node:
-            parent = rng.randrange(node)
-            mask[node] = mask[parent]
-        depths.append(depths[parent] + 1 if node else 0)
-        mask[node, width - count + node] = True
-    return mask, depths
+def random_tree(count: int, rng: random.Random) -> list[int]:
+    """Return the bits of each token as in TreeMask. Token 0 is the root; the others have an earlier parent."""
+    bits = [0]
+    for draft in range(count - 1):
+        bits.append(bits[rng.randrange(max(draft - 3, 0), draft + 1)] | 1 << draft)
+    return bits
+
+
+def _int64(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Numbers of 64 bits as int64, the upper half of them as negative ones."""
+    return torch.tensor([value - (value >> 63 << 64) for value in values], device=device)

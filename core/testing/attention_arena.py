@@ -1,13 +1,13 @@
 """Driver that runs an attention backend over test pages and keeps the true keys and values for comparison.
 
-Shapes: T tokens, H query heads, K kv heads, D head dim, L KV length of a sequence, W tokens of a tree.
+Shapes: T tokens, H query heads, K kv heads, D head dim, L KV length of a sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -54,6 +54,9 @@ class Step:
 class Arena:
     """One group of two layers for each window, with the true keys and values in float64 per layer and sequence."""
 
+    kind: Literal["mla"] | None = None
+    """Kind of the groups; None = by window."""
+
     def __init__(
         self,
         backend: AttentionBackend,
@@ -75,14 +78,14 @@ class Arena:
         self.kv_scales, self.soft_cap, self.sinks = kv_scales, soft_cap, sinks
         self.backend, self.device, self.dtype, self.kv_dtype = backend, device, dtype, kv_dtype
         self.tolerance, (self.heads, self.kv_heads), self.head_dim = tolerance, heads, head_dim
-        planes = tuple(Plane(name, (self.kv_heads, head_dim), kv_dtype) for name in ("k", "v"))
+        planes = self.page_planes()
         self.groups = tuple(
             KVGroup(
                 id=id,
                 # Interleaved, so that a layer's index in its pool differs from its model index and its group.
                 layers=(id, id + len(windows)),
                 planes=planes,
-                kind="window" if window else "full",
+                kind=self.kind or ("window" if window else "full"),
                 window=window,
                 page_tokens=page_tokens[id % len(page_tokens)],
             )
@@ -92,6 +95,14 @@ class Arena:
         backend.bind(self.paging.pools)
         self.truth: dict[tuple[int, str], torch.Tensor] = {}
         """(layer index, sequence) -> [MAX_LEN, 2, K, D]: keys and values as a cache of kv_dtype holds them."""
+
+    @property
+    def columns(self) -> int:
+        """Columns of the output."""
+        return self.heads * self.head_dim
+
+    def page_planes(self) -> tuple[Plane, ...]:
+        return tuple(Plane(name, (self.kv_heads, self.head_dim), self.kv_dtype) for name in ("k", "v"))
 
     @property
     def layers(self) -> tuple[AttentionLayer, ...]:
@@ -190,7 +201,7 @@ class Arena:
         self, layer: AttentionLayer, step: Step, q_THD: torch.Tensor, tokens: Sequence[int] | None = None
     ) -> None:
         """Attend and compare with the loop; `tokens` selects the tokens compared (default: all but padding)."""
-        got, shape = self.attend(layer, step, q_THD)[PLAIN].values, (len(q_THD), self.heads * self.head_dim)
+        got, shape = self.attend(layer, step, q_THD)[PLAIN].values, (len(q_THD), self.columns)
         assert got.shape == shape, f"attend must return shape {shape}, got {tuple(got.shape)}"
         assert got.dtype == self.dtype, f"a plain activation must have the model's dtype {self.dtype}, not {got.dtype}"
         chosen = list(range(step.tokens)) if tokens is None else list(tokens)
@@ -199,12 +210,9 @@ class Arena:
 
     def expected(self, layer: AttentionLayer, step: Step, q_THD: torch.Tensor) -> torch.Tensor:
         """Compute the expected output token by token, float64 [tokens, H * D]."""
-        meta, out = step.paged.metas[layer.group], []
-        tree_TW = None if meta.tree_mask_TW is None else meta.tree_mask_TW.cpu()
+        out = []
         for token, row, name, at in step.row_tokens():
-            length = step.paged.starts[row] + step.rows[row][1]
-            seen = [key for key in range(length) if sees(layer, at, key, length, tree_TW, token)]
-            k_LKD, v_LKD = self.truth[layer.index, name][seen].unbind(1)
+            k_LKD, v_LKD = self.truth[layer.index, name][visible_keys(layer, step, token, row, at)].unbind(1)
             out.append(attend_one(layer, q_THD[token].cpu().double(), k_LKD, v_LKD))
         return torch.stack(out)
 
@@ -218,14 +226,19 @@ def stored(x_KD: torch.Tensor, scale: float | torch.Tensor, dtype: torch.dtype) 
     return (x_KD.float() / per_head).clamp(-largest, largest).to(dtype).double() * per_head
 
 
-def sees(layer: AttentionLayer, at: int, key: int, length: int, tree_TW: torch.Tensor | None, token: int) -> bool:
-    """Whether a token whose own key has index `at` attends to a key."""
-    if layer.window and key <= at - layer.window:
-        return False
-    if tree_TW is None:
-        return key <= at
-    back = key - (length - tree_TW.shape[1])
-    return back < 0 or bool(tree_TW[token, back])
+def visible_keys(layer: AttentionLayer, step: Step, token: int, row: int, at: int) -> list[int]:
+    """Indices of the keys that a token of the step attends to. `at`: index of its own key."""
+    tree = step.paged.metas[layer.group].tree if row < step.paged.host.num_decode else None
+    if tree is None:
+        return [key for key in range(at + 1) if not layer.window or key > at - layer.window]
+    length = step.paged.starts[row] + step.rows[row][1]
+    return seen_in_tree(layer.window, length, int(tree.root_T[token]), int(tree.ancestors_T[token]))
+
+
+def seen_in_tree(window: int, length: int, root: int, bits: int) -> list[int]:
+    """Indices of the keys that a token of a draft tree attends to: the last `window` of its path, 0 = all of it."""
+    path = [*range(root + 1), *(key for key in range(root + 1, length) if bits >> (key - root - 1) & 1)]
+    return path[-window:]
 
 
 def attend_one(layer: AttentionLayer, q_HD: torch.Tensor, k_LKD: torch.Tensor, v_LKD: torch.Tensor) -> torch.Tensor:

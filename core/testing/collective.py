@@ -18,43 +18,27 @@ import pytest
 import torch
 
 from dovetail.core.errors import CapabilityError
-from dovetail.core.interfaces import PLAIN, ActFormat, Activation, Bundle, Collective, Partial, Residual
+from dovetail.core.interfaces import PLAIN, ActFormat, Bundle, Collective, Partial, Residual
 from dovetail.core.layers import LayerNorm, RMSNorm
 from dovetail.core.ops.norm import rms_norm_reference
+from dovetail.core.testing.collective_rows import RowTests
+from dovetail.core.testing.collective_values import (
+    BY_COLUMN,
+    DTYPES,
+    HALVED,
+    LOUDEST,
+    SHAPES,
+    STATIC,
+    assert_close_rows,
+    bits_of,
+    decoded,
+    normed,
+    values,
+)
 from dovetail.core.testing.ranks import on_ranks
 
-SHAPES = ((1,), (7,), (3, 5), (2, 3, 4), (64, 33))
-DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 
-
-def by_column(x_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    scale_TG = x_TC.unflatten(1, (-1, 16)).abs().amax(-1)
-    return x_TC / scale_TG.repeat_interleave(16, 1), scale_TG
-
-
-HALVED = ActFormat("halved", reference=lambda x_TC: (x_TC / 2, x_TC.new_full((len(x_TC), 1), 2.0)))
-BY_COLUMN = ActFormat("by_column", group=16, scale_layout="column", reference=by_column)
-LOUDEST = ActFormat("loudest", group="tensor", reference=lambda x_TC: (x_TC / x_TC.abs().max(), x_TC.abs().max()[None]))
-STATIC = ActFormat(
-    "static",
-    dtype=torch.float8_e4m3fn,
-    group="tensor",
-    static_scale=torch.full((1,), 4.0),
-    reference=lambda x_TC: (x_TC / 4, None),
-)
-"""Test formats, one for each scale layout."""
-
-
-def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Return a rank's input; every rank can compute it. Magnitudes vary, so bits depend on the order of a sum."""
-    generator = torch.Generator().manual_seed(1000 * seed + rank)
-    if not dtype.is_floating_point:
-        return torch.randint(-(10**6), 10**6, shape, generator=generator, dtype=dtype)
-    scale = 10.0 ** torch.randint(-3, 4, shape, generator=generator)
-    return (torch.randn(shape, generator=generator) * scale).to(dtype)
-
-
-class CollectiveContract:
+class CollectiveContract(RowTests):
     """Tests of the rules of dovetail.core.interfaces.Collective. Only `make` must be overridden."""
 
     size = 3
@@ -123,10 +107,10 @@ class CollectiveContract:
                 assert (out.shape, out.dtype) == (shape, dtype), "all_reduce must keep shape and dtype"
                 near = bool(((out.double() - exact).abs() <= tolerance * largest).all())
                 assert near, f"all_reduce of {dtype}: expected {exact}, got {out}"
-                found.append(_bits(out))
+                found.append(bits_of(out))
             strided = [values(r, (6, 4), torch.float32) for r in range(size)]
             out = collective.all_reduce(strided[rank].clone().to(self.device).T).cpu()
-            _assert_close(out, torch.stack(strided).sum(0).T, "all_reduce of transposed tensors")
+            assert_close_rows(out, torch.stack(strided).sum(0).T, "all_reduce of transposed tensors")
         return found
 
     def test_all_gather_joins_the_last_dimension_in_rank_order(self) -> None:
@@ -241,15 +225,15 @@ class CollectiveContract:
                 kept = None if before is None else before.clone().to(self.device)
                 bundle, after = collective.boundary(given, kept, called, emit, normed_first)
                 if normed_first is not None:
-                    whole = _normed(whole, first)
+                    whole = normed(whole, first)
                 expected, expected_after = norm(whole, before, emit)
-                _assert_close(collective.whole(after).cpu(), expected_after, "x + residual")
+                assert_close_rows(collective.whole(after).cpu(), expected_after, "x + residual")
                 for fmt in emit:
-                    _assert_close(bundle[fmt].values.cpu(), expected[fmt].values, f"boundary, format {fmt.name}")
+                    assert_close_rows(bundle[fmt].values.cpu(), expected[fmt].values, f"boundary, format {fmt.name}")
                 assert bundle[HALVED].scale is not None, "boundary must emit the scales of a format"
-                found += [_bits(collective.whole(after)), _bits(bundle[PLAIN].values)]
+                found += [bits_of(collective.whole(after)), bits_of(bundle[PLAIN].values)]
             reduced = collective.reduce(Partial(parts[rank].clone().to(self.device)))
-            _assert_close(reduced.cpu(), torch.stack(parts).sum(0), "reduce of a Partial")
+            assert_close_rows(reduced.cpu(), torch.stack(parts).sum(0), "reduce of a Partial")
             assert torch.equal(collective.reduce(own.to(self.device)).cpu(), own), "reduce changed a full tensor"
         return found
 
@@ -275,9 +259,10 @@ class CollectiveContract:
                 first: RMSNorm | None = None,
             ) -> Residual:
                 """Call boundary and compare it with the norm of the expected residual."""
-                before = None if kept is None else _bits(collective.whole(kept))
+                before = None if kept is None else bits_of(collective.whole(kept))
                 bundle, after = collective.boundary(x, kept, called, emit, first)
-                assert kept is None or _bits(collective.whole(kept)) == before, "boundary changed the residual it read"
+                unchanged = kept is None or bits_of(collective.whole(kept)) == before
+                assert unchanged, "boundary changed the residual it read"
                 wanted, _ = called(expected.to(self.device), None, emit)
                 for fmt in emit:
                     given, want = bundle[fmt], wanted[fmt]
@@ -285,13 +270,13 @@ class CollectiveContract:
                     assert given.values.dtype == want.values.dtype, f"{what}: dtype of the values"
                     assert (given.scale is None) == (want.scale is None), f"{what}: scales where the format has none"
                     step = 0.13 if fmt is STATIC else 1e-4
-                    _assert_close(_decoded(given), _decoded(want), what, rtol=step)
-                    found.extend(_bits(x) for x in (given.values, given.scale) if x is not None)
+                    assert_close_rows(decoded(given), decoded(want), what, rtol=step)
+                    found.extend(bits_of(x) for x in (given.values, given.scale) if x is not None)
                 strides = bundle[BY_COLUMN].scale.stride()
                 assert len(expected) < 2 or strides[0] == 1, f"scales must be column-major, got strides {strides}"
                 whole = collective.whole(after)
-                _assert_close(whole.cpu(), expected, f"residual of {len(expected)} rows")
-                found.append(_bits(whole))
+                assert_close_rows(whole.cpu(), expected, f"residual of {len(expected)} rows")
+                found.append(bits_of(whole))
                 return after
 
             for rows in (1, size - 1, size, size + 1, 4 * size, 4 * size + 3):
@@ -314,14 +299,14 @@ class CollectiveContract:
                 # A tap reduces a Partial; the next boundary takes the sum.
                 x, added = partial(9)
                 reduced, total = collective.reduce(x), total + added
-                _assert_close((reduced + collective.whole(residual)).cpu(), total, "reduce(x) + whole(residual)")
+                assert_close_rows((reduced + collective.whole(residual)).cpu(), total, "reduce(x) + whole(residual)")
                 residual = edge(reduced, residual, total, norm)
                 x, added = partial(10)
                 total = total + added
                 residual = edge(x, residual, total, norm)
                 # The sum is normalized before it is added.
                 x, added = partial(11)
-                edge(x, residual, total + _normed(added, norm), norm, norm)
+                edge(x, residual, total + normed(added, norm), norm, norm)
         return found
 
     # Size 1
@@ -336,6 +321,10 @@ class CollectiveContract:
                 for call in (collective.all_reduce, collective.all_gather, collective.broadcast):
                     out = call(x.clone().to(self.device)).cpu()
                     assert torch.equal(out, x), f"{call.__name__} at size 1 must return x: expected {x}, got {out}"
+                for rows in (collective.gather_rows, collective.all_to_all):
+                    (out,) = rows([x.clone().to(self.device)])
+                    assert torch.equal(out.cpu(), x), f"{rows.__name__} at size 1 must return the rows"
+                assert torch.equal(collective.reduce_rows(x.clone().to(self.device)).cpu(), x), "reduce_rows at size 1"
             x = values(0, (3, 4), torch.float32)
             out = collective.reduce(Partial(x.clone().to(self.device))).cpu()
             assert torch.equal(out, x), f"reduce at size 1 must return the values: expected {x}, got {out}"
@@ -415,24 +404,3 @@ def _aborting(collective: Collective) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
-
-
-def _bits(x: torch.Tensor) -> bytes:
-    return bytes(x.cpu().contiguous().view(torch.uint8).reshape(-1).tolist())
-
-
-def _decoded(x: Activation) -> torch.Tensor:
-    values_TC = x.values.cpu().float()
-    if x.scale is None:
-        return values_TC
-    scale = x.scale.cpu().float()
-    return values_TC * scale.repeat_interleave(values_TC.shape[-1] // scale.shape[-1], -1)
-
-
-def _normed(x_TC: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
-    return rms_norm_reference(x_TC, None, norm.weight.cpu(), norm.eps)[0][PLAIN].values
-
-
-def _assert_close(found: torch.Tensor, expected: torch.Tensor, what: str, rtol: float = 1e-4) -> None:
-    assert found.shape == expected.shape, f"{what}: expected shape {tuple(expected.shape)}, got {tuple(found.shape)}"
-    assert torch.allclose(found, expected, rtol=rtol, atol=1e-4), f"{what}: expected {expected}, got {found}"

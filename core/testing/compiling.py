@@ -189,13 +189,16 @@ class _Driver:
 
 
 class _IndexByDispatch(TorchFunctionMode):
-    """Replaces x[0] and x[1:] by select and slice: a CPU build of torch rejects indexing of a fake CUDA tensor."""
+    """Replaces x[0], x[1:] and copy_ by dispatched functions: a CPU build of torch rejects indexing of a fake CUDA
+    tensor, and copies to one."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__getitem__ and isinstance(args[1], int):
             return args[0].select(0, args[1])
         if func is torch.Tensor.__getitem__ and isinstance(args[1], slice):
             return torch.ops.aten.slice(args[0], 0, args[1].start, args[1].stop, args[1].step or 1)
+        if func is torch.Tensor.copy_:
+            return torch.ops.aten.copy_(*args)
         return func(*args, **(kwargs or {}))
 
 

@@ -156,6 +156,9 @@ class CostContract:
         passes = [cost.draft_seconds(8, drafts, 900) for drafts in range(1, 5)]
         assert 0 < passes[0] and passes == sorted(set(passes)), f"each further draft takes time, got {passes} s"
         _no_less(cost.draft_seconds(16, 4, 900), passes[-1], "drafting for 16 rows instead of 8")
+        cost.drafts_in_one_pass = True
+        few = cost.draft_seconds(8, 4, 900)
+        assert 0 < few < passes[-1], f"drafts of one pass take less time than {passes[-1]} s of passes, got {few} s"
 
     # Memory
 
@@ -169,6 +172,14 @@ class CostContract:
         assert cost.weight_bytes() == pytest.approx(total - (p.head or p.embedding) * (formats.dtype_bytes - 0.5)), (
             "weight_bytes must count the matrix of logits with formats.head_bits"
         )
+        sparse = replace(self.spec, parameters=replace(p, experts=8_000_000, active_experts=1_000_000))
+        cost.bind(sparse, self.engine, formats)
+        each = cost.weight_bytes() - 1_000_000 * (formats.weight_bits - 4.0)
+        cost.bind(sparse, self.engine, replace(formats, expert_bits=4.0))
+        assert cost.weight_bytes() == pytest.approx(each), (
+            "weight_bytes must count routed experts with formats.expert_bits"
+        )
+        cost.bind(self.spec, self.engine, replace(formats, head_bits=4.0))
         ordered = 0 < cost.step_weight_bytes(1) <= cost.step_weight_bytes() <= cost.weight_bytes()
         assert ordered, "a step must not read more bytes than weight_bytes, nor fewer for more tokens"
         kv_bytes = 1000 * self.spec.kv_bytes_per_token(formats.kv_bytes)

@@ -14,6 +14,7 @@ import torch
 
 from dovetail.core.arithmetic import ceil_div
 from dovetail.core.interfaces import (
+    AcceptedPath,
     Draft,
     DraftContext,
     Drafter,
@@ -24,6 +25,7 @@ from dovetail.core.interfaces import (
     TargetView,
 )
 from dovetail.core.memory.pools import make_pools
+from dovetail.core.ops.trees import TreeState
 from dovetail.core.worker.batch import lay_out
 from dovetail.core.worker.device_state import DeviceState
 from dovetail.core.worker.drafts import Drafts
@@ -37,11 +39,24 @@ class Guesses:
     """Drafts of one row, without the ignored entries."""
 
     tokens: tuple[int, ...]
+    parents: tuple[int, ...] | None = None
+    """Index of each draft's parent, -1 = the last known token; None = a chain."""
     probs_KV: torch.Tensor | None = None
     """Probabilities from which they were drawn, if they are verified by rejection."""
 
+    @property
+    def longest(self) -> list[int]:
+        """Indices of the drafts of the longest path, the last one of equally long ones."""
+        paths: list[list[int]] = [[]]
+        for draft in range(len(self.tokens)):
+            parent = draft - 1 if self.parents is None else self.parents[draft]
+            paths.append([*paths[parent + 1], draft])
+        return max(reversed(paths), key=len)
+
     def same(self, other: Guesses) -> bool:
-        if self.tokens != other.tokens or (self.probs_KV is None) != (other.probs_KV is None):
+        if (self.parents, self.tokens) != (other.parents, other.tokens):
+            return False
+        if (self.probs_KV is None) != (other.probs_KV is None):
             return False
         return self.probs_KV is None or torch.allclose(self.probs_KV, other.probs_KV, atol=1e-5)
 
@@ -62,6 +77,13 @@ class _Watched(Drafter):
     @property
     def lookahead(self) -> int:
         return self.inner.lookahead
+
+    @property
+    def depth(self) -> int:
+        return self.inner.depth
+
+    def keep(self, path: AcceptedPath) -> None:
+        self.inner.keep(path)
 
     def kv_groups(self) -> tuple[KVGroup, ...]:
         return self.inner.kv_groups()
@@ -116,6 +138,7 @@ class Bench:
             device=view.build.device,
             seed=0,
             draft_probs=self.vocab if self.drafter.verify == "rejection" else 0,
+            draft_depth=self.drafter.depth,
         )
         self.drafts = Drafts(self.watched, state, view.build.attention, self.vocab)
         state.tokens_SL.random_(self.vocab, generator=generator)
@@ -168,8 +191,13 @@ class Bench:
         groups = self.drafts.groups_to_lay_out(self.groups, chunks=decodes < len(counts))
         tokens, attn = lay_out(slots_B, row_start_B1, total, host, state, groups, attention)
         states = []
-        for slot, at in zip(tokens.slots_T.tolist(), tokens.positions_T.tolist(), strict=True):
-            seed = zlib.crc32(str(state.tokens_SL[slot, : at + 1].tolist()).encode())
+        for token, slot in enumerate(tokens.slots_T.tolist()):
+            known = state.tokens_SL[slot].tolist()
+            if tokens.tree is None or int(tokens.rows_T[token]) >= decodes:
+                path = known[: int(tokens.cache_T[token]) + 1]
+            else:
+                path = _path(known, int(tokens.tree.root_T[token]), int(tokens.tree.ancestors_T[token]))
+            seed = zlib.crc32(str(path).encode())
             states.append(torch.randn(self.view.build.spec.hidden, generator=torch.Generator().manual_seed(seed)))
         hidden_TC = torch.stack(states)
         taps = {layer: hidden_TC + layer for layer in self.drafter.taps}
@@ -189,9 +217,25 @@ class Bench:
         found = []
         for slot, length in lengths.items():
             count = int(state.drafts_S[slot])
+            tokens = tuple(state.tokens_SL[slot, length : length + count].tolist())
+            parents = None if state.trees is None else tuple(state.trees.parents_SK[slot, :count].tolist())
             q_KV = None if state.draft_probs_SKV is None else state.draft_probs_SKV[slot, :count].clone()
-            found.append(Guesses(tuple(state.tokens_SL[slot, length : length + count].tolist()), q_KV))
+            found.append(Guesses(tokens, parents, q_KV))
         return found
+
+    def _keep_paths(self, accepted: Mapping[int, Seq[int]], trees: TreeState) -> None:
+        """Show the drafter the paths whose tokens were accepted, as the engine does."""
+        state, slots = self.state, list(accepted)
+        paths = torch.zeros(len(slots), 1 + trees.depth, dtype=torch.int64)
+        for row, (slot, tokens) in enumerate(accepted.items()):
+            length, count = int(state.computed_S[slot]) + 1, int(state.drafts_S[slot])
+            ids, parents = state.tokens_SL[slot, length:].tolist(), trees.parents_SK[slot].tolist()
+            for depth, token in enumerate(tokens[:-1]):
+                at = int(paths[row, depth])
+                paths[row, depth + 1] = 1 + next(i for i in range(count) if (ids[i], parents[i]) == (token, at - 1))
+        number_R = torch.tensor([len(tokens) - 1 for tokens in accepted.values()])
+        slots_R = torch.tensor(slots, dtype=torch.int64)
+        self.drafts.keep(AcceptedPath(slots_R, state.computed_S[slots_R].clone(), paths, number_R))
 
     def verify(self, accepted: Mapping[int, Seq[int]], *, drafts: bool = True, beside: Seq[int] = ()) -> None:
         """Show the drafter the step that feeds each row's last token and, with `drafts`, its drafts; then append the
@@ -205,12 +249,19 @@ class Bench:
             self.drafts.join(torch.tensor([free]))
             counts[free] = len(beside)
         self.step(counts, len(self.rows))
+        if drafts and state.trees is not None:
+            self._keep_paths(accepted, state.trees)
         for slot, tokens in accepted.items():
             length = int(state.computed_S[slot]) + 1
             state.tokens_SL[slot, length : length + len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
             state.computed_S[slot] += len(tokens)
             state.key_S[slot] = _key(state.tokens_SL[slot, : length + len(tokens)].tolist())
         state.drafts_S.zero_()
+
+
+def _path(known: list[int], root: int, bits: int) -> list[int]:
+    """Return the tokens up to the root and those of a path of drafts behind it."""
+    return [*known[: root + 1], *(token for i, token in enumerate(known[root + 1 :]) if i < 64 and bits >> i & 1)]
 
 
 def _key(history: Seq[int]) -> int:

@@ -20,6 +20,7 @@ from dovetail.core.interfaces import (
     Partial,
     Quantizer,
     Residual,
+    RowShard,
 )
 from dovetail.core.testing.model_driver import Alone
 from dovetail.core.testing.reference import build as build_component
@@ -34,7 +35,7 @@ class WatchedCollective(Alone):
         self._check()
         return super().boundary(*args)
 
-    def reduce(self, x: torch.Tensor | Partial) -> torch.Tensor:
+    def reduce(self, x: torch.Tensor | Partial | RowShard) -> torch.Tensor:
         self._check()
         return super().reduce(x)
 
@@ -93,6 +94,17 @@ class SpyAttention(AttentionBackend):
     ) -> Bundle:
         self.seen.append(layer)
         return self.inner.attend(layer, ctx, q, emit)
+
+    def attend_mla(
+        self,
+        layer: AttentionLayer,
+        ctx: AttnCtx,
+        q: torch.Tensor,
+        up_HOL: torch.Tensor,
+        emit: tuple[ActFormat, ...] = (PLAIN,),
+    ) -> Bundle:
+        self.seen.append(layer)
+        return self.inner.attend_mla(layer, ctx, q, up_HOL, emit)
 
 
 class TaggingQuantizer(Quantizer):

@@ -23,28 +23,12 @@ from dovetail.core.interfaces import (
     ModelSpec,
     Quantizer,
 )
+from dovetail.core.layers.alone import Alone
 from dovetail.core.testing.paging import Paging
 
+__all__ = ["PAGES", "Alone", "Driver", "Lazy", "build_context"]
+
 PAGES = 300
-
-
-class Alone(Collective):
-    """Collective of a single rank."""
-
-    def connect(self, rank: int, size: int, address: str, device: torch.device) -> None: ...
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    def broadcast(self, x: torch.Tensor, root: int = 0) -> torch.Tensor:
-        return x
-
-    def barrier(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def build_context(

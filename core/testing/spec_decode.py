@@ -128,11 +128,24 @@ class DrafterContract:
                 for tokens, count in zip(draft.tokens_BK.tolist(), draft.count_B.tolist(), strict=True):
                     known = all(0 <= t < self.vocab for t in tokens[:count])
                     assert known, f"drafts must be token ids below {self.vocab}, got {tokens[:count]}"
-                if draft.parents_BK is not None:
-                    _assert_integers("parents_BK", draft.parents_BK, (rows, k))
-                    for parents, count in zip(draft.parents_BK.tolist(), draft.count_B.tolist(), strict=True):
-                        ordered = all(-1 <= p < i for i, p in enumerate(parents[:count]))
-                        assert ordered, f"a parent must precede its node (-1 = the last accepted token), got {parents}"
+
+    def test_trees_are_as_deep_as_stated(self) -> None:
+        """A step counts on `depth`: it bounds the length of a row."""
+        bench = self.on_device()
+        depth, lookahead = bench.drafter.depth, bench.lookahead
+        assert 0 < depth <= lookahead, f"depth must be within 1 to lookahead = {lookahead}, got {depth}"
+        for histories in self.loads():
+            bench.seat(histories)
+            if depth == lookahead:
+                bench.guess()
+                assert bench.watched.draft.parents_BK is None, "depth = lookahead: no tree, so no parents_BK"
+                continue
+            guessed, draft = bench.guess(), bench.watched.draft
+            _assert_integers("parents_BK", draft.parents_BK, (len(histories), lookahead))
+            for found, count in zip(guessed, draft.count_B.tolist(), strict=True):
+                kept = len(found.tokens)
+                words = f"a parent must precede its draft (-1 = the row's last token), at most depth = {depth} levels"
+                assert kept == count, f"{words}: {kept} of {count} drafts of {draft.parents_BK.tolist()} do so"
 
     def test_a_row_may_want_fewer_drafts(self) -> None:
         """The number of drafts that each row verifies changes no draft of any row."""
@@ -268,7 +281,7 @@ class DrafterContract:
         bench.seat(histories)
         for _ in range(2):
             accepted = {
-                slot: [*guesses.tokens, rng.randrange(self.vocab)]
+                slot: [*(guesses.tokens[draft] for draft in guesses.longest), rng.randrange(self.vocab)]
                 for slot, guesses in zip(histories, bench.guess(), strict=True)
             }
             bench.verify(accepted)

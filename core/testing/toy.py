@@ -419,6 +419,12 @@ class ToyComposition:
         if kind == "grammar":
             return ToyCompiler(None, given["vocabulary"])
         assert kind == "spec_decode", f"unexpected component kind {kind}"
+        lookahead = self._device.lookahead
         return self._drafter or SimpleNamespace(
-            needs_host_tokens=False, follows_features=self._device.again > 0, window=None, resumes=True
+            lookahead=lookahead,
+            depth=lookahead,
+            needs_host_tokens=False,
+            follows_features=self._device.again > 0,
+            window=None,
+            resumes=True,
         )

@@ -157,7 +157,7 @@ class GraphTimer:
         return None if graph is None else self._per_call(medians([graph], self.BRIEF)[0], alone)
 
     def _per_call(self, us: float, alone: float) -> float | None:
-        """Return the time that a call adds to the kernel in front of it; None if that one was disturbed and took longer."""
+        """Return the time that a call adds to the kernel in front of it; None if that one took longer."""
         return (us - alone) / len(self._trials.runs) if us > alone else None
 
     def _captured(self, choice: Choice | None) -> torch.cuda.CUDAGraph | None:

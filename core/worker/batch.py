@@ -6,14 +6,15 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
 
-from dovetail.core.interfaces import Adapters, AttentionBackend, AttnCtx, BatchMeta, HostBounds, KVGroup, Row
+from dovetail.core.interfaces import Adapters, AttentionBackend, AttnCtx, BatchMeta, HostBounds, KVGroup, Row, TreeMask
 from dovetail.core.interfaces.plan import DECODE, SAMPLE
 from dovetail.core.ops.step import TokenLayout, lay_out_pages, lay_out_tokens
+from dovetail.core.ops.trees import count_bits, place_tree
 from dovetail.core.worker.device_state import DeviceState
 
 
@@ -83,15 +84,22 @@ def lay_out(
     groups: Seq[KVGroup],
     attention: AttentionBackend,
     first_S: torch.Tensor | None = None,
+    tree: TreeMask | None = None,
 ) -> tuple[TokenLayout, dict[int, AttnCtx]]:
     """Lay out `total` tokens, and attention metadata by KV group. Positions come from lengths on the device, so rows
     can be laid out before the previous step has ended. All work is on the device and can be captured. `first_S`:
-    position of each slot's first token, in a pass of the drafter; by default the number of computed ones."""
+    index of each slot's first token, in a pass of the drafter; by default the number of computed ones. `tree`: mask of
+    such a pass over drafts of trees."""
     drafts_S = state.drafts_S if first_S is None else None
     first_S = state.computed_S if first_S is None else first_S
     tokens = lay_out_tokens(
         slots_B, row_start_B1, first_S, state.tokens_SL, total, max(host.counts), drafts_S, host.num_decode
     )
+    if tree is not None:
+        positions_T = tree.root_T + count_bits(tree.ancestors_T)
+        tokens = replace(tokens, positions_T=positions_T, index_T=tokens.positions_T, tree=tree)
+    elif drafts_S is not None and state.trees is not None and host.widest_decode > 1:
+        tokens = place_tree(tokens, first_S, state.trees, host.num_decode)
     planned = attention.plan_host(host)
     attn = {}
     for group in groups:
@@ -105,6 +113,7 @@ def lay_out(
             page_table_BP=pages.page_table_BP,
             write_T=pages.write_T,
             page_tokens=group.page_tokens,
+            tree=tokens.tree,
         )
         attn[group.id] = attention.plan_device(meta, host, planned)
     return tokens, attn

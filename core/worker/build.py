@@ -70,7 +70,8 @@ def target_view(composition: Composition, model: Model) -> TargetView:
     engine, selected = composition.engine, composition.part("model")
     source = selected.target().source(selected.config)
     max_len, first_group = model.build.spec.longest(engine.max_len), 1 + max(group.id for group in model.kv_groups)
-    return TargetView(model.build, source, engine.max_seqs, max_len, first_group, model.embed, model.logits)
+    calls = model.embed, model.logits, model.forward
+    return TargetView(model.build, source, engine.max_seqs, max_len, first_group, *calls)
 
 
 def model_without_weights(

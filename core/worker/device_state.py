@@ -11,6 +11,7 @@ import torch
 from dovetail.core.arithmetic import ceil_div
 from dovetail.core.interfaces import KVGroup, StepPlan
 from dovetail.core.ops.random import sequence_key
+from dovetail.core.ops.trees import TreeState
 from dovetail.core.worker.slots import SlotInfo
 from dovetail.core.worker.upload import Upload, float_bits, floats
 
@@ -33,9 +34,12 @@ class DeviceState:
         device: torch.device,
         seed: int,
         draft_probs: int = 0,
+        draft_depth: int | None = None,
+        simulated_rates: Seq[float] = (),
     ) -> None:
-        """`draft_probs`: vocabulary size if drafts are verified by rejection, which needs the probabilities from which
-        they were drawn; otherwise 0."""
+        """`draft_depth`: Drafter.depth; None = the lookahead. `draft_probs`: vocabulary size if drafts are verified by
+        rejection, which needs the probabilities from which they were drawn; otherwise 0. `simulated_rates`:
+        Drafter.simulated_rates."""
         self.device, self.seed, self.scratch = device, seed, slots
         self._upload = Upload(device)
         rows = slots + 1
@@ -62,6 +66,14 @@ class DeviceState:
             self.tables[group.id] = torch.zeros(rows, pages, dtype=torch.int32, device=device)
         self.draft_probs_SKV: torch.Tensor | None = None
         """float32: probabilities from which each slot's drafts were drawn; None = no draft is verified by rejection."""
+        self.simulated_K: torch.Tensor | None = None
+        """float32: acceptance rates by position, if acceptance is simulated."""
+        if simulated_rates:
+            self.simulated_K = torch.tensor(simulated_rates, dtype=torch.float32, device=device)
+        self.trees: TreeState | None = None
+        """Draft tree of each slot; None = drafts are chains."""
+        if draft_depth is not None and draft_depth < lookahead:
+            self.trees = TreeState.empty(rows, lookahead, draft_depth, device)
         if draft_probs and lookahead:
             self.draft_probs_SKV = torch.zeros(rows, lookahead, draft_probs, device=device)
 

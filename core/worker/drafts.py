@@ -10,6 +10,8 @@ import torch
 
 from dovetail.core.errors import CapabilityError
 from dovetail.core.interfaces import (
+    AcceptedPath,
+    Adapters,
     AttentionBackend,
     AttnCtx,
     Draft,
@@ -20,20 +22,34 @@ from dovetail.core.interfaces import (
     Hidden,
     HostBounds,
     KVGroup,
+    TreeMask,
 )
 from dovetail.core.ops.random import Purpose, gumbel
 from dovetail.core.ops.step import TokenLayout, write_drafts
-from dovetail.core.worker.batch import lay_out
+from dovetail.core.ops.trees import keep_path, write_tree
+from dovetail.core.worker.batch import adapting, lay_out
 from dovetail.core.worker.device_state import DeviceState
-from dovetail.core.worker.sampler import SampleParams, probabilities, sample
+from dovetail.core.worker.sampler import SampleParams, probabilities, sample, siblings
 
 
 class Drafts:
     """A drafter with the state of the rows that it drafts for. All work is on the device and can be captured."""
 
-    def __init__(self, drafter: Drafter, state: DeviceState, attention: AttentionBackend, vocab: int) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        state: DeviceState,
+        attention: AttentionBackend,
+        vocab: int,
+        target_groups: Seq[KVGroup] = (),
+        adapters: Adapters | None = None,
+    ) -> None:
+        """`target_groups`, `adapters`: the target's, for drafters that run its layers."""
         self.drafter, self.state, self.attention, self.vocab = drafter, state, attention, vocab
         self.groups = drafter.kv_groups() if drafter.lookahead else ()
+        self._passes = target_groups if drafter.on_target_pages else self.groups
+        """KV groups of the drafter's passes."""
+        self._adapters = adapters if drafter.on_target_pages else None
         self.lookahead, self.taps = drafter.lookahead, drafter.taps
         self.on_device = self.lookahead > 0 and not drafter.needs_host_tokens
         """Whether `propose` drafts; otherwise nothing does, or the host."""
@@ -53,9 +69,11 @@ class Drafts:
         bound: int,
         random: bool = True,
         filtered: bool = True,
+        adapted: bool = True,
     ) -> None:
         """Draft for decode rows. `most_B` (int64): drafts that each row verifies at most, 0 .. k. `bound`: upper bound
-        of the rows' lengths. `random`, `filtered`: whether some row is not greedy, or filtered."""
+        of the rows' lengths. `random`, `filtered`, `adapted`: whether some row is not greedy, is filtered, has an
+        adapter."""
         state = self.state
         lengths_B = state.computed_S[slots_B] + 1
         gathered: list[SampleParams] = []
@@ -71,27 +89,57 @@ class Drafts:
             best_B, token_B = (q_BV.log() + gumbel(params.key_N, lengths_B + w, Purpose.DRAFT, self.vocab)).max(-1)
             return token_B.masked_fill(best_B.isnan(), -1)
 
-        def lay_out_rows(first_S: torch.Tensor, count: int) -> tuple[torch.Tensor, ForwardContext]:
+        def best(logits_MV: torch.Tensor, w: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+            each = len(logits_MV) // len(slots_B)
+            slots_M, position_M = slots_B.repeat_interleave(each), (lengths_B + w).repeat_interleave(each)
+            params = SampleParams.of(state, slots_M, random=random, filtered=filtered)
+            return siblings(logits_MV, position_M, params, count)
+
+        def lay_out_rows(
+            first_S: torch.Tensor, count: int, bits_BN: torch.Tensor | None = None
+        ) -> tuple[torch.Tensor, ForwardContext]:
             # Kernels that lay out rows run only after all earlier ones have ended, so the KV of the pass before is
             # complete when kernels with PDL read it early.
             rows = len(slots_B)
             row_start_B1 = torch.arange(rows + 1, dtype=torch.int32, device=state.device) * count
             host = HostBounds((count,) * rows, (bound + self.lookahead,) * rows, rows)
+            tree = None
+            if bits_BN is not None:
+                tree = TreeMask((lengths_B - 1).repeat_interleave(count), bits_BN.reshape(-1))
             tokens, attn = lay_out(
-                slots_B, row_start_B1, rows * count, host, state, self.groups, self.attention, first_S
+                slots_B, row_start_B1, rows * count, host, state, self._passes, self.attention, first_S, tree
             )
             return tokens.ids_T, ForwardContext(tokens.positions_T, attn, tokens.live_T)
 
-        ctx = DraftContext(slots_B, state.tokens_SL, lengths_B, k, most_B, state.key_S, draw, lay_out_rows)
-        self._write(self.drafter.propose(ctx), slots_B, lengths_B, most_B)
+        ctx = DraftContext(slots_B, state.tokens_SL, lengths_B, k, most_B, state.key_S, draw, best, lay_out_rows)
+        # Passes over the target's layers feed one token per row.
+        with adapting(self._adapters if adapted else None, state.adapter_S, slots_B):
+            draft = self.drafter.propose(ctx)
+        self._write(draft, slots_B, lengths_B, most_B)
 
     def _write(self, draft: Draft, slots_B: torch.Tensor, lengths_B: torch.Tensor, most_B: torch.Tensor) -> None:
-        if draft.parents_BK is not None:
-            raise CapabilityError(["the drafter returned a tree of drafts; this version verifies chains only"])
-        state = self.state
-        write_drafts(
-            draft.tokens_BK, draft.count_B, slots_B, lengths_B, most_B, state.tokens_SL, state.drafts_S, self.vocab
-        )
+        state, rows = self.state, (slots_B, lengths_B, most_B)
+        into = state.tokens_SL, state.drafts_S
+        if (draft.parents_BK is None) is not (state.trees is None):
+            found = "a chain" if draft.parents_BK is None else "a tree (Draft.parents_BK)"
+            raise CapabilityError(
+                [
+                    f"the drafter returned {found}, and its depth is {self.drafter.depth} of {self.lookahead} drafts. "
+                    "Would work: parents_BK if and only if depth is less than lookahead"
+                ]
+            )
+        if state.trees is None:
+            write_drafts(draft.tokens_BK, draft.count_B, *rows, *into, self.vocab)
+        else:
+            write_tree(draft.tokens_BK, draft.parents_BK, draft.count_B, *rows, *into, state.trees, self.vocab)
+
+    def keep(self, path: AcceptedPath) -> None:
+        """Make the accepted path of each row's tree contiguous in the target's pages, and show it to the drafter."""
+        own = {group.id for group in self.groups}
+        for id, pool in self.attention.pools.items():
+            if id not in own:
+                keep_path(pool, self.state.tables[id], path)
+        self.drafter.keep(path)
 
     def join(self, slots_J: torch.Tensor) -> None:
         """Announce sequences whose state is in these slots."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from dovetail.core.interfaces import FedTokens, TargetView
+from dovetail.core.interfaces import AcceptedPath, FedTokens, TargetView
 
 
 class FeatureStore:
@@ -29,6 +29,15 @@ class FeatureStore:
         # Entries that do not exist go to the last slot, which is padding.
         slots_BW = torch.where(back_W < count_B[:, None], fed.slots_B[:, None], len(self._kept_SWF) - 1)
         self._kept_SWF[slots_BW, position_BW % self.width] = features_TF[index_BW]
+
+    def move(self, path: AcceptedPath) -> None:
+        """Drafter.keep: features of accepted drafts are at their positions then. `width` must hold the whole tree."""
+        depth_D = torch.arange(1, path.index_RD.shape[1], device=path.index_RD.device)
+        moved_RD = depth_D <= path.accepted_R[:, None]
+        slots_RD = torch.where(moved_RD, path.slots_R[:, None], len(self._kept_SWF) - 1)
+        root_R1 = path.root_R[:, None]
+        kept_RDF = self._kept_SWF[slots_RD, (root_R1 + path.index_RD[:, 1:]) % self.width]
+        self._kept_SWF[slots_RD, (root_R1 + depth_D) % self.width] = kept_RDF
 
     def before(self, fed: FedTokens, features_TF: torch.Tensor) -> torch.Tensor:
         """Return the feature of the position before each token, [T, F]; zeros before position 0. The features of this

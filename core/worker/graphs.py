@@ -40,7 +40,7 @@ from dovetail.core.interfaces import (
 from dovetail.core.interfaces.records import MOST_LOGPROBS
 from dovetail.core.ops.logprobs import best_logprobs
 from dovetail.core.ops.samples import SampleInputs, gather_samples, take_tokens
-from dovetail.core.ops.step import TokenLayout, accept
+from dovetail.core.ops.step import TokenLayout
 from dovetail.core.worker.batch import Batch, Rows, adapting, lay_out
 from dovetail.core.worker.device_state import DeviceState
 from dovetail.core.worker.drafts import Drafts
@@ -53,8 +53,10 @@ from dovetail.core.worker.row_sections import (
     view_samples,
 )
 from dovetail.core.worker.sampler import SampleParams, sample, sample_over_ranks
-from dovetail.core.worker.sampling import SampledRows, process, token_logprobs
+from dovetail.core.worker.sampling import SampledRows, apply_all, process, sampled_rows, token_logprobs
+from dovetail.core.worker.simulated_acceptance import simulate
 from dovetail.core.worker.slots import DRAWS, Draw
+from dovetail.core.worker.verification import process_trees, verify_draws
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -275,7 +277,8 @@ class StepGraphs:
         state, rows = self.state, capacity.rows
         slots_B, row_start_B1, chunks_N, samples_R3 = capacity.sections.unpack(input_N, capacity.width)
         if self.drafts.on_device and capacity.drafts:
-            self.drafts.propose(slots_B, samples_R3[:, 2].contiguous(), capacity.width - 1, bound=self.max_len)
+            most_B = samples_R3[:, 2].contiguous()
+            self.drafts.propose(slots_B, most_B, capacity.width - 1, bound=self.max_len, adapted=capacity.adapted)
         counts = (capacity.width,) * capacity.decodes + (capacity.tokens,) * capacity.chunks
         host = HostBounds(counts, (self.max_len,) * rows, capacity.decodes)
         groups = self.drafts.groups_to_lay_out(self.groups, chunks=capacity.chunks > 0)
@@ -390,15 +393,23 @@ class StepGraphs:
             if Draw.LOGPROBS in draw:
                 top = best_logprobs(raw_NV, min(MOST_LOGPROBS, raw_NV.shape[1]), state.logprobs_S[at.slots_N])
             if Draw.PROCESSED in draw:
-                history = state.tokens_SL, state.prompt_len_S, state.tokens_SL.shape[1]
-                ctx = LogitsContext(at.slots_N, at.position_N, *history)
-                logits_NV = process(raw_NV, self._processors, ctx, keep=True)
+                logits_NV = self._process(raw_NV, at)
             drawn_N = sample(logits_NV, at.position_N, params)
-        tokens_RW = at.by_row(drawn_N)
-        lengths = state.tokens_SL, state.computed_S, state.drafts_S
-        accepted = accept(tokens_RW, at.slots_R, at.base_R, at.limit_R, *lengths)
+        tokens_RW = simulate(at.by_row(drawn_N), at.slots_R, at.base_R, state, self.drafts.vocab)
+        verified = verify_draws(tokens_RW, at, state, self.drafts.keep)
         logprobs = None
         if top is not None:
-            chosen, values, ids = (at.by_row(values_N) for values_N in token_logprobs(raw_NV, drawn_N, top))
+            by_row = (at.by_row(values_N) for values_N in token_logprobs(raw_NV, drawn_N, top))
+            chosen, values, ids = map(verified.along, by_row)
             logprobs = chosen, values, ids
-        return SampledRows(tokens_RW, accepted.accepted_R, at.slots_R, accepted.lengths_R, accepted.drafted_R, logprobs)
+        return sampled_rows(verified, at.slots_R, logprobs)
+
+    def _process(self, raw_NV: torch.Tensor, at: SampleInputs) -> torch.Tensor:
+        """Return what the logits processors make of a copy of the logits."""
+        state, longest = self.state, self.state.tokens_SL.shape[1]
+        if len(at.slots_N) == len(at.slots_R) or state.trees is None:
+            ctx = LogitsContext(at.slots_N, at.position_N, state.tokens_SL, state.prompt_len_S, longest)
+            return process(raw_NV, self._processors, ctx, keep=True)
+        token_RW = at.by_row(torch.arange(len(raw_NV), device=state.device))
+        apply = partial(apply_all, self._processors)
+        return process_trees(raw_NV, token_RW, at.position_N, at, state, longest, apply)

@@ -23,7 +23,7 @@ from dovetail.core.memory.pools import make_host_pools
 from dovetail.core.memory.sizing import measure_pages, wanted_tokens
 from dovetail.core.ops.compile_ahead import compile_workers
 from dovetail.core.ops.compile_server import CompileServer
-from dovetail.core.startup_notes import collect_notes, note
+from dovetail.core.startup_notes import SIMULATED, collect_notes, note
 from dovetail.core.tuning.startup import install_choices
 from dovetail.core.worker.build import (
     build_context,
@@ -183,6 +183,9 @@ def _build_parts(
     drafter.bind(target)
     if drafter.verify == "typical":
         note("spec_decode.verify=typical is not lossless: sampled text is less random than without drafts")
+    if drafter.simulated_rates:
+        rates = ", ".join(f"{rate:.3g}" for rate in drafter.simulated_rates)
+        note(f"{SIMULATED}: drafts are accepted by a coin, by position {rates}; the text has no meaning")
     fill(model, target.source, engine.seed, progress)
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -40,6 +40,8 @@ class _Pending:
     pooled: tuple[list[int], torch.Tensor] | None
     began: Mark
     done: Mark
+    drafted: Mark | None
+    forwarded: Mark | None
 
 
 class ResultCopies:
@@ -57,13 +59,17 @@ class ResultCopies:
         sampled: SampledRows | None,
         prompt: dict[int, list[torch.Tensor]],
         pooled: tuple[list[int], torch.Tensor] | None,
+        *,
+        drafted: Mark | None = None,
+        forwarded: Mark | None = None,
     ) -> None:
         """Enqueue the copies of a step's results after all work launched so far. `logprobs_wanted` is the number that
-        each row wants; its keys, those of `prompt` and the list in `pooled` are indices into `rows`."""
+        each row wants; its keys, those of `prompt` and the list in `pooled` are indices into `rows`. `drafted`,
+        `forwarded`: ends of the drafter's work and of the layers."""
         tensors: list[torch.Tensor] = []
         if sampled is not None:
-            drafted = [sampled.drafted_R[:, None]] if sampled.tokens_RW.shape[1] > 1 else []
-            columns = torch.cat((sampled.tokens_RW, *drafted, sampled.accepted_R[:, None]), 1)
+            verified = [sampled.drafted_R[:, None]] if sampled.tokens_RW.shape[1] > 1 else []
+            columns = torch.cat((sampled.tokens_RW, *verified, sampled.accepted_R[:, None]), 1)
             tensors = [columns, *(sampled.logprobs or ())]
         self._pending.append(
             _Pending(
@@ -75,6 +81,8 @@ class ResultCopies:
                 pooled=(pooled[0], self._to_host(pooled[1])) if pooled else None,
                 began=began,
                 done=self.clock.mark(),
+                drafted=drafted,
+                forwarded=forwarded,
             )
         )
 
@@ -112,7 +120,10 @@ class ResultCopies:
         fields = every, rows.uids, rows.epochs, tokens, *details, map(pooled.get, every), drafted
         # Without a Python frame for each row.
         results = tuple(map(_new, repeat(RowResult), zip(*fields, strict=False)))
-        return StepResult(pending.step, results, *self.clock.read(pending.began, pending.done))
+        began, done = pending.began, pending.done
+        draft = 0.0 if pending.drafted is None else _seconds(began, pending.drafted)
+        draw = 0.0 if pending.forwarded is None else _seconds(pending.forwarded, done)
+        return StepResult(pending.step, results, *self.clock.read(began, done), draft, draw)
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         if not self._cuda:

@@ -69,6 +69,8 @@ class SamplePositions:
     """Number of tokens that precede the first sampled one: the position that this one takes."""
     limit_R: torch.Tensor
     """Drafts to verify at most, 0 .. W-1; the row may have fewer."""
+    position_RW: torch.Tensor
+    """Number of tokens before the one to be drawn. Drafts of a tree that are siblings have one position."""
 
 
 def unpack_samples(samples_N: torch.Tensor, rows: Rows, positions_T: torch.Tensor) -> SamplePositions:
@@ -77,7 +79,7 @@ def unpack_samples(samples_N: torch.Tensor, rows: Rows, positions_T: torch.Tenso
     first_R, slots_R, limit_R = view_samples(samples_N).t().contiguous().unbind(0)
     step_W = torch.arange(rows.width, device=samples_N.device)
     token_RW = first_R[:, None] + torch.minimum(step_W[None, :], limit_R[:, None])
-    return SamplePositions(token_RW, slots_R, positions_T[first_R] + 1, limit_R)
+    return SamplePositions(token_RW, slots_R, positions_T[first_R] + 1, limit_R, positions_T[token_RW] + 1)
 
 
 # Chunk rows.

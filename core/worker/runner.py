@@ -124,6 +124,8 @@ class _ForwardedStep:
     samples_N: torch.Tensor
     """Sample rows on the device; padding rows may follow."""
     graph: ForwardGraph | None
+    drafted: Mark | None = None
+    """End of the drafter's work, unless it is in the graph."""
 
 
 class Runner:
@@ -155,8 +157,17 @@ class Runner:
             device=device,
             seed=engine.seed,
             draft_probs=parts.model.build.spec.vocab if parts.drafter.verify == "rejection" else 0,
+            draft_depth=parts.drafter.depth,
+            simulated_rates=parts.drafter.simulated_rates,
         )
-        self.drafts = Drafts(parts.drafter, self.state, parts.attention, parts.model.build.spec.vocab)
+        self.drafts = Drafts(
+            parts.drafter,
+            self.state,
+            parts.attention,
+            parts.model.build.spec.vocab,
+            parts.model.kv_groups,
+            parts.adapters,
+        )
         self.results = ResultCopies(device)
         self.graphs: StepGraphs | None = None
         if capture is not None:
@@ -239,10 +250,13 @@ class Runner:
             self._draft(rows, sent.pop(), captured=graph is not None)
         if host_drafts is not None:
             self.drafts.take_host(host_drafts)
+        drafted = self.results.clock.mark() if drafts else None
         self._drafted = DraftCopies.of(rows, state) if guided and parts.connection.rank == 0 else None
         if graph is not None:
             batch, hidden = graphs.forward(graph, rows, sent[0])
-            return _ForwardedStep(began, batch, hidden, starts, sent[0][graph.sections.before_samples :], graph)
+            return _ForwardedStep(
+                began, batch, hidden, starts, sent[0][graph.sections.before_samples :], graph, drafted
+            )
         step = StepSections(*sent)
         groups = self.drafts.groups_to_lay_out(parts.groups, chunks=rows.decodes < len(rows))
         batch = build_batch(
@@ -254,7 +268,7 @@ class Runner:
             hidden = layers(parts.model.embed(batch.tokens.ids_T), ctx, parts.drafter.taps)
         self.drafts.observe(step.slots_B, step.row_start_B1.int(), rows.decodes, batch.tokens, batch.attn, hidden)
         advance_chunks(step.chunks_N, state.computed_S)
-        return _ForwardedStep(began, batch, hidden, starts, step.samples_N, None)
+        return _ForwardedStep(began, batch, hidden, starts, step.samples_N, None, drafted)
 
     def _draft(self, rows: Rows, draft_rows_N: torch.Tensor, *, captured: bool) -> None:
         """Draft for the decode rows."""
@@ -266,16 +280,22 @@ class Runner:
         random, filtered = (not kind.isdisjoint(slots) for kind in (self.slots.random, self.slots.filtered))
         # As many as graphs draft: further numbers would compile kernels while requests wait.
         most = self.drafts.lookahead
-        self.drafts.propose(slots_B, most_B, most, bound=bound, random=random, filtered=filtered)
+        kinds = {"random": random, "filtered": filtered, "adapted": not self.slots.adapted.isdisjoint(slots)}
+        self.drafts.propose(slots_B, most_B, most, bound=bound, **kinds)
 
     def _join(self, plan: StepPlan, blobs: Blobs) -> list[SlotInfo]:
         """Apply the plan's leaves and joins on the host. Return the record of each join."""
+        state, on_device = self.state, self.drafts.on_device
         for slot in plan.leaves:
             self.slots.leave(slot)
+            if on_device:
+                self.drafts.drafter.leave(slot, state.tokens_SL[slot], state.computed_S[slot] + 1)
         joined = []
         for join in plan.joins:
             blob = blobs[join.uid, join.epoch]
             joined.append(self.slots.join(join.slot, blob))
+            if on_device:
+                self.drafts.drafter.enter(join.slot, blob.request)
             if blob.adapter >= 0 and blob.request.adapter:
                 self.parts.adapters.place(blob.adapter, blob.request.adapter)
         return joined
@@ -284,6 +304,8 @@ class Runner:
 
     def _finish(self, plan: StepPlan, step: _ForwardedStep, late: LateInputs | None = None) -> None:
         """Sample and send the results to the host."""
+        # A drafter's users ask which part of a step takes how long.
+        forwarded = self.results.clock.mark() if self.drafts.lookahead else None
         sampled = self._sample(step, late)
         parts, state, slots = self.parts, self.state, self.slots
         rows, states_TC, logprobs = step.batch.rows, step.hidden.states, slots.logprobs
@@ -294,7 +316,8 @@ class Runner:
             wanted = {}
             if not logprobs.isdisjoint(rows.sampled_slots):
                 wanted = {i: slots[slot].params.logprobs for i, slot in enumerate(rows.slots) if slot in logprobs}
-            self.results.send(plan.step, step.began, rows, wanted, sampled, prompt, pooled)
+            marks = {"drafted": step.drafted, "forwarded": forwarded}
+            self.results.send(plan.step, step.began, rows, wanted, sampled, prompt, pooled, **marks)
 
     def _sample(self, step: _ForwardedStep, late: LateInputs | None) -> SampledRows | None:
         parts, state, batch, hidden = self.parts, self.state, step.batch, step.hidden
@@ -312,7 +335,8 @@ class Runner:
         at = unpack_samples(step.samples_N, rows, batch.tokens.positions_T)
         states = hidden.states[at.token_RW.reshape(-1)]
         masks = None if late is None else upload_masks(late, rows, state.device)
-        return sample_step(parts.model, states, at, batch, state, self.slots, parts.processors, masks, verify)
+        some = self.slots, parts.processors, self.drafts.keep
+        return sample_step(parts.model, states, at, batch, state, *some, masks, verify)
 
     # Adapters.
 

@@ -11,6 +11,7 @@ import torch
 
 from dovetail.core.interfaces import Model
 from dovetail.core.ops.random import Purpose, gumbel, uniform
+from dovetail.core.ops.siblings import best_tokens
 from dovetail.core.ops.step import best, draw, draw_filtered, gather_params, leading, least_kept, scaled
 
 if TYPE_CHECKING:
@@ -53,6 +54,14 @@ def sample(logits_NV: torch.Tensor, position_N: torch.Tensor, params: SamplePara
         filters = params.temperature_N, params.top_k_N, params.top_p_N, params.min_p_N
         return draw_filtered(logits_NV, position_N, params.key_N, *filters)
     return draw(logits_NV, position_N, params.temperature_N, params.key_N, params.random)
+
+
+def siblings(
+    logits_NV: torch.Tensor, position_N: torch.Tensor, params: SampleParams, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the `count` tokens that `sample` would prefer for each row, and their confidence (ops.siblings)."""
+    least_N = least_logit(logits_NV, params)
+    return best_tokens(logits_NV, position_N, params.temperature_N, params.key_N, params.random, count, least_N)
 
 
 def warm_up_float32(state: DeviceState, vocab: int) -> None:

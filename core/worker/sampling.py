@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from dovetail.core.interfaces import LateInputs, LogitsContext, LogitsProcessor,
 from dovetail.core.interfaces.plan import LATE
 from dovetail.core.ops import apply_bitmask
 from dovetail.core.ops.logprobs import BestLogprobs, best_logprobs, logprobs_of
-from dovetail.core.ops.step import Accepted, accept, commit
+from dovetail.core.ops.step import Accepted, commit
 from dovetail.core.worker.batch import Batch, Rows
 from dovetail.core.worker.device_state import DeviceState
 from dovetail.core.worker.row_sections import SamplePositions
@@ -25,7 +26,9 @@ from dovetail.core.worker.sampler import (
     verify_rejection,
     verify_typical,
 )
+from dovetail.core.worker.simulated_acceptance import simulate
 from dovetail.core.worker.slots import Slots
+from dovetail.core.worker.verification import Keep, VerifiedDraws, process_trees, verify_draws
 
 
 @dataclass(slots=True)
@@ -94,6 +97,7 @@ def sample_step(
     state: DeviceState,
     slots: Slots,
     processors: Mapping[str, LogitsProcessor],
+    keep: Keep,
     masks: Masks | None = None,
     verify: Verify = "draws",
 ) -> SampledRows:
@@ -102,9 +106,7 @@ def sample_step(
     rows = len(sampled_slots)
     infos = [slots[slot] for slot in sampled_slots]
     slots_N = at.slots_R.repeat_interleave(width)
-    step_W = torch.arange(width, device=state.device)
-    position_RW = at.base_R[:, None] + step_W
-    position_N = position_RW.reshape(-1)
+    position_RW, position_N = at.position_RW, at.position_RW.reshape(-1)
 
     best = slots.most_logprobs(sampled_slots)
     wanted = {name for info in infos for name in info.processors}
@@ -113,8 +115,8 @@ def sample_step(
     by_draws = width == 1 or verify == "draws" or not params.random
     if best is None and masks is None and not wanted and not params.filtered and by_draws:
         tokens_RW = sample_over_ranks(model, states_NC, position_N, params).view(rows, width)
-        accepted = _accept(tokens_RW, at, state)
-        return SampledRows(tokens_RW, accepted.accepted_R, at.slots_R, accepted.lengths_R, accepted.drafted_R)
+        tokens_RW = simulate(tokens_RW, at.slots_R, at.base_R, state, model.build.spec.vocab)
+        return sampled_rows(verify_draws(tokens_RW, at, state, keep), at.slots_R)
 
     logits_NV = model.logits(states_NC)
     # Log-probabilities are those before masks and processors.
@@ -126,33 +128,55 @@ def sample_step(
         apply_bitmask(logits_NV, masks.bits_MW, masks.rows_M)
 
     if wanted:
-        ctx = LogitsContext(slots_N, position_N, state.tokens_SL, state.prompt_len_S, batch.rows.max_len)
-        some = (processor for name, processor in processors.items() if name in wanted)
-        logits_NV = process(logits_NV, some, ctx, keep=top is not None)
+        some = [processor for name, processor in processors.items() if name in wanted]
+        if width > 1 and state.trees is not None:
+            token_RW = torch.arange(rows * width, device=state.device).view(rows, width)
+            apply = partial(apply_all, some)
+            logits_NV = process_trees(logits_NV, token_RW, position_N, at, state, batch.rows.max_len, apply)
+        else:
+            ctx = LogitsContext(slots_N, position_N, state.tokens_SL, state.prompt_len_S, batch.rows.max_len)
+            logits_NV = process(logits_NV, some, ctx, keep=top is not None)
 
     if masks is not None and masks.lacking_X is not None:
         sit_out(masks.lacking_X, at, state)
     if by_draws:
-        tokens_RW = sample(logits_NV, position_N, params).view(rows, width)
-        accepted = _accept(tokens_RW, at, state)
+        drawn_RW = sample(logits_NV, position_N, params).view(rows, width)
+        if masks is None:  # Drafts that a mask forbids cannot be accepted.
+            drawn_RW = simulate(drawn_RW, at.slots_R, at.base_R, state, model.build.spec.vocab)
+        verified = verify_draws(drawn_RW, at, state, keep)
     else:
-        tokens_RW, accepted = _verify(logits_NV, at, position_RW, params, state, verify)
+        drawn_RW, accepted = _verify(logits_NV, at, position_RW, params, state, verify)
+        verified = VerifiedDraws(drawn_RW, accepted, None)
     if masks is not None and masks.lacking_X is not None:
-        accepted.accepted_R.index_fill_(0, masks.lacking_X, -1)
+        verified.accepted.accepted_R.index_fill_(0, masks.lacking_X, -1)
 
     # Masks leave the logits of tokens that can be drawn as they are.
     logprobs = None
     if top is not None:
-        chosen_N, values_Nn, ids_Nn = token_logprobs(raw_NV, tokens_RW.reshape(-1), top)
-        logprobs = chosen_N.view(rows, width), values_Nn.view(rows, width, -1), ids_Nn.view(rows, width, -1)
-    return SampledRows(tokens_RW, accepted.accepted_R, at.slots_R, accepted.lengths_R, accepted.drafted_R, logprobs)
+        chosen_N, values_Nn, ids_Nn = token_logprobs(raw_NV, drawn_RW.reshape(-1), top)
+        by_row = chosen_N.view(rows, width), values_Nn.view(rows, width, -1), ids_Nn.view(rows, width, -1)
+        chosen, values, ids = map(verified.along, by_row)
+        logprobs = chosen, values, ids
+    return sampled_rows(verified, at.slots_R, logprobs)
+
+
+def sampled_rows(
+    verified: VerifiedDraws,
+    slots_R: torch.Tensor,
+    logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+) -> SampledRows:
+    found = verified.accepted
+    return SampledRows(verified.tokens_RW, found.accepted_R, slots_R, found.lengths_R, found.drafted_R, logprobs)
 
 
 def process(
     logits_NV: torch.Tensor, processors: Iterable[LogitsProcessor], ctx: LogitsContext, *, keep: bool
 ) -> torch.Tensor:
     """Return what the processors make of the logits, in float32. Unless `keep`, they may overwrite `logits_NV`."""
-    logits_NV = logits_NV.to(torch.float32, copy=keep)
+    return apply_all(processors, logits_NV.to(torch.float32, copy=keep), ctx)
+
+
+def apply_all(processors: Iterable[LogitsProcessor], logits_NV: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
     for processor in processors:
         logits_NV = processor.apply(logits_NV, ctx)
     return logits_NV
@@ -172,10 +196,6 @@ def warm_up_processors(processors: Mapping[str, LogitsProcessor], state: DeviceS
     ctx = LogitsContext(slots_N, torch.ones_like(slots_N), state.tokens_SL, state.prompt_len_S, 1)
     for processor in processors.values():
         processor.apply(torch.zeros(1, vocab, device=state.device), ctx)
-
-
-def _accept(tokens_RW: torch.Tensor, at: SamplePositions, state: DeviceState) -> Accepted:
-    return accept(tokens_RW, at.slots_R, at.base_R, at.limit_R, state.tokens_SL, state.computed_S, state.drafts_S)
 
 
 def _verify(

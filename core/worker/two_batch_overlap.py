@@ -25,6 +25,7 @@ from dovetail.core.interfaces import (
     HostBounds,
     Layers,
     Model,
+    TreeMask,
 )
 
 TILE = 128
@@ -147,7 +148,7 @@ def _before(meta: BatchMeta, cut: int, rows: int) -> BatchMeta:
         rows_T=meta.rows_T[:cut],
         page_table_BP=meta.page_table_BP[:rows],
         write_T=meta.write_T[:cut],
-        tree_mask_TW=None if meta.tree_mask_TW is None else meta.tree_mask_TW[:cut],
+        tree=None if meta.tree is None else TreeMask(meta.tree.root_T[:cut], meta.tree.ancestors_T[:cut]),
     )
 
 
@@ -162,8 +163,12 @@ def _from(meta: BatchMeta, cut: int, row: int) -> BatchMeta:
         rows_T=meta.rows_T[cut:] - row,
         page_table_BP=meta.page_table_BP[row:].clone(),
         write_T=meta.write_T[cut:].clone(),
-        tree_mask_TW=None if meta.tree_mask_TW is None else meta.tree_mask_TW[cut:].clone(),
+        tree=None if meta.tree is None else _tree_from(meta.tree, cut),
     )
+
+
+def _tree_from(tree: TreeMask, cut: int) -> TreeMask:
+    return TreeMask(tree.root_T[cut:].clone(), tree.ancestors_T[cut:].clone())
 
 
 class Side(Protocol):

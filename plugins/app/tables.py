@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+from dovetail.core.startup_notes import SIMULATED
 
 NONE = "n/a"
 
@@ -27,6 +29,12 @@ def figures_table(title: str, first: str, heads: Iterable[str], **options: Any) 
     for head in heads:
         table.add_column(head, justify="right")
     return table
+
+
+def simulated_title(startups: Iterable[Mapping[str, Any]]) -> str:
+    """Return what begins the title of a table if drafts of some engine were accepted by a coin."""
+    notes = (note for startup in startups for note in startup.get("slower_paths", ()))
+    return f"{SIMULATED}: " if any(SIMULATED in note for note in notes) else ""
 
 
 def share(value: float | None) -> str:

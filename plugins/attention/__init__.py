@@ -10,7 +10,7 @@ COMPONENTS = tuple(
         config,
         f"{name}.backend:{target}",
         capabilities=f"{name}.capabilities:capabilities",
-        api="0.3",
+        api="0.4",
     )
     for name, config, target in (
         ("sdpa", SDPAConfig, "SDPA"),

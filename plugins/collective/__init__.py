@@ -4,14 +4,14 @@ from dovetail.plugins import builtin
 from dovetail.plugins.collective.config import NcclConfig, OrderedConfig, SymmMemConfig
 
 COMPONENTS = (
-    builtin("collective", "nccl", NcclConfig, "nccl:NcclCollective", capabilities="capabilities:nccl", api="0.2"),
+    builtin("collective", "nccl", NcclConfig, "nccl:NcclCollective", capabilities="capabilities:nccl", api="0.3"),
     builtin(
         "collective",
         "ordered",
         OrderedConfig,
         "ordered:OrderedCollective",
         capabilities="capabilities:ordered",
-        api="0.2",
+        api="0.3",
     ),
     builtin(
         "collective",
@@ -19,6 +19,6 @@ COMPONENTS = (
         SymmMemConfig,
         "symm_mem.collective:SymmMemCollective",
         capabilities="capabilities:symm_mem",
-        api="0.2",
+        api="0.3",
     ),
 )

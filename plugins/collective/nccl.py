@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +11,10 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from dovetail.core.interfaces import PLAIN, ActFormat, Bundle, Collective, Partial, Residual
+from dovetail.core.interfaces.rows import RowShard
 from dovetail.plugins.collective.config import NcclConfig
 from dovetail.plugins.collective.process_group import Rendezvous
-from dovetail.plugins.collective.sharded import RowShard, sharded_boundary, whole
+from dovetail.plugins.collective.sharded import sharded_boundary, whole
 
 if TYPE_CHECKING:
     from dovetail.core.interfaces.collective import Norm
@@ -69,6 +70,18 @@ class NcclCollective(Collective):
             return sharded_boundary(self, x, residual, norm, emit, after)
         return super().boundary(x, residual, norm, emit, after)
 
+    def own_boundary(
+        self,
+        x: torch.Tensor | Partial | Residual,
+        residual: Residual | None,
+        norm: Norm,
+        emit: tuple[ActFormat, ...] = (PLAIN,),
+        after: Norm | None = None,
+    ) -> tuple[Bundle, Residual]:
+        if self.size == 1:
+            return super().own_boundary(x, residual, norm, emit, after)
+        return sharded_boundary(self, x, residual, norm, emit, after, own=True)
+
     def _shards_residual(self, x: torch.Tensor | Partial) -> bool:
         """Whether a boundary of `x` starts to shard the residual. Only sums do: a tensor needs no communication."""
         least = self.config.shard_rows
@@ -77,23 +90,38 @@ class NcclCollective(Collective):
     def whole(self, residual: Residual) -> torch.Tensor:
         return whole(self, residual) if isinstance(residual, RowShard) else residual
 
-    def reduce_rows(self, x_TC: torch.Tensor) -> torch.Tensor:
-        x_TC = x_TC.contiguous()
-        out = x_TC.new_empty(len(x_TC) // self.size, *x_TC.shape[1:])
-        self._wait(self._group._reduce_scatter_base(out, x_TC, _in_stream(c10d.ReduceScatterOptions())))
+    def reduce_rows(self, x: torch.Tensor) -> torch.Tensor:
+        if self.size == 1:
+            return x
+        x = x.contiguous()
+        out = x.new_empty(len(x) // self.size, *x.shape[1:])
+        self._wait(self._group._reduce_scatter_base(out, x, _in_stream(c10d.ReduceScatterOptions())))
         return out
 
     def gather_rows(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Gather all parts in one call where the transport supports it."""
+        if self.size == 1:
+            return list(parts)
+        options = _in_stream(c10d.AllgatherOptions())
+        return self._exchanged(parts, self.size, lambda into, part: self._group._allgather_base(into, part, options))
+
+    def all_to_all(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if self.size == 1:
+            return list(parts)
+        options = _in_stream(c10d.AllToAllOptions())
+        return self._exchanged(parts, 1, lambda into, part: self._group.alltoall_base(into, part, [], [], options))
+
+    def _exchanged(
+        self, parts: Sequence[torch.Tensor], times: int, call: Callable[[torch.Tensor, torch.Tensor], Any]
+    ) -> list[torch.Tensor]:
+        """Call `call` with each part and an output of `times` as many rows: together where the transport can."""
         # As bytes: the transport may not support the dtypes of encoded rows.
         mine = [part.contiguous().view(torch.uint8) for part in parts]
-        every = [part.new_empty(self.size * len(part), *part.shape[1:]) for part in mine]
-        options = _in_stream(c10d.AllgatherOptions())
+        every = [part.new_empty(times * len(part), *part.shape[1:]) for part in mine]
         together = len(parts) > 1 and self._group.supports_coalescing
         if together:
             self._group._start_coalescing()
         for into, part in zip(every, mine, strict=True):
-            work = self._group._allgather_base(into, part, options)
+            work = call(into, part)
             if not together:
                 self._wait(work)
         if together:

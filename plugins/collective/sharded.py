@@ -8,28 +8,26 @@ Shapes: T tokens, S rows of a rank's shard (rows past token T are padding), C ch
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch.nn.functional import pad
 
-from dovetail.core.arithmetic import ceil_div
-from dovetail.core.interfaces import PLAIN, ActFormat, Activation, Bundle, Partial, Residual
+from dovetail.core.interfaces import PLAIN, ActFormat, Bundle, Partial, Residual
+from dovetail.core.interfaces.rows import (
+    RowShard,
+    padded,
+    scaled_by_row,
+    shard_rows,
+    share_of,
+    share_of_bundle,
+    with_scale,
+)
 from dovetail.core.ops.formats import encode
 
 if TYPE_CHECKING:
     from dovetail.core.interfaces.collective import Norm
-
-
-@dataclass(frozen=True, slots=True)
-class RowShard:
-    """Rows [rank * S, (rank + 1) * S) of a residual."""
-
-    values: torch.Tensor
-    tokens: int
-    """T."""
 
 
 class Ranks(Protocol):
@@ -52,8 +50,10 @@ def sharded_boundary(
     norm: Norm,
     emit: tuple[ActFormat, ...],
     after: Norm | None = None,
+    own: bool = False,
 ) -> tuple[Bundle, RowShard]:
-    """Implement Collective.boundary. Types and shapes alone decide the path, so all ranks make the same calls."""
+    """Implement Collective.boundary; `own`: Collective.own_boundary. Types and shapes alone decide the path, so all
+    ranks make the same calls."""
     if isinstance(x, Partial):
         tokens, x_SC = len(x.values), _summed_rows(ranks, x.values)
     else:
@@ -64,10 +64,13 @@ def sharded_boundary(
     if after is not None:
         norm = partial(norm, after=after)
     bundle, summed_SC = norm(x_SC, residual_SC, by_row if not rest or PLAIN in by_row else (*by_row, PLAIN))
+    if own and not rest:
+        return Bundle(tuple(bundle[fmt] for fmt in emit)), RowShard(summed_SC, tokens)
     gathered = _gathered(ranks, bundle, tokens)
     encoded = encode(gathered[PLAIN].values, rest) if rest else Bundle(())
     made = Bundle((*gathered.items, *encoded.items))
-    return Bundle(tuple(made[fmt] for fmt in emit)), RowShard(summed_SC, tokens)
+    made = Bundle(tuple(made[fmt] for fmt in emit))
+    return share_of_bundle(made, ranks.rank, ranks.size) if own else made, RowShard(summed_SC, tokens)
 
 
 def whole(ranks: Ranks, shard: RowShard) -> torch.Tensor:
@@ -75,44 +78,24 @@ def whole(ranks: Ranks, shard: RowShard) -> torch.Tensor:
     return ranks.gather_rows([shard.values])[0][: shard.tokens]
 
 
-def shard_rows(tokens: int, size: int) -> int:
-    return ceil_div(tokens, size)
-
-
 def own_rows(ranks: Ranks, x: torch.Tensor | RowShard) -> torch.Tensor:
     """Return this rank's shard of `x`, which is replicated or already sharded."""
     if isinstance(x, RowShard):
         return x.values
-    rows = shard_rows(len(x), ranks.size)
-    return padded(x[ranks.rank * rows : (ranks.rank + 1) * rows], rows)
+    return share_of(x, ranks.rank, ranks.size)
 
 
 def _summed_rows(ranks: Ranks, x_TC: torch.Tensor) -> torch.Tensor:
     return ranks.reduce_rows(padded(x_TC, ranks.size * shard_rows(len(x_TC), ranks.size)))
 
 
-def padded(x_TC: torch.Tensor, rows: int) -> torch.Tensor:
-    """Append zero rows up to `rows`."""
-    return x_TC if len(x_TC) == rows else pad(x_TC, (0, 0, 0, rows - len(x_TC)))
-
-
 def _gathered(ranks: Ranks, bundle: Bundle, tokens: int) -> Bundle:
     """Gather a bundle of this rank's rows into one of all rows."""
     mine = [item.values for item in bundle.items]
-    mine += [item.scale for item in bundle.items if _scaled_by_row(item)]
+    mine += [item.scale for item in bundle.items if scaled_by_row(item)]
     found = iter([x[:tokens] for x in ranks.gather_rows(mine)])
     items = [replace(item, values=next(found)) for item in bundle.items]
-    return Bundle(tuple(with_scale(item, next(found)) if _scaled_by_row(item) else item for item in items))
-
-
-def _scaled_by_row(item: Activation) -> bool:
-    return item.scale is not None and item.format.group != "tensor"
-
-
-def with_scale(item: Activation, scale_TG: torch.Tensor) -> Activation:
-    """Attach the scale in the memory layout of the format."""
-    by_column = item.format.scale_layout == "column"
-    return replace(item, scale=scale_TG.t().contiguous().t() if by_column else scale_TG)
+    return Bundle(tuple(with_scale(item, next(found)) if scaled_by_row(item) else item for item in items))
 
 
 def _by_row(fmt: ActFormat) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from dovetail.core.compose import EngineConfig
 from dovetail.core.errors import ConfigError
+from dovetail.core.expert_load import expert_load
 from dovetail.core.interfaces import CostModel, Formats, ModelSpec, Row, RowWork, StepTerms
 from dovetail.core.interfaces.plan import SAMPLE
 from dovetail.plugins.cost.config import RooflineConfig
@@ -24,7 +25,8 @@ class Roofline(CostModel):
     """Linear layers + attention of chunks + attention of decode rows + all-reduces + sampling + kernels x overhead.
 
     Each of the first three takes the longer of its reads and its matmuls, on one of engine.tp ranks. Pipeline stages
-    add up. Weights are read once per step, KV once per row. Activations stay in cache and are not counted.
+    add up. Weights are read once per step, KV once per row. Activations stay in cache and are not counted. Experts on
+    different ranks (engine.ep) take as long as those of the busiest rank; their exchange counts as two all-reduces.
     """
 
     config: RooflineConfig
@@ -71,8 +73,9 @@ class Roofline(CostModel):
                 chunk_bytes += row.times * read
         if not tokens:
             return StepTerms()
-        weights = self.step_weight_bytes(tokens) / self.engine.tp / self._bandwidth
-        products = tokens * self._linear_flops / self._products + sampled * self._head_seconds
+        more_bytes, more_flops = self._excess(tokens)
+        weights = (self.step_weight_bytes(tokens) + more_bytes) / self.engine.tp / self._bandwidth
+        products = (tokens * self._linear_flops + more_flops) / self._products + sampled * self._head_seconds
         chunks = max(chunk_flops / self._attention, chunk_bytes / self._kv_bandwidth)
         decodes = max(decode_flops / self._attention, decode_bytes / self._kv_bandwidth)
         sampling = sampled * self._sample_seconds
@@ -89,6 +92,16 @@ class Roofline(CostModel):
             found[0] += 1
             found[1] += bound
         return _mean_rows(sums)
+
+    def _excess(self, tokens: int) -> tuple[float, float]:
+        """Return (bytes over all ranks, FLOPs of a rank) that experts of the busiest rank add to the mean."""
+        p, moe, ep = self._parameters, self.spec.moe, self.engine.ep or 1
+        if moe is None or ep == 1:
+            return 0.0, 0.0
+        load = expert_load(moe, tokens, ep)
+        read = self.formats.expert_bytes(p.experts * load.distinct * ep / moe.experts / load.reads)
+        flops = 2 * tokens * p.active_experts / self.engine.tp
+        return (load.reads - 1) * read, (load.products - 1) * flops
 
     def _attended(self, row: RowWork) -> tuple[float, float]:
         """Return (query-key pairs, KV bytes read) of one row over all layers."""

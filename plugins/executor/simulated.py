@@ -16,6 +16,7 @@ from dovetail.core.engine.cost import bind_cost
 from dovetail.core.interfaces import (
     Blobs,
     CostModel,
+    Drafter,
     Executor,
     ExecutorInfo,
     LateInputs,
@@ -84,7 +85,8 @@ class SimulatedExecutor(Executor):
         spec: ModelSpec = model.target().spec(model.config)
         self._vocab, self._hidden, self._ends = spec.vocab, spec.hidden, frozenset(spec.eos_ids)
         self._cost = bind_cost(composition, spec, "simulated")
-        self._lookahead: int = composition.build("spec_decode").lookahead
+        drafter: Drafter = composition.build("spec_decode")
+        self._lookahead, self._draft_depth = drafter.lookahead, drafter.depth
         max_len = spec.longest(engine.max_len)
         # Nothing is stored, so there are no planes.
         groups = group_layers(spec.windows or (0,) * spec.layers, (), engine.page_size)
@@ -130,7 +132,7 @@ class SimulatedExecutor(Executor):
             return cost.seconds(plan)
         decodes = sum(row.flags & DECODE != 0 for row in plan.rows)
         length = max(row.bound for row in drafted)
-        return cost.draft_seconds(decodes, self._lookahead, length) + cost.seconds(plan)
+        return cost.draft_seconds(decodes, self._draft_depth, length) + cost.seconds(plan)
 
     def complete(self, late: LateInputs) -> None:
         self._ledger.complete(late)
@@ -174,7 +176,7 @@ class SimulatedExecutor(Executor):
         if row.flags & SAMPLE and (mask is not None or not row.flags & LATE):
             if not row.flags & DECODE:
                 slot.length = row.bound
-            tokens = self._sample(slot, drafts, mask)
+            tokens = self._sample(slot, min(drafts, self._draft_depth), mask)
         if row.flags & DECODE and params.logprobs is None:
             return RowResult(index, row.uid, row.epoch, tokens, drafted=drafts)
         before = 0 if row.flags & DECODE else len(slot.request.prompt_ids) - 1 - (row.bound - row.count)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pydantic import Field
+
 from dovetail.core.compose import Config
 
 
@@ -11,3 +13,19 @@ class TensorConfig(Config):
 
 class WholeConfig(Config):
     """Ranks have different experts. Every rank has all rows; the next sum over ranks adds the experts' outputs."""
+
+
+class GatherConfig(Config):
+    """Ranks have different experts. Every rank gives its own rows to the layer, gathers all rows, and gets the sums of
+    its own ones."""
+
+
+class AllToAllConfig(Config):
+    """Ranks have different experts. Rows go to the ranks that have their experts, and the sums return."""
+
+    capacity: float = Field(1.25, gt=0)
+    """Rows that the first round can send to each rank, as a multiple of those that uniform routing sends. The others go
+    in a second round."""
+    check_rows: int = Field(4096, ge=1)
+    """Minimum number of rows of a step for which the host reads whether any rank needs the second round. Smaller steps,
+    and CUDA graphs, always have both."""

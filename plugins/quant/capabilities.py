@@ -37,8 +37,10 @@ def int4(config: Int4Config, host: Host) -> Capabilities:
 
 
 def fp4(config: FP4Config, host: Host) -> Capabilities:
-    # Scales of NVFP4 have 8 bits, those of MXFP4 16.
-    return Capabilities(provides=_provides(config, 4.5, host))
+    # Scales of NVFP4 have 8 bits. Those of MXFP4 have 8 in experts, and 16 in other matrices.
+    experts = {"expert_bits": 4.25 if config.block == 32 else 4.5}
+    plain = {"weight_bits": "model"} if config.layers == "experts" else {}
+    return Capabilities(provides={**_provides(config, 4.5, host), **experts, **plain})
 
 
 def nf4(config: NF4Config, host: Host) -> Capabilities:

@@ -12,11 +12,11 @@ from dovetail.plugins.scheduler.config import (
 )
 
 COMPONENTS = (
-    builtin("scheduler", "fcfs", FCFSConfig, "fcfs:FCFSScheduler", api="0.2"),
-    builtin("scheduler", "static", StaticConfig, "static:StaticScheduler", api="0.2"),
-    builtin("scheduler", "priority", PriorityConfig, "priority:PriorityScheduler", api="0.2"),
-    builtin("scheduler", "longest_prefix", LongestPrefixConfig, "longest_prefix:LongestPrefixScheduler", api="0.2"),
-    builtin("scheduler", "shortest_job", ShortestJobConfig, "shortest_job:ShortestJobScheduler", api="0.2"),
-    builtin("scheduler", "fair", FairConfig, "fair:FairScheduler", api="0.2"),
-    builtin("scheduler", "deadline", DeadlineConfig, "deadline:DeadlineScheduler", api="0.2"),
+    builtin("scheduler", "fcfs", FCFSConfig, "fcfs:FCFSScheduler", api="0.3"),
+    builtin("scheduler", "static", StaticConfig, "static:StaticScheduler", api="0.3"),
+    builtin("scheduler", "priority", PriorityConfig, "priority:PriorityScheduler", api="0.3"),
+    builtin("scheduler", "longest_prefix", LongestPrefixConfig, "longest_prefix:LongestPrefixScheduler", api="0.3"),
+    builtin("scheduler", "shortest_job", ShortestJobConfig, "shortest_job:ShortestJobScheduler", api="0.3"),
+    builtin("scheduler", "fair", FairConfig, "fair:FairScheduler", api="0.3"),
+    builtin("scheduler", "deadline", DeadlineConfig, "deadline:DeadlineScheduler", api="0.3"),
 )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dovetail.core.compose import Capabilities, Host, Requires
 from dovetail.plugins.spec_decode.config import (
+    DrafterOptions,
     DraftModelConfig,
     HeadFiles,
+    LayerSkipConfig,
     MedusaConfig,
     NgramConfig,
     NoneConfig,
@@ -20,33 +22,42 @@ _EXACT_LENGTHS = Requires(
 )
 
 
+def _drafts(config: DrafterOptions) -> dict[str, bool]:
+    return {"drafts": True, "simulated_acceptance": bool(config.simulated_rates)}
+
+
 def none(config: NoneConfig, host: Host) -> Capabilities:
     return Capabilities(provides={"drafts": False})
 
 
 def ngram(config: NgramConfig, host: Host) -> Capabilities:
-    return Capabilities(provides={"drafts": True})
+    return Capabilities(provides=_drafts(config))
 
 
 def suffix(config: SuffixConfig, host: Host) -> Capabilities:
-    return Capabilities(provides={"drafts": True})
+    return Capabilities(provides=_drafts(config))
 
 
 def draft_model(config: DraftModelConfig, host: Host) -> Capabilities:
     spec = config.model.facts() or config.model.target().spec(config.model.config)
     return Capabilities(
-        provides={"drafts": True},
+        provides=_drafts(config),
         requires=(_EXACT_LENGTHS,),
         lacks=("a draft model without attention windows",) if any(spec.windows) else (),
     )
 
 
+def layer_skip(config: LayerSkipConfig, host: Host) -> Capabilities:
+    skips = Requires(kind="model", key="skips_layers", allowed=(True,), reason="it drafts with some of the layers")
+    return Capabilities(provides=_drafts(config), requires=(_EXACT_LENGTHS, skips))
+
+
 def eagle(config: HeadFiles, host: Host) -> Capabilities:
-    return Capabilities(provides={"drafts": True}, requires=(_EXACT_LENGTHS,))
+    return Capabilities(provides=_drafts(config), requires=(_EXACT_LENGTHS,))
 
 
-eagle3 = eagle
+eagle3 = parallel = eagle
 
 
 def medusa(config: MedusaConfig, host: Host) -> Capabilities:
-    return Capabilities(provides={"drafts": True})
+    return Capabilities(provides=_drafts(config))

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from dovetail.core.compose import Config, Part, Selected
+from dovetail.core.interfaces.spec_decode import MOST_NODES
 
 Verify = Literal["draws", "rejection", "typical"]
 
@@ -15,7 +16,54 @@ class NoneConfig(Config):
     """No speculation: one token per sequence and step."""
 
 
-class NgramConfig(Config):
+def rates_of(mean: float, drafts: int) -> tuple[float, ...]:
+    """Return the equal acceptance rates at `drafts` positions with which a step brings `mean` tokens on average."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        rate = (low + high) / 2
+        low, high = (rate, high) if sum(rate**k for k in range(drafts + 1)) < mean else (low, rate)
+    return (high,) * drafts
+
+
+class DrafterOptions(Config):
+    """Options of all drafters."""
+
+    simulate_acceptance: float | tuple[float, ...] | None = None
+    """For measurements with random weights: accept drafts by a seeded coin. A number: mean tokens per step with all
+    drafts, 1 to 1 + lookahead. A list: for each position, the probability that its draft is accepted if those before
+    it were. Every pass is real, the text has no meaning, results say SIMULATED, and app=serve refuses it."""
+
+    @model_validator(mode="after")
+    def _simulable(self) -> DrafterOptions:
+        wanted, drafts = self.simulate_acceptance, getattr(self, "lookahead", 0)
+        if wanted is None:
+            return self
+        if getattr(self, "verify", "draws") != "draws":
+            raise ValueError(f"simulate_acceptance={wanted} replaces the verification: it needs verify=draws")
+        if isinstance(wanted, tuple):
+            if len(wanted) != drafts or not all(0 <= rate <= 1 for rate in wanted):
+                raise ValueError(
+                    f"simulate_acceptance={list(wanted)}: give {drafts} probabilities from 0 to 1, one for each draft "
+                    f"(lookahead={drafts}), or the mean number of tokens per step"
+                )
+        elif not 1 <= wanted <= 1 + drafts:
+            raise ValueError(
+                f"simulate_acceptance={wanted:g}: a step of {drafts} drafts (lookahead={drafts}) brings 1 to "
+                f"{1 + drafts} tokens"
+            )
+        return self
+
+    @property
+    def simulated_rates(self) -> tuple[float, ...]:
+        """Acceptance rates by position; () = acceptance is not simulated."""
+        wanted = self.simulate_acceptance
+        if wanted is None:
+            return ()
+        drafts: int = self.lookahead  # type: ignore[attr-defined]
+        return wanted if isinstance(wanted, tuple) else rates_of(wanted, drafts)
+
+
+class NgramConfig(DrafterOptions):
     """Drafts the tokens that followed the last earlier occurrence of the sequence's suffix (prompt lookup)."""
 
     lookahead: int = Field(4, ge=1, le=32)
@@ -32,7 +80,7 @@ class NgramConfig(Config):
         return self
 
 
-class SuffixConfig(Config):
+class SuffixConfig(DrafterOptions):
     """Drafts the tokens that followed the longest earlier occurrence of the sequence's suffix, more of them after a
     longer match (suffix decoding)."""
 
@@ -44,13 +92,63 @@ class SuffixConfig(Config):
     """Shortest matching suffix, in tokens."""
     max_match: int = Field(64, ge=16, le=256)
     """Longest suffix compared, in tokens. Longer matches win, then later ones."""
+    ring: int = Field(16384, ge=0, le=2**20)
+    """Tokens of earlier outputs that are searched too, the newest ones; 0 = none. A request matches those with its own
+    cache_salt alone."""
+    prediction: int = Field(4096, ge=0, le=2**20)
+    """Most tokens of a request's prediction that are searched; 0 = predictions are not used."""
 
 
-class DraftModelConfig(Config):
+class Trees(DrafterOptions):
+    """Options of drafters that can draft trees."""
+
+    lookahead: int = Field(4, ge=1, le=16)
+    tree: int = Field(0, ge=0, le=MOST_NODES)
+    """Draft tokens per sequence and step in a tree of `lookahead` levels, those with the highest joint confidence;
+    0 = a chain of `lookahead` tokens. Trees need an attention backend with tree masks, and verify=draws."""
+    width: int | None = Field(None, ge=1, le=MOST_NODES)
+    """Drafts of each level of a tree that get children, and children of each; null = as many as `tree` has room for in
+    passes of all levels but the last: tree / (lookahead - 1)."""
+    verify: Verify = "draws"
+
+    @property
+    def drafts(self) -> int:
+        """Draft tokens per sequence and step."""
+        return self.tree or self.lookahead
+
+    @property
+    def branches(self) -> int:
+        """Width of the tree."""
+        return self.width or self.tree // max(self.lookahead - 1, 1)
+
+    @model_validator(mode="after")
+    def _grows(self) -> Trees:
+        if not self.tree:
+            if self.width is not None:
+                raise ValueError(f"width={self.width} is that of a tree: set tree to the number of its drafts, too")
+            return self
+        levels, width = self.lookahead, self.branches
+        if self.tree <= levels:
+            raise ValueError(f"tree={self.tree} drafts in {levels} levels are a chain: set tree=0 or over {levels}")
+        if self.simulate_acceptance is not None:
+            raise ValueError(f"simulate_acceptance={self.simulate_acceptance} accepts chains alone: set tree=0")
+        if self.verify != "draws":
+            raise ValueError(f"verify={self.verify} verifies chains alone: set verify=draws, or tree=0")
+        if (least := width * (levels - 1)) > self.tree:
+            raise ValueError(
+                f"width={width} drafts with children in {levels - 1} levels need tree={least} or more, and it is "
+                f"{self.tree}: set width={self.tree // (levels - 1)} or less, or null"
+            )
+        if (grown := width + (levels - 1) * width * width) < self.tree:
+            raise ValueError(f"width={width} in {levels} levels makes {grown} drafts, fewer than tree={self.tree}")
+        return self
+
+
+class DraftModelConfig(Trees):
     """Drafts by a smaller model with the same vocabulary, which has KV pages of its own."""
 
     lookahead: int = Field(4, ge=1, le=16)
-    """Draft tokens per sequence and step; each is a pass of the draft model."""
+    """Draft tokens per sequence and step, or levels of a tree of them; each is a pass of the draft model."""
     verify: Verify = "draws"
     """How drafts of requests that are not greedy are verified. draws: by comparison with plain sampling's draws, so the
     text is the same as without drafts. rejection: accepts more at high temperatures; the same distribution, but other
@@ -61,11 +159,22 @@ class DraftModelConfig(Config):
     """Quantizer of the draft model; auto: the one that reads its checkpoint."""
 
 
-class HeadFiles(Config):
+class LayerSkipConfig(DrafterOptions):
+    """Drafts by some of the model's own layers, on the model's pages: without training, weights or pages of its own."""
+
+    lookahead: int = Field(4, ge=1, le=16)
+    """Draft tokens per sequence and step; each is a pass over the layers that are kept."""
+    verify: Verify = "draws"
+    """How drafts of requests that are not greedy are verified; as for spec_decode=draft_model."""
+    share: float = Field(0.5, gt=0, lt=1)
+    """Share of the layers that drafts run: the first, the last, and others at equal distances."""
+
+
+class HeadFiles(Trees):
     """Options of drafters that are trained for one target."""
 
     lookahead: int = Field(4, ge=1, le=16)
-    """Draft tokens per sequence and step."""
+    """Draft tokens per sequence and step, or levels of a tree of them."""
     verify: Verify = "draws"
     """How drafts of requests that are not greedy are verified; as for spec_decode=draft_model."""
     path: str | None = None
@@ -98,6 +207,16 @@ class EagleConfig(HeadFiles):
 
 class Eagle3Config(HeadFiles):
     """Drafts by one layer over hidden states of three layers of the target (EAGLE-3), with KV pages of its own."""
+
+
+class ParallelConfig(HeadFiles):
+    """Drafts all tokens in one pass of an EAGLE-3 layer that was trained with mask tokens (P-EAGLE)."""
+
+    @model_validator(mode="after")
+    def _chains(self) -> ParallelConfig:
+        if self.tree:
+            raise ValueError(f"tree={self.tree}: spec_decode=parallel drafts chains alone: set tree=0")
+        return self
 
 
 class MedusaConfig(HeadFiles):

@@ -14,7 +14,6 @@ from dovetail.core.errors import ConfigError, shown
 from dovetail.core.interfaces import (
     Draft,
     DraftContext,
-    Drafter,
     FedTokens,
     Hidden,
     KVGroup,
@@ -26,22 +25,28 @@ from dovetail.core.interfaces import (
 )
 from dovetail.core.tokenizer import FILE, Tokenizer
 from dovetail.core.worker.fill import fill, read_headers
+from dovetail.plugins.spec_decode.base import BuiltinDrafter
 from dovetail.plugins.spec_decode.config import DraftModelConfig
 from dovetail.plugins.spec_decode.own_pages import OwnPages, last_states
+from dovetail.plugins.spec_decode.tree import Passes, Siblings, Tree, as_draft, children, grow
 
 
-class DraftModel(Drafter):
+class DraftModel(BuiltinDrafter):
     config: DraftModelConfig
     model: Model
 
     @property
     def lookahead(self) -> int:
+        return self.config.drafts
+
+    @property
+    def depth(self) -> int:
         return self.config.lookahead
 
     @property
     def window(self) -> int:  # type: ignore[override]
         # As many tokens as a step with drafts can add.
-        return self.lookahead + 1
+        return self.depth + 1
 
     @property
     def verify(self) -> Verify:  # type: ignore[override]
@@ -87,11 +92,24 @@ class DraftModel(Drafter):
     def propose(self, ctx: DraftContext) -> Draft:
         ids_T, forward, index_B = self.pages.catch_up(ctx)
         states_BC = last_states(self.model.forward(self._embed(ids_T), forward).states, index_B)
+        count_B = (index_B < self.pages.window) * ctx.k
+        if self.config.tree:
+            return as_draft(self._grow(ctx, states_BC), count_B, ctx.k)
         drafts = [ctx.draw(self._logits(states_BC), 0)]
         for w in range(1, ctx.k):
             states_BC = self.model.forward(self._embed(drafts[-1]), self.pages.after(ctx, w)).states
             drafts.append(ctx.draw(self._logits(states_BC), w))
-        return Draft(torch.stack(drafts, 1), (index_B < self.pages.window) * ctx.k)
+        return Draft(torch.stack(drafts, 1), count_B)
+
+    def _grow(self, ctx: DraftContext, states_BC: torch.Tensor) -> Tree:
+        width, passes = self.config.branches, Passes(ctx, self.pages, self.config.branches)
+
+        def expand(level: int, tokens_BN: torch.Tensor, before_BN: torch.Tensor) -> Siblings:
+            found = self.model.forward(self._embed(tokens_BN.flatten()), passes.lay_out(level, before_BN))
+            return children(ctx, self._logits(found.states), level, width)
+
+        first = ctx.best(self._logits(states_BC), 0, width)
+        return grow(first, expand, depth=self.depth, width=width, most=self.lookahead)
 
     def _embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         # An id may be -1, where logits were NaN, or one that only the target has.

@@ -12,9 +12,9 @@ import torch
 
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import (
+    AcceptedPath,
     Draft,
     DraftContext,
-    Drafter,
     FedTokens,
     Hidden,
     KVGroup,
@@ -25,18 +25,20 @@ from dovetail.core.interfaces import (
 from dovetail.core.startup_notes import note
 from dovetail.core.worker.features import FeatureStore
 from dovetail.core.worker.fill import fill, read_headers
-from dovetail.plugins.spec_decode.config import Eagle3Config, EagleConfig
+from dovetail.plugins.spec_decode.base import BuiltinDrafter
+from dovetail.plugins.spec_decode.config import Eagle3Config, EagleConfig, ParallelConfig
 from dovetail.plugins.spec_decode.eagle_files import EagleShape, read_eagle, read_eagle3
 from dovetail.plugins.spec_decode.eagle_layer import Eagle1Layer, Eagle3Layer, EagleLayer
 from dovetail.plugins.spec_decode.head import check_head, check_tensors
 from dovetail.plugins.spec_decode.head_files import source_of
 from dovetail.plugins.spec_decode.own_pages import OwnPages, last_states
+from dovetail.plugins.spec_decode.tree import Passes, Siblings, Tree, as_draft, children, grow
 
 
-class Eagle(Drafter):
+class Eagle(BuiltinDrafter):
     """EAGLE and EAGLE-2: the feature is the state after the target's final norm."""
 
-    config: EagleConfig | Eagle3Config
+    config: EagleConfig | Eagle3Config | ParallelConfig
     follows_features = True
     resumes = False
     name: ClassVar[str] = "eagle"
@@ -44,12 +46,16 @@ class Eagle(Drafter):
 
     @property
     def lookahead(self) -> int:
+        return self.config.drafts
+
+    @property
+    def depth(self) -> int:
         return self.config.lookahead
 
     @property
     def window(self) -> int:  # type: ignore[override]
         # As many tokens as a step with drafts can add.
-        return self.lookahead + 1
+        return self.depth + 1
 
     @property
     def verify(self) -> Verify:  # type: ignore[override]
@@ -79,7 +85,7 @@ class Eagle(Drafter):
         fill(self.layer, source)
         self.taps = shape.tapped(spec.layers)
         self.pages = OwnPages(target, self.window, resumes=False)
-        self.features = FeatureStore(target, self.window, shape.fused * spec.hidden)
+        self.features = FeatureStore(target, self.lookahead + 1, shape.fused * spec.hidden)
         self._last_id = spec.vocab - 1
 
     def kv_groups(self) -> tuple[KVGroup, ...]:
@@ -106,12 +112,36 @@ class Eagle(Drafter):
         feature_TF = self.features.at(slots_T, forward.positions_T - 1)
         predicted_TC, states_TC = self.layer.forward(self._embed(ids_T), self.layer.fuse(feature_TF), forward)
         predicted_BC, states_BC = last_states(predicted_TC, index_B), last_states(states_TC, index_B)
+        count_B = (index_B < self.pages.window) * ctx.k
+        if self.config.tree:
+            return as_draft(self._grow(ctx, predicted_BC, states_BC), count_B, ctx.k)
         drafts = [ctx.draw(self._logits(states_BC), 0)]
         for w in range(1, ctx.k):
             embeds_BC = self._embed(drafts[-1])
             predicted_BC, states_BC = self.layer.forward(embeds_BC, predicted_BC, self.pages.after(ctx, w))
             drafts.append(ctx.draw(self._logits(states_BC), w))
-        return Draft(torch.stack(drafts, 1), (index_B < self.pages.window) * ctx.k)
+        return Draft(torch.stack(drafts, 1), count_B)
+
+    def keep(self, path: AcceptedPath) -> None:
+        self.features.move(path)
+
+    def _grow(self, ctx: DraftContext, predicted_BC: torch.Tensor, states_BC: torch.Tensor) -> Tree:
+        width, passes = self.config.branches, Passes(ctx, self.pages, self.config.branches)
+        # Features that the layer predicted, of the drafts that got children in the level before.
+        predicted_BNC = predicted_BC[:, None].expand(-1, width, -1)
+
+        def expand(level: int, tokens_BN: torch.Tensor, before_BN: torch.Tensor) -> Siblings:
+            nonlocal predicted_BNC
+            if level > 1:
+                index_BNC = before_BN[:, :, None].expand_as(predicted_BNC)
+                predicted_BNC = predicted_BNC.gather(1, index_BNC)
+            embeds_MC, layout = self._embed(tokens_BN.flatten()), passes.lay_out(level, before_BN)
+            predicted_MC, states_MC = self.layer.forward(embeds_MC, predicted_BNC.flatten(0, 1), layout)
+            predicted_BNC = predicted_MC.view_as(predicted_BNC)
+            return children(ctx, self._logits(states_MC), level, width)
+
+        first = ctx.best(self._logits(states_BC), 0, width)
+        return grow(first, expand, depth=self.depth, width=width, most=self.lookahead)
 
     def _embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         return self.target.embed(ids_T.clamp(0, self._last_id))  # -1 = logits were NaN.
@@ -124,7 +154,7 @@ class Eagle(Drafter):
 class Eagle3(Eagle):
     """EAGLE-3: the feature is made of the outputs of three layers of the target."""
 
-    config: Eagle3Config
+    config: Eagle3Config | ParallelConfig
     name = "eagle3"
     layer_class = Eagle3Layer
 

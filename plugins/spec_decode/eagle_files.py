@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dovetail.core.config_json import ConfigJson
 from dovetail.core.errors import ConfigError
@@ -28,6 +28,8 @@ class EagleShape:
     """Published numbers of the fused layers; None = the three that are usual for the target's depth."""
     fused: int = 1
     """States of the target that are fused per token."""
+    mask_id: int = -1
+    """Token whose embedding mask tokens have; -1 = the head has no mask tokens."""
 
     def tapped(self, layers: int) -> tuple[int, ...]:
         """Return the indices of the target's layers whose outputs are fused. `layers`: number of them. Raises
@@ -51,6 +53,17 @@ def read_eagle(config: HeadFiles) -> EagleShape:
 def read_eagle3(config: HeadFiles) -> EagleShape:
     """Read the shape of an EAGLE-3 head."""
     return _read(read_config(config), "eagle3", fused=3)
+
+
+def read_parallel(config: HeadFiles) -> EagleShape:
+    """Read the shape of a head that drafts with mask tokens (P-EAGLE)."""
+    stated = read_config(config)
+    shape = _read(stated, "parallel", fused=3)
+    mask = stated.count("ptd_token_id", at_least=0, at_most=shape.target_vocab - 1)
+    p = shape.spec.parameters
+    assert p is not None
+    spec = replace(shape.spec, parameters=replace(p, rest=p.rest + 3 * shape.spec.hidden))
+    return replace(shape, spec=spec, mask_id=mask)
 
 
 def _read(config: ConfigJson, name: str, fused: int) -> EagleShape:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dovetail.core.compose import Host
 from dovetail.core.engine.cost import BYTES
 from dovetail.core.engine.stored_weights import stored_formats, table_formats
@@ -11,12 +13,14 @@ from dovetail.plugins.spec_decode.config import (
     Eagle3Config,
     EagleConfig,
     HeadFiles,
+    LayerSkipConfig,
     MedusaConfig,
     NgramConfig,
     NoneConfig,
+    ParallelConfig,
     SuffixConfig,
 )
-from dovetail.plugins.spec_decode.eagle_files import read_eagle, read_eagle3
+from dovetail.plugins.spec_decode.eagle_files import read_eagle, read_eagle3, read_parallel
 from dovetail.plugins.spec_decode.medusa_files import read_medusa
 
 
@@ -37,6 +41,10 @@ def draft_model(config: DraftModelConfig) -> DrafterFacts:
     return _with_layers(config, spec)
 
 
+def layer_skip(config: LayerSkipConfig) -> DrafterFacts:
+    return DrafterFacts(config.lookahead, verify=config.verify, target_share=config.share)
+
+
 def eagle(config: EagleConfig) -> DrafterFacts:
     return _with_layers(config, read_eagle(config).spec)
 
@@ -45,9 +53,13 @@ def eagle3(config: Eagle3Config) -> DrafterFacts:
     return _with_layers(config, read_eagle3(config).spec)
 
 
+def parallel(config: ParallelConfig) -> DrafterFacts:
+    return replace(_with_layers(config, read_parallel(config).spec), one_pass=True)
+
+
 def medusa(config: MedusaConfig) -> DrafterFacts | None:
     spec = read_medusa(config).spec
-    return None if spec is None else _with_layers(config, spec)
+    return None if spec is None else replace(_with_layers(config, spec), one_pass=True)
 
 
 def _with_layers(config: DraftModelConfig | HeadFiles, spec: ModelSpec) -> DrafterFacts:
@@ -56,7 +68,7 @@ def _with_layers(config: DraftModelConfig | HeadFiles, spec: ModelSpec) -> Draft
     stored = stored_formats(config.quant, spec, 8.0 * BYTES[spec.dtype])
     tables = table_formats(stated, stored)
     return DrafterFacts(
-        config.lookahead,
+        config.drafts,
         spec,
         stored.bits if stored is not None else float(bits) if isinstance(bits, int | float) else None,
         config.verify,

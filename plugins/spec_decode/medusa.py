@@ -10,10 +10,10 @@ import torch.nn.functional as F
 
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import (
+    AcceptedPath,
     BuildContext,
     Draft,
     DraftContext,
-    Drafter,
     FedTokens,
     Hidden,
     ModelSource,
@@ -23,9 +23,11 @@ from dovetail.core.interfaces import (
 from dovetail.core.layers import Linear, LMHead, Taker, VocabTable
 from dovetail.core.worker.features import FeatureStore
 from dovetail.core.worker.fill import fill, read_headers
+from dovetail.plugins.spec_decode.base import BuiltinDrafter
 from dovetail.plugins.spec_decode.config import MedusaConfig
 from dovetail.plugins.spec_decode.head import Head, apply, check_head, check_tensors, replicated
 from dovetail.plugins.spec_decode.medusa_files import MedusaShape, medusa_source, read_medusa
+from dovetail.plugins.spec_decode.tree import Siblings, Tree, as_draft, grow
 
 
 class MedusaHeads(Head):
@@ -59,11 +61,15 @@ class MedusaHeads(Head):
         return states_BC
 
 
-class Medusa(Drafter):
+class Medusa(BuiltinDrafter):
     config: MedusaConfig
 
     @property
     def lookahead(self) -> int:
+        return self.config.drafts
+
+    @property
+    def depth(self) -> int:
         return self.config.lookahead
 
     @property
@@ -77,9 +83,9 @@ class Medusa(Drafter):
         """Return the heads without weights, and their files."""
         shape, source, spec = read_medusa(self.config), medusa_source(self.config), target.build.spec
         check_head("medusa", shape.hidden or spec.hidden, shape.vocab or spec.vocab, target)
-        if self.lookahead > shape.heads:
+        if self.depth > shape.heads:
             raise ConfigError(
-                f"spec_decode.lookahead={self.lookahead}, and there are {shape.heads} heads, one for each draft: set "
+                f"spec_decode.lookahead={self.depth}, and there are {shape.heads} heads, one for each draft: set "
                 f"spec_decode.lookahead={shape.heads}"
             )
         quantizer = self.config.quant.build()
@@ -98,8 +104,26 @@ class Medusa(Drafter):
     def propose(self, ctx: DraftContext) -> Draft:
         # The last token is sampled, and not fed yet.
         feature_BC = self.features.at(ctx.slots_B, ctx.lengths_B - 2)
+        count_B = (ctx.lengths_B > 1) * ctx.k
+        if self.config.tree:
+            return as_draft(self._grow(ctx, feature_BC), count_B, ctx.k)
         drafts = [ctx.draw(self._logits(w, feature_BC), w) for w in range(ctx.k)]
-        return Draft(torch.stack(drafts, 1), (ctx.lengths_B > 1) * ctx.k)
+        return Draft(torch.stack(drafts, 1), count_B)
+
+    def keep(self, path: AcceptedPath) -> None:
+        self.features.move(path)
+
+    def _grow(self, ctx: DraftContext, feature_BC: torch.Tensor) -> Tree:
+        """A head knows no other draft, so all drafts of a level have the same children."""
+        width = self.config.branches
+
+        def expand(level: int, tokens_BN: torch.Tensor, before_BN: torch.Tensor) -> Siblings:
+            each = ctx.best(self._logits(level, feature_BC), level, width)
+            tokens, confidence = (found[:, None].expand(-1, width, -1) for found in each)
+            return tokens, confidence
+
+        first = ctx.best(self._logits(0, feature_BC), 0, width)
+        return grow(first, expand, depth=self.depth, width=width, most=self.lookahead)
 
     def _logits(self, head: int, feature_BC: torch.Tensor) -> torch.Tensor:
         states_BC = self.layer.states(head, feature_BC)

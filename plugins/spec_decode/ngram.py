@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dovetail.core.interfaces import Draft, DraftContext, Drafter
+from dovetail.core.interfaces import Draft, DraftContext
+from dovetail.plugins.spec_decode.base import BuiltinDrafter
 from dovetail.plugins.spec_decode.config import NgramConfig
 from dovetail.plugins.spec_decode.lookup import look_up
 
 
-class NgramDrafter(Drafter):
+class NgramDrafter(BuiltinDrafter):
     config: NgramConfig
-
-    @property
-    def lookahead(self) -> int:
-        return self.config.lookahead
 
     def propose(self, ctx: DraftContext) -> Draft:
         c = self.config

@@ -35,14 +35,15 @@ class OwnPages:
         # The KV after a gap is wrong.
         self._known_S[fed.slots_B] = torch.where(known_B >= first_B, torch.maximum(known_B, certain_B), known_B)
 
-    def catch_up(self, ctx: DraftContext) -> tuple[torch.Tensor, ForwardContext, torch.Tensor]:
-        """Begin a proposal: return ids [B * window] and layout of the first pass, and the index of each row's last
-        known token in it, int64 [B]. Rows with an index of `window` or more are not caught up and have no drafts."""
+    def catch_up(self, ctx: DraftContext, more: int = 0) -> tuple[torch.Tensor, ForwardContext, torch.Tensor]:
+        """Begin a proposal: return ids [B * (window + more)] and layout of the first pass, and the index of each row's
+        last known token in it, int64 [B]. `more`: tokens behind the window, which do not count as fed. Rows with an
+        index of `window` or more are not caught up and have no drafts."""
         slots_B = ctx.slots_B
         last_B = ctx.lengths_B - 1
         first_B = torch.minimum(self._known_S[slots_B], last_B)
         self._at_S[slots_B] = first_B
-        ids_T, forward = ctx.lay_out(self._at_S, self.window)
+        ids_T, forward = ctx.lay_out(self._at_S, self.window + more)
         reached_B = torch.minimum(first_B + self.window, ctx.lengths_B)
         if not self.resumes:
             reached_B = torch.where(last_B - first_B < self.window, reached_B, first_B)
@@ -53,6 +54,11 @@ class OwnPages:
         """Return the layout of the pass that feeds draft w - 1 of each row."""
         self._at_S[ctx.slots_B] = ctx.lengths_B - 1 + w
         return ctx.lay_out(self._at_S, 1)[1]
+
+    def of_tree(self, ctx: DraftContext, first: int, bits_BN: torch.Tensor) -> ForwardContext:
+        """Return the layout of a pass over drafts of a tree, the first of which is bit `first`."""
+        self._at_S[ctx.slots_B] = ctx.lengths_B + first
+        return ctx.lay_out(self._at_S, bits_BN.shape[1], bits_BN)[1]
 
 
 def last_states(states_TC: torch.Tensor, index_B: torch.Tensor) -> torch.Tensor:

@@ -37,6 +37,7 @@ ERRORS = {
     "test_reading_in_a_separate_thread": "RequestError: adapter: .* has no adapter_config.json",
     "test_every_expert_has_a_slot": r"ConfigError: .*(no rank has|has) expert",
     "test_emits_the_formats_asked_for": "KeyError: .* was not emitted",
+    "test_attend_mla_emits_the_formats_asked_for": "KeyError: .* was not emitted",
     "test_it_accepts_what_it_serves": "RequestError: presence_penalty|ValidationError",
     "test_it_refuses_a_model_in_bind_or_predicts": "ConfigError: .* cannot be predicted",
     "test_kv_dtypes": "IndexError: too many indices",

@@ -210,12 +210,12 @@ class C(Config): ...
 
 @hookimpl
 def dovetail_components():
-    return [Component(kind="scheduler", name="acme", config=C, target="acme_nowhere:Acme", api="scheduler/0.2")]
+    return [Component(kind="scheduler", name="acme", config=C, target="acme_nowhere:Acme", api="scheduler/0.3")]
 """
 BROKEN = {
     "module": "import nowhere",
     "hook": COMPONENT.replace("dovetail_components", "dovetail_component"),
-    "version": COMPONENT.replace('api="scheduler/0.2"', 'api="scheduler/9.0"'),
+    "version": COMPONENT.replace('api="scheduler/0.3"', 'api="scheduler/9.0"'),
     "name": COMPONENT.replace('name="acme"', 'name="fcfs"'),
     "file": """
 from dovetail import hookimpl

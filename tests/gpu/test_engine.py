@@ -82,8 +82,8 @@ def test_graphs_of_mixed_steps_give_the_reference_tokens(
     overrides += ["engine.max_seqs=4", f"engine.token_budget={budget}", f"spec_decode={drafter}"]
     picked, pick = [], StepGraphs.pick
 
-    def counted(self, rows, adapted=False):  # type: ignore[no-untyped-def]
-        picked.append(graph := pick(self, rows, adapted))
+    def counted(self, rows, adapted=False, *, drafts=True):  # type: ignore[no-untyped-def]
+        picked.append(graph := pick(self, rows, adapted, drafts=drafts))
         return graph
 
     monkeypatch.setattr(StepGraphs, "pick", counted)

@@ -63,13 +63,36 @@ GEMMA = {
 }
 
 
-@pytest.mark.parametrize("name", ["Gemma2ForCausalLM", "Gemma3ForCausalLM"])
-def test_norms_of_outputs_caps_and_windows_give_the_reference_tokens(name: str) -> None:
+GPT_OSS = {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "sliding_window": 48,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 1024,
+}
+
+
+def reference_and_fast(model: list[str]) -> list[list[tuple[int, ...]]]:
     found = []
     for options in (FAST, REFERENCE):
-        model = dummy_llama(**GEMMA, architectures=f"[{name}]")
         with LLM(overrides=[DEVICE, *model, "engine.kv_pages=1000", *options]) as llm:
             params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
             rows = [[(7 * n + 3 * i) % 512 for i in range(20 + 30 * n)] for n in range(8)]
-            found.append([result.token_ids for result in llm.generate(rows, params)])
-    assert found[0] == found[1]
+            found.append([tuple(result.token_ids) for result in llm.generate(rows, params)])
+    return found
+
+
+@pytest.mark.parametrize("name", ["Gemma2ForCausalLM", "Gemma3ForCausalLM"])
+def test_norms_of_outputs_caps_and_windows_give_the_reference_tokens(name: str) -> None:
+    fast, reference = reference_and_fast(dummy_llama(**GEMMA, architectures=f"[{name}]"))
+    assert fast == reference
+
+
+@pytest.mark.parametrize("quant", ["none", "mxfp4"])
+def test_sinks_and_experts_of_gpt_oss_give_the_reference_tokens(quant: str) -> None:
+    model = dummy_llama(f"quant={quant}", **GPT_OSS, architectures="[GptOssForCausalLM]")
+    fast, reference = reference_and_fast(model)
+    assert fast == reference

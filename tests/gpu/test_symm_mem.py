@@ -12,12 +12,13 @@ import torch
 
 from dovetail import LLM, SamplingParams
 from dovetail.core.interfaces import PLAIN, Collective
+from dovetail.core.interfaces.rows import RowShard
 from dovetail.core.ops import rms_norm
 from dovetail.core.testing.collective import CollectiveContract
 from dovetail.core.testing.ranks import on_ranks
 from dovetail.plugins.collective.config import NcclConfig, SymmMemConfig
 from dovetail.plugins.collective.nccl import NcclCollective
-from dovetail.plugins.collective.sharded import RowShard, own_rows, whole
+from dovetail.plugins.collective.sharded import own_rows, whole
 from dovetail.plugins.collective.symm_mem.collective import SymmMemCollective
 
 GPUS = torch.cuda.device_count()

@@ -23,6 +23,8 @@ AXES: dict[str, tuple[tuple[str, ...], ...]] = {
         ("spec_decode=draft_model",),
         ("spec_decode=eagle3_tiny",),
         ("spec_decode=medusa_tiny",),
+        ("spec_decode=draft_model", "spec_decode.tree=12"),
+        ("spec_decode=eagle3_tiny", "spec_decode.tree=10"),
     ),
     "pages": ((), ("engine.kv_pages=14",), ("engine.page_size=64", "engine.kv_pages=6")),
     "batch": ((), ("engine.max_seqs=3",)),

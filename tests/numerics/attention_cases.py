@@ -1,6 +1,6 @@
 """Paged attention steps of any shape, and their float64 reference, computed row by row.
 
-Shapes: T tokens, B rows, H query heads, K kv heads, D head dim, L keys of a row, W tokens of a tree.
+Shapes: T tokens, B rows, H query heads, K kv heads, D head dim, L keys of a row.
 """
 
 from __future__ import annotations
@@ -9,7 +9,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dovetail.core.interfaces import AttentionBackend, AttentionLayer, AttnCtx, BatchMeta, HostBounds, KVGroup, Plane
+from dovetail.core.interfaces import (
+    AttentionBackend,
+    AttentionLayer,
+    AttnCtx,
+    BatchMeta,
+    HostBounds,
+    KVGroup,
+    Plane,
+    TreeMask,
+)
 from dovetail.core.memory.pools import make_pools
 from dovetail.core.ops.kv_write import FLOAT8, to_float8
 
@@ -27,7 +36,8 @@ class Case:
     dim: int = 32
     page_tokens: int = 16
     window: int = 0
-    tree_width: int = 0
+    tree: bool = False
+    """Whether decode rows feed draft trees."""
     padding: int = 0
     slack: int = 0
     dtype: torch.dtype = torch.float32
@@ -107,7 +117,7 @@ def make_step(case: Case, backend: AttentionBackend, device: torch.device) -> St
         page_table_BP=table_BP.to(device),
         write_T=torch.zeros(total, dtype=torch.int64, device=device),
         page_tokens=size,
-        tree_mask_TW=random_tree(counts, case.tree_width, case.padding).to(device) if case.tree_width else None,
+        tree=random_tree(counts, lengths, case.padding, device) if case.tree else None,
     )
     backend.bind(pools)
     host = HostBounds(
@@ -120,15 +130,15 @@ def make_step(case: Case, backend: AttentionBackend, device: torch.device) -> St
     return Step(case, layer, ctx, q_THD, contents["k"], contents["v"])
 
 
-def random_tree(counts: tuple[int, ...], width: int, padding: int) -> torch.Tensor:
-    """Random tree mask: each token sees itself and some tokens before it in the tree. A row's tokens are the tree's
-    last ones."""
-    masks = []
-    for count in counts:
-        at = torch.arange(width - count, width)[:, None]
-        back = torch.arange(width)[None, :]
-        masks.append((back == at) | ((back < at) & (torch.rand(count, width) < 0.5)))
-    return torch.cat([*masks, torch.rand(padding, width) < 0.5])
+def random_tree(counts: tuple[int, ...], lengths: tuple[int, ...], padding: int, device: torch.device) -> TreeMask:
+    """Random trees: each draft has some earlier draft or the root as its parent."""
+    roots, bits = [0] * padding, [0] * padding
+    for count, length in zip(reversed(counts), reversed(lengths), strict=True):
+        row = [0]
+        for draft in range(count - 1):
+            row.append(row[int(torch.randint(max(0, draft - 4), draft + 1, ()))] | 1 << min(draft, 62))
+        roots, bits = [length - count] * count + roots, row + bits
+    return TreeMask(torch.tensor(roots, device=device), torch.tensor(bits, device=device))
 
 
 def expected(step: Step) -> torch.Tensor:
@@ -144,12 +154,13 @@ def expected(step: Step) -> torch.Tensor:
         at = torch.arange(length - count, length, device=device)[:, None]
         key = torch.arange(length, device=device)[None, :]
         seen = key <= at
-        if meta.tree_mask_TW is not None:
-            tree = meta.tree_mask_TW[token : token + count]
-            back = key - (length - case.tree_width)
-            seen = (back < 0) | tree.gather(1, back.clamp(min=0).expand(count, -1))
+        if meta.tree is not None and row < case.num_decode:
+            back = key - (length - count) - 1
+            bits = meta.tree.ancestors_T[token : token + count, None]
+            seen = (back < 0) | (bits >> back.clamp(0, 63) & 1 != 0)
         if case.window:
-            seen = seen & (key > at - case.window)
+            # The last `window` keys of those that a token sees, which are its positions.
+            seen = seen & (seen.flip(1).cumsum(1).flip(1) <= case.window)
         scores = q_HND @ k_HLD.transpose(1, 2) * layer.scale
         if layer.soft_cap:
             scores = layer.soft_cap * (scores / layer.soft_cap).tanh()

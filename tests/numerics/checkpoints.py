@@ -40,9 +40,31 @@ GEMMA3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
 }
 PARTLY = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.3, 2.0],
+    "long_factor": [1.0, 1.5, 3.0, 9.0],
+    "original_max_position_embeddings": 48,
+}
 QWEN3_MOE = {"head_dim": 24, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 GPT_OSS = {"head_dim": 24, "sliding_window": 37, "num_local_experts": 8, "num_experts_per_tok": 3}
 GLM4_MOE = {"head_dim": 24, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+LATENTS = {
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+}
+V2_LITE = {**LATENTS, "q_lora_rank": None, "topk_method": "greedy", "rope_parameters": YARN_DEEPSEEK}
+GROUPS = {"n_group": 4, "topk_group": 2}
 VARIANTS: dict[str, tuple[str, dict]] = {
     "gqa": ("Llama", {}),
     "mha": ("Llama", {"num_key_value_heads": 8}),
@@ -75,6 +97,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "glm4": ("Glm4", {"head_dim": 16, "pad_token_id": 0}),
     "phi3": ("Phi3", {"pad_token_id": 0}),
     "phi3_window": ("Phi3", {"pad_token_id": 0, "sliding_window": 37, **PARTLY}),
+    "phi3_longrope": ("Phi3", {"pad_token_id": 0, "rope_parameters": LONGROPE}),
     "gptj": ("GPTJ", {"rotary_dim": 6}),
     "gptj_tied": ("GPTJ", {"rotary_dim": 8, "tie_word_embeddings": True, "n_inner": 96}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 37}),
@@ -83,8 +106,12 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "gpt_oss": ("GptOss", GPT_OSS),
     "glm4_moe": ("Glm4Moe", {**GLM4_MOE, "use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 2.5}),
     "glm4_moe_groups": ("Glm4Moe", {**GLM4_MOE, "n_group": 4, "topk_group": 2, "norm_topk_prob": False}),
+    "deepseek_v2_lite": ("DeepseekV2", V2_LITE),
+    "deepseek_v2": ("DeepseekV2", {**LATENTS, **GROUPS, "q_lora_rank": 20, "topk_method": "group_limited_greedy"}),
+    "deepseek_v3": ("DeepseekV3", {**LATENTS, **GROUPS, "q_lora_rank": 20, "rope_parameters": YARN_DEEPSEEK}),
 }
 SEEDS = {"qwen3_moe_scores": 1, "glm4_moe": 4, "glm4_moe_groups": 1}
+SEEDS |= {"deepseek_v2_lite": 5, "deepseek_v2": 2, "deepseek_v3": 2}
 """Seeds of models with experts whose routers have gaps of LEAST_GAP in the tests."""
 LEAST_GAP = 1e-4
 """Difference between the scores of the last expert that is selected and of the next: rounding changes no selection."""
@@ -136,10 +163,10 @@ def router_gap(model: torch.nn.Module, tokens: list[int]) -> float:
         bias_E = getattr(router, "e_score_correction_bias", None)
         # Softmax keeps the order of logits, and rounding changes those.
         scores_TE = logits_TE if bias_E is None else logits_TE.sigmoid() + bias_E
-        groups = getattr(router, "num_group", 1)
-        if groups > 1:
+        groups, method = getattr(router, "num_group", 1), getattr(router, "topk_method", None)
+        if groups and groups > 1 and method != "greedy":
             grouped_TGE = scores_TE.unflatten(1, (groups, -1))
-            best_TG = grouped_TGE.topk(2, dim=2).values.sum(2)
+            best_TG = grouped_TGE.topk(1 if method else 2, dim=2).values.sum(2)
             least = min(least, _gap(best_TG, router.topk_group))
             kept_TG = best_TG >= best_TG.topk(router.topk_group, dim=1).values[:, -1:]
             scores_TE = grouped_TGE.masked_fill(~kept_TG[:, :, None], -9.0).flatten(1)

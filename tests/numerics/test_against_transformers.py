@@ -68,7 +68,7 @@ def test_logits_equal_transformers(variant, tmp_path):
     [
         *("gqa", "mistral_window", "qwen2_window", "qwen3", "gemma2", "gemma3", "glm4", "phi3_window"),
         *("falcon_7b", "falcon_40b", "falcon_1b", "gptj"),
-        *("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss"),
+        *("mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3"),
     ],
 )
 def test_greedy_output_of_the_engine_equals_transformers(variant, tmp_path):

@@ -99,6 +99,7 @@ def test_one_scale_a_matrix_and_static_inputs(tmp_path):
     assert (got - plain).norm() < 1.5 * (on_the_fly - plain).norm()
 
 
+MATRICES = ("_proj.weight", "_mqa.weight", "fc_in.weight", "fc_out.weight")
 BLOCKS = {
     "quant_method": "fp8",
     "activation_scheme": "dynamic",
@@ -107,13 +108,15 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("variant", ["gqa", "gptj"])
+@pytest.mark.parametrize("variant", ["gqa", "gptj", "deepseek_v3"])
 def test_scales_of_blocks(variant, tmp_path):
-    """On one rank and on two, whose channels begin inside blocks. Rows that are reordered keep their scales."""
-    save_random(tmp_path, variant, hidden_size=192)
+    """On one rank and on two, whose channels begin inside blocks. Rows that are reordered keep their scales. The
+    compressed matrix of DeepSeek has one and a half blocks of rows."""
+    latents = {"kv_lora_rank": 88, "num_hidden_layers": 2} if variant == "deepseek_v3" else {}
+    save_random(tmp_path, variant, hidden_size=192, **latents)
     plain = {name: t for file in tmp_path.glob("*.safetensors") for name, t in load_file(file).items()}
     stored = dict(plain)
-    for name in [n for n in plain if n.endswith(("_proj.weight", "fc_in.weight", "fc_out.weight"))]:
+    for name in [n for n in plain if n.endswith(MATRICES)]:
         stored[name], stored[f"{name}_scale_inv"], plain[name] = in_blocks(plain[name])
     quantize(tmp_path, BLOCKS, kept=("",), extra=plain)
     (tmp_path / "config.json").rename(tmp_path / "config.stored")

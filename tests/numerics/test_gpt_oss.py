@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,50 +9,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dovetail import LLM, SamplingParams
-from dovetail.core.checkpoint import open_checkpoint
+from dovetail.core.checkpoint import located, open_checkpoint
+from dovetail.core.errors import ConfigError
 from dovetail.core.testing.rank_threads import on_threads
+from dovetail.plugins.model.config import LlamaConfig
 from dovetail.plugins.quant.config import FP4Config
 from dovetail.plugins.quant.fp4.quantizer import FP4
 
-from .checkpoints import LEAST_GAP, random_tokens, reference_logits, router_gap, save_random
-from .driver import Driver, load_model
+from .checkpoints import LEAST_GAP, random_tokens, reference_logits, router_gap
+from .driver import Driver, build_model, load_model
+from .published import save_published
 
-VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-VALUES = torch.cat((VALUES, -VALUES))
-QUANTIZATION = {
-    "quant_method": "mxfp4",
-    "modules_to_not_convert": [
-        *("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
-    ],
-}
 TOKENS = random_tokens(60, seed=3)
-
-
-def pack(weight_EIO: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (blocks [E, O, G, 16], scales [E, O, G], the weight that they are) of a stacked plain matrix."""
-    blocks = weight_EIO.transpose(1, 2).unflatten(2, (-1, 32))
-    exponent = (blocks.abs().amax(-1) / 6).log2().round()
-    codes = (blocks / torch.exp2(exponent)[..., None]).unsqueeze(-1).sub(VALUES).abs().argmin(-1)
-    exact = VALUES[codes] * torch.exp2(exponent)[..., None]
-    pairs = (codes[..., 0::2] + 16 * codes[..., 1::2]).to(torch.uint8)
-    return pairs, (exponent + 127).to(torch.uint8), exact.flatten(2).transpose(1, 2)
-
-
-def save_published(folder: Path, **changes) -> torch.nn.Module:
-    """Save a random model as openai/gpt-oss-20b is published and return its transformers model."""
-    model = save_random(folder, "gpt_oss", **changes)
-    tensors = {}
-    for file in folder.glob("*.safetensors"):
-        tensors |= load_file(file)
-        file.unlink()
-    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        tensors[f"{name}_blocks"], tensors[f"{name}_scales"], exact = pack(tensors.pop(name))
-        model.get_parameter(name).data.copy_(exact)
-    save_file(tensors, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": QUANTIZATION}))
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -102,3 +69,32 @@ def test_greedy_tokens_of_the_engine_with_prefixes_in_the_cache(published):
         assert router_gap(reference, whole) > LEAST_GAP
         expected = reference_logits(reference, whole)[len(prompt) - 1 : -1].argmax(-1).tolist()
         assert [list(result.token_ids) for result in results] == [expected, expected]
+
+
+BLOCKS = "model.layers.1.mlp.experts.gate_up_proj_blocks"
+SCALES = "model.layers.1.mlp.experts.down_proj_scales"
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({SCALES: None}, r"8 missing \('model.layers.1.mlp.experts.0.down_proj.scales'"),
+        ({BLOCKS: torch.zeros(8, 192, 2, 17, dtype=torch.uint8)}, r"gate_proj.blocks' has shape \(96, 34\)"),
+        ({BLOCKS: torch.zeros(8, 191, 2, 16, dtype=torch.uint8)}, r"gate_up_proj_blocks' has shape \(8, 191, 2, 16\)"),
+        ({BLOCKS: torch.zeros(7, 192, 2, 16, dtype=torch.uint8)}, "it must have 8 matrices with groups of columns"),
+        ({BLOCKS: torch.zeros(8, 192, 2, 16)}, "gate_proj.blocks' is float32 in the checkpoint; it must be uint8"),
+        ({SCALES: torch.full((8, 64, 3), 255, dtype=torch.uint8)}, "down_proj.scales.* has values that are not num"),
+    ],
+    ids=["missing", "bytes of a block", "odd rows", "experts", "dtype", "not numbers"],
+)
+def test_weights_that_contradict_the_config_are_named(changed, words, published, tmp_path):
+    folder, _ = published
+    tensors = load_file(folder / "model.safetensors") | changed
+    save_file({name: each for name, each in tensors.items() if each is not None}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    meta = build_model(LlamaConfig(path=str(tmp_path)), device="meta", quantizer=quantizer(tmp_path))
+    checkpoint = open_checkpoint(tmp_path)
+    # Values are read at last.
+    with pytest.raises(ConfigError, match=words), located(checkpoint):
+        meta.check_checkpoint(checkpoint)
+        load_model(tmp_path, quantizer=quantizer(tmp_path))

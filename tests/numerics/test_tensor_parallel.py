@@ -11,13 +11,17 @@ import torch
 
 from dovetail.core.checkpoint import open_checkpoint
 from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces import ExpertPlacement
+from dovetail.core.interfaces import ExpertPlacement, Quantizer
 from dovetail.core.testing.rank_threads import ThreadCollective, on_threads
 from dovetail.plugins.collective.config import OrderedConfig
 from dovetail.plugins.collective.ordered import OrderedCollective
+from dovetail.plugins.experts.config import AllToAllConfig
 from dovetail.plugins.experts.everywhere import WholePlacement
+from dovetail.plugins.experts.own_rows import AllToAllPlacement, GatherPlacement
 from dovetail.plugins.model.config import LlamaConfig
 from dovetail.plugins.model.llama.decoder import Llama
+from dovetail.plugins.quant.config import FP8Config
+from dovetail.plugins.quant.fp8.quantizer import FP8
 
 from .checkpoints import random_tokens, save_random
 from .driver import Driver, build_model, load_model
@@ -34,7 +38,7 @@ TOKENS = random_tokens(50, seed=3)
 FAMILIES = (
     *("gqa", "mistral_window", "qwen2_window", "qwen3", "gemma2", "gemma3", "glm4", "phi3_window"),
     *("falcon_7b", "falcon_40b", "falcon_1b", "gptj"),
-    *("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss"),
+    *("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss", "deepseek_v2_lite", "deepseek_v3"),
 )
 """A variant of each family and of each of its checkpoint layouts."""
 
@@ -63,10 +67,23 @@ class Dealt(WholePlacement):
         return [*range(rank, experts, size), *([0] if rank else [])]
 
 
-def placed(placement: type[ExpertPlacement], ep: int, ranks: ThreadCollective, folder: Path) -> Llama:
+class FewGo(AllToAllPlacement):
+    """The second round has most rows."""
+
+    def __init__(self, config: None) -> None:
+        super().__init__(AllToAllConfig(capacity=0.3))
+
+
+def placed(
+    placement: type[ExpertPlacement],
+    ep: int,
+    ranks: ThreadCollective,
+    folder: Path,
+    quantizer: Quantizer | None = None,
+) -> Llama:
     made = placement(None)
     made.bind(ranks, ep)
-    model = build_model(LlamaConfig(path=str(folder)), collective=ranks, placement=made)
+    model = build_model(LlamaConfig(path=str(folder)), collective=ranks, placement=made, quantizer=quantizer)
     checkpoint = open_checkpoint(folder)
     model.check_checkpoint(checkpoint)
     model.load(checkpoint.open())
@@ -79,6 +96,11 @@ def placed(placement: type[ExpertPlacement], ep: int, ranks: ThreadCollective, f
         *((variant, WholePlacement, 2, 2) for variant in ("mixtral", "glm4_moe")),
         ("qwen3_moe", WholePlacement, 4, 2),
         ("qwen3_moe", Dealt, 2, 2),
+        ("gpt_oss", WholePlacement, 2, 2),
+        ("gpt_oss", FewGo, 4, 2),
+        ("glm4_moe", GatherPlacement, 2, 2),
+        ("qwen3_moe", GatherPlacement, 4, 2),
+        ("glm4_moe", FewGo, 4, 2),
     ],
 )
 def test_experts_on_different_ranks_equal_one(variant, placement, size, ep, tmp_path):
@@ -93,6 +115,19 @@ def test_experts_on_different_ranks_equal_one(variant, placement, size, ep, tmp_
     for got, experts in on_threads(size, run):
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
         assert experts <= 8 // ep + 1
+
+
+@pytest.mark.parametrize("placement", (GatherPlacement, FewGo))
+def test_encoded_rows_get_to_their_experts(placement, tmp_path):
+    """FP8 rows travel with their scales: the result is that of whole experts with all rows on each rank."""
+    save_random(tmp_path, "qwen3_moe")
+
+    def run(ranks: ThreadCollective, chosen: type[ExpertPlacement]) -> torch.Tensor:
+        return logits_of(placed(chosen, 2, ranks, tmp_path, FP8(FP8Config())), TOKENS)
+
+    expected, *_ = on_threads(2, partial(run, chosen=WholePlacement))
+    for got in on_threads(2, partial(run, chosen=placement)):
+        torch.testing.assert_close(got, expected, atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize("variant", ("gqa", "gemma3", "falcon_40b", "gptj"))

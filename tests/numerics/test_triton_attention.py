@@ -20,6 +20,7 @@ if not (INTERPRETED or torch.cuda.is_available()):
 from triton import next_power_of_2  # noqa: E402
 
 from dovetail.core.interfaces import (  # noqa: E402
+    MLA,
     PLAIN,
     AttentionBackend,
     AttentionLayer,
@@ -142,8 +143,8 @@ STEPS = {
     "empty rows": replace(MIXED, empty_rows=2),
     "window": replace(MIXED, window=21),
     "narrow window": replace(MIXED, window=1),
-    "tree": Case(lengths=(150, 20, 64), counts=(5, 1, 4), num_decode=3, tree_width=5, padding=1),
-    "tree and window": Case(lengths=(150, 20, 64), counts=(5, 1, 4), num_decode=3, tree_width=5, window=9),
+    "tree": Case(lengths=(150, 20, 90), counts=(35, 1, 40), num_decode=2, tree=True, padding=1),
+    "tree and window": Case(lengths=(150, 20, 64), counts=(15, 1, 24), num_decode=2, tree=True, window=5),
 }
 CUTS = {
     "whole": None,
@@ -478,6 +479,9 @@ class TestContract(AttentionContract):
     kv_dtypes = (torch.float16,)
     scores = ("soft_cap", "sinks")
     mixed_graphs = True
+    mla = (MLA(0, 16, 8, 8, 8), MLA(0, 40, 4, 16, 12))
+    mla_heads = (4, 20)
+    mla_kv_dtypes = (torch.float8_e4m3fn,)
 
     def make(self) -> AttentionBackend:
         return make()

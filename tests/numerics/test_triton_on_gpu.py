@@ -61,7 +61,7 @@ def test_float8_head_dims(dim, dtype):
 def test_drafts_of_any_head_group(heads):
     case = dict(lengths=(2000, 31, 700), counts=(8, 1, 5), num_decode=3, heads=heads, dim=128, dtype=BF16)
     check(Case(**case))
-    check(Case(**case, tree_width=9))
+    check(Case(**case, tree=True))
 
 
 @pytest.mark.parametrize("page_tokens", [16, 128])

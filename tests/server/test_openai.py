@@ -54,6 +54,22 @@ def test_chat_streams_what_it_answers(client, greedy):
     assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 24
 
 
+def test_a_predicted_output_is_counted(client, llm, greedy):
+    """The prediction differs from the answer in the middle, and in its end."""
+    ids = llm.tokenizer.encode(greedy, special=False)
+    predicted = llm.tokenizer.decode(ids[:10]) + " zz zz " + llm.tokenizer.decode(ids[10:]) + "zz"
+    ask = dict(model="tiny", messages=[{"role": "user", "content": PROMPT}], temperature=0, max_tokens=24)
+    for content in (predicted, [{"type": "text", "text": predicted}]):
+        answer = client.chat.completions.create(**ask, prediction={"type": "content", "content": content})
+        assert answer.choices[0].message.content == greedy
+        details = answer.usage.completion_tokens_details
+        total = len(llm.tokenizer.encode(predicted, special=False))
+        assert details.accepted_prediction_tokens + details.rejected_prediction_tokens == total
+        assert details.accepted_prediction_tokens >= 16 and details.rejected_prediction_tokens >= 2
+    with pytest.raises(openai.BadRequestError, match="prediction: a part of type 'image' has no text"):
+        client.chat.completions.create(**ask, prediction={"type": "content", "content": [{"type": "image"}]})
+
+
 def test_sampling_fields_reach_the_engine(client, llm):
     params = SamplingParams(
         temperature=0.9, seed=7, top_k=40, min_p=0.01, presence_penalty=0.5, max_tokens=16, n=3, ignore_eos=True

@@ -25,7 +25,7 @@ def capabilities(config, host):
 """
 
 
-def source(name='"rough"', target='"rough:Options"', api='"scheduler/0.2"', more=""):
+def source(name='"rough"', target='"rough:Options"', api='"scheduler/0.3"', more=""):
     return COMPONENT.format(name=name, target=target, api=api, more=more)
 
 

@@ -14,7 +14,7 @@ REASONS = {
     (None, None): "import_error: ModuleNotFoundError: No module named 'a_module_that_nobody_has'",
     (None, None, 2): "there is no hook `dovetail_component`. Did you mean `dovetail_components`?",
     ("scheduler", "static"): "scheduler=static is built in: give the component another name",
-    ("scheduler", "bygone"): "it is made for scheduler/9.0, and this Dovetail implements scheduler/0.2",
+    ("scheduler", "bygone"): "it is made for scheduler/9.0, and this Dovetail implements scheduler/0.3",
     ("kv_cache", "paged"): "kv_cache/paged.yaml has the name of a component",
     ("model", "tiny_draft"): f"model/tiny_draft.yaml is in dovetail 0.1.0 and in {PACKAGE}",
     ("preset", "tiny_cpu"): f"preset/tiny_cpu.yaml is in dovetail 0.1.0 and in {PACKAGE}",

@@ -29,10 +29,10 @@ from symm_mem_rank import (
 )
 
 from dovetail.core.interfaces import PLAIN, Partial
+from dovetail.core.interfaces.rows import RowShard
 from dovetail.core.layers import RMSNorm
 from dovetail.core.testing.interpreter import mend_interpreter, quicken
 from dovetail.plugins.collective.config import SymmMemConfig
-from dovetail.plugins.collective.sharded import RowShard
 from dovetail.plugins.collective.symm_mem import collective as symm_mem
 from dovetail.plugins.collective.symm_mem import kernels, sharded_kernels
 from dovetail.plugins.collective.symm_mem.kernels import EMPTY

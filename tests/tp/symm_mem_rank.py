@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from dovetail.core.interfaces import PLAIN, ActFormat, Partial
+from dovetail.core.interfaces.rows import RowShard
 from dovetail.core.layers import RMSNorm
 from dovetail.core.ops.norm import normalize, rms_norm_reference
 from dovetail.core.testing.collective import CollectiveContract
@@ -30,7 +31,7 @@ from dovetail.core.testing.formats import SCALED_ROWS
 from dovetail.core.testing.interpreter import mend_interpreter, quicken
 from dovetail.plugins.collective.config import SymmMemConfig
 from dovetail.plugins.collective.nccl import NcclCollective
-from dovetail.plugins.collective.sharded import RowShard, own_rows
+from dovetail.plugins.collective.sharded import own_rows
 from dovetail.plugins.collective.symm_mem import kernels, reduce, sharded_kernels
 from dovetail.plugins.collective.symm_mem.collective import SymmMemCollective
 from dovetail.plugins.collective.symm_mem.copies import CopiedRows

@@ -191,6 +191,25 @@ def decode_e2m1(code, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def decode_small_e2m1_words(words, AT: tl.constexpr, DTYPE: tl.constexpr):
+    """FP4 / 64 in E4M3, with the same fields, so that no product is needed. There must be a multiple of four words per
+    thread."""
+    # The byte that holds the code, of two words.
+    BYTES: tl.constexpr = ("0x0040; ", "0x0051; ", "0x0062; ", "0x0073; ")[AT // 8]
+    SHIFTS: tl.constexpr = "shl.b32 b, a, 4; shl.b32 a, a, 2; " if AT % 8 == 0 else "mov.b32 b, a; shr.u32 a, a, 2; "
+    return tl.inline_asm_elementwise(
+        "{.reg .b32 a, b; prmt.b32 a, $1, $2, " + BYTES + "prmt.b32 b, $3, $4, " + BYTES
+        + "prmt.b32 a, a, b, 0x5410; " + SHIFTS
+        + "and.b32 b, b, 0x80808080; lop3.b32 $0, a, 0x1c1c1c1c, b, 0xea;}",
+        "=r,r,r,r,r",
+        [words],
+        dtype=tl.float8e4nv,
+        is_pure=True,
+        pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
 def decode_e4m3_code(code, DTYPE: tl.constexpr):
     if DTYPE == tl.float8e4nv:
         return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)

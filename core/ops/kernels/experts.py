@@ -125,6 +125,49 @@ def _complete(acc_TO, x_scale_T, scale_ptr, bias_ptr, at_O, inside_O):
     return acc_TO
 
 
+@triton.jit
+def place_of_program(tiles, outputs, GROUP: tl.constexpr, BLOCK_O: tl.constexpr):
+    """Return this program's tile of rows and its first output."""
+    o_tiles = (outputs + BLOCK_O - 1) // BLOCK_O
+    program = tl.program_id(0)
+    group = program // (GROUP * o_tiles)
+    in_group = program - group * GROUP * o_tiles
+    size = tl.minimum(tiles - group * GROUP, GROUP)
+    return group * GROUP + in_group % size, in_group // size * BLOCK_O
+
+
+@triton.jit
+def pairs_of_tile(order_ptr, tiles_ptr, experts_ptr, tile, ROWS: tl.constexpr):
+    """Return a tile's expert, negative if there is none, and its places in the sorted order, whether they are its own,
+    and their pairs."""
+    if tiles_ptr is None:
+        expert = tl.load(experts_ptr + tile)
+        place_T = tile + tl.arange(0, ROWS)
+        inside_T = place_T < tile + 1
+        pair_T = place_T
+    else:
+        expert = tl.load(tiles_ptr + 3 * tile)
+        place_T = tl.load(tiles_ptr + 3 * tile + 1) + tl.arange(0, ROWS)
+        inside_T = (place_T < tl.load(tiles_ptr + 3 * tile + 2)) & (expert >= 0)
+        pair_T = tl.load(order_ptr + place_T, mask=inside_T, other=0)
+    return expert, place_T, inside_T, pair_T
+
+
+@triton.jit
+def activated(gate, up, alpha, limit, offset, LIMITED: tl.constexpr):
+    """Return GatedActivation of float32 blocks."""
+    if LIMITED:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+    return gate / (1.0 + tl.exp(-alpha * gate)) * (up + offset)
+
+
+@triton.jit
+def write_rows(out_ptr, y_TO, to_T, inside_T, at_O, outputs):
+    to = out_ptr + to_T.to(tl.int64)[:, None] * outputs + at_O[None, :]
+    tl.store(to, y_TO.to(out_ptr.dtype.element_ty), mask=inside_T[:, None] & (at_O < outputs)[None, :])
+
+
 @triton.jit(do_not_specialize=["tiles", "x_scale_st"])
 def _expert_matmul(
     x_ptr,
@@ -164,26 +207,10 @@ def _expert_matmul(
     divide the inputs. GROUP_O, GROUP_I: outputs and inputs that share a scale of the weight; 0 = a scale per output.
     Blocks divide GROUP_I."""
     wait(PDL)
-    o_tiles = (outputs + BLOCK_O - 1) // BLOCK_O
-    program = tl.program_id(0)
-    group = program // (GROUP * o_tiles)
-    in_group = program - group * GROUP * o_tiles
-    size = tl.minimum(tiles - group * GROUP, GROUP)
-    tile = group * GROUP + in_group % size
-    start_O = in_group // size * BLOCK_O
-    if tiles_ptr is None:
-        expert = tl.load(experts_ptr + tile)
-        place_T = tile + tl.arange(0, ROWS)
-        inside_T = place_T < tile + 1
-        pair_T = place_T
-    else:
-        expert = tl.load(tiles_ptr + 3 * tile)
+    tile, start_O = place_of_program(tiles, outputs, GROUP, BLOCK_O)
+    expert, place_T, inside_T, pair_T = pairs_of_tile(order_ptr, tiles_ptr, experts_ptr, tile, ROWS)
     if expert < 0:
         return
-    if tiles_ptr is not None:
-        place_T = tl.load(tiles_ptr + 3 * tile + 1) + tl.arange(0, ROWS)
-        inside_T = place_T < tl.load(tiles_ptr + 3 * tile + 2)
-        pair_T = tl.load(order_ptr + place_T, mask=inside_T, other=0)
     row_T = (pair_T // ACTIVE if GATED else place_T).to(tl.int64)
     at_O = start_O + tl.arange(0, BLOCK_O)
     inside_O = at_O < outputs
@@ -216,9 +243,8 @@ def _expert_matmul(
     announce(PDL)
     if SWAP:
         acc = acc.T
-    x_scale_T = None
-    if x_scale_ptr is not None:
-        x_scale_T = tl.load(x_scale_ptr + row_T * x_scale_st, mask=inside_T, other=0.0)
+        if GATED:
+            acc_up = acc_up.T
     # Scales of blocks are in the sum already.
     outer_ptr = None
     if scale_ptr is not None:
@@ -226,21 +252,17 @@ def _expert_matmul(
             outer_ptr = scale_ptr + expert_O
     if bias_ptr is not None:
         bias_ptr += expert_O
+    x_scale_T = None
+    if x_scale_ptr is not None:
+        x_scale_T = tl.load(x_scale_ptr + row_T * x_scale_st, mask=inside_T, other=0.0)
     y_TO = _complete(acc, x_scale_T, outer_ptr, bias_ptr, at_O, inside_O)
     if GATED:
-        if SWAP:
-            acc_up = acc_up.T
         up_TO = _complete(acc_up, x_scale_T, outer_ptr, bias_ptr, outputs + at_O, inside_O)
-        if LIMITED:
-            y_TO = tl.minimum(y_TO, limit)
-            up_TO = tl.minimum(tl.maximum(up_TO, -limit), limit)
-        y_TO = y_TO / (1.0 + tl.exp(-alpha * y_TO)) * (up_TO + offset)
-        to_T = place_T.to(tl.int64)
+        y_TO = activated(y_TO, up_TO, alpha, limit, offset, LIMITED)
+        write_rows(out_ptr, y_TO, place_T, inside_T, at_O, outputs)
     else:
         y_TO = y_TO * tl.load(routing_ptr + pair_T, mask=inside_T, other=0.0)[:, None]
-        to_T = pair_T.to(tl.int64)
-    to = out_ptr + to_T[:, None] * outputs + at_O[None, :]
-    tl.store(to, y_TO.to(out_ptr.dtype.element_ty), mask=inside_T[:, None] & inside_O[None, :])
+        write_rows(out_ptr, y_TO, pair_T, inside_T, at_O, outputs)
 
 
 @triton.jit
@@ -288,10 +310,9 @@ def gated_experts_triton(
     rows; None = those of the rule."""
     (tokens, active), device = routing.experts_TK.shape, x.values.device
     experts, hidden, channels = weights.down.shape
-    out_TC = torch.empty(tokens, hidden, dtype=dtype, device=device)
     if not tokens:
-        return out_TC
-    pairs = _sorted(routing, experts, None if chosen is None else chosen[0].rows)
+        return torch.empty(tokens, hidden, dtype=dtype, device=device)
+    pairs = sort_pairs(routing, experts, None if chosen is None else chosen[0].rows)
     # Outputs and inputs of each product that share a scale.
     of_c, of_f = weights.block or (0, 0)
     first, second = chosen or (
@@ -306,9 +327,16 @@ def gated_experts_triton(
     down_PC = torch.empty(tokens * active, hidden, dtype=dtype, device=device)
     down = weights.down, weights.down_scale, down_bias, (of_c, of_f)
     _multiply_pairs(inner, *down, pairs, second, down_PC, None, fast_accum)
+    return sum_pairs(down_PC, routing)
+
+
+def sum_pairs(y_PC: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """Return the sum of each token's rows."""
+    (tokens, active), hidden = routing.experts_TK.shape, y_PC.shape[1]
+    out_TC = torch.empty(tokens, hidden, dtype=y_PC.dtype, device=y_PC.device)
     block = min(1024, triton.next_power_of_2(hidden))
     _sum_pairs[(tokens, triton.cdiv(hidden, block))](
-        down_PC,
+        y_PC,
         routing.experts_TK,
         out_TC,
         hidden,
@@ -320,7 +348,7 @@ def gated_experts_triton(
     return out_TC
 
 
-def _sorted(routing: Routing, experts: int, rows: int | None) -> Sorted:
+def sort_pairs(routing: Routing, experts: int, rows: int | None) -> Sorted:
     """Sort the pairs. `rows`: rows of a tile; None = by the rule."""
     (tokens, active), device = routing.experts_TK.shape, routing.experts_TK.device
     pairs = tokens * active

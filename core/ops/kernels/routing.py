@@ -23,13 +23,13 @@ def _hash(logits, columns):
 
 
 @triton.jit
-def _keep_groups(choice, GROUPS: tl.constexpr, KEPT: tl.constexpr, SIZE: tl.constexpr):
+def _keep_groups(choice, GROUPS: tl.constexpr, KEPT: tl.constexpr, BEST: tl.constexpr, SIZE: tl.constexpr):
     """Return the choice [GROUPS, SIZE], in which places without an expert are -inf, with -inf in all but the KEPT
-    groups whose best two have the largest sums."""
+    groups whose best BEST (1 or 2) have the largest sums."""
     inner = tl.arange(0, SIZE)[None, :]
     group = tl.arange(0, GROUPS)
     sums = tl.max(choice, axis=1)
-    if SIZE > 1:
+    if SIZE > 1 and BEST > 1:
         best = tl.argmax(choice, axis=1)
         sums += tl.max(tl.where(inner == best[:, None], float("-inf"), choice), axis=1)
     kept = tl.zeros((GROUPS,), tl.int1)
@@ -53,6 +53,7 @@ def _route(
     NORMALIZE: tl.constexpr,
     GROUPS: tl.constexpr,
     KEPT: tl.constexpr,
+    BEST: tl.constexpr,
     UNIFORM: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -81,7 +82,7 @@ def _route(
     # A comparison with NaN is false: its experts come last.
     choice = tl.where(inside & (choice == choice), choice, float("-inf"))
     if GROUPS > 1:
-        grouped = _keep_groups(tl.reshape(choice, (BLOCK_G, BLOCK_E)), BLOCK_G, KEPT, BLOCK_E)
+        grouped = _keep_groups(tl.reshape(choice, (BLOCK_G, BLOCK_E)), BLOCK_G, KEPT, BEST, BLOCK_E)
         choice = tl.reshape(grouped, (BLOCK_G * BLOCK_E,))
     slot = tl.arange(0, BLOCK_K)
     experts = tl.zeros((BLOCK_K,), tl.int32)
@@ -126,6 +127,7 @@ def route_triton(
             NORMALIZE=rule.normalize,
             GROUPS=rule.groups,
             KEPT=rule.kept_groups,
+            BEST=rule.group_best,
             UNIFORM=rule.uniform,
             BLOCK_G=groups,
             BLOCK_E=size,

@@ -146,16 +146,16 @@ def _lay_out_pages(
 def lay_out_pages_triton(
     slots_B: torch.Tensor, tokens: TokenLayout, table_SP: torch.Tensor, given_S: torch.Tensor, page_tokens: int
 ) -> PageLayout:
-    rows, total, pages = len(slots_B), len(tokens.positions_T), table_SP.shape[1]
+    rows, total, pages = len(slots_B), len(tokens.cache_T), table_SP.shape[1]
     page_table_BP = table_SP.new_empty(rows, pages)
-    write_T = torch.empty_like(tokens.positions_T)
+    write_T = torch.empty_like(tokens.cache_T)
     block = 256
     # Several programs copy one table in parallel: a table of 131072 tokens has thousands of pages.
     copy = min(triton.next_power_of_2(pages), 1024)
     _lay_out_pages[(rows * triton.cdiv(pages, copy) + triton.cdiv(total, block),)](
         slots_B,
         tokens.slots_T,
-        tokens.positions_T,
+        tokens.cache_T,
         table_SP,
         given_S,
         page_table_BP,
@@ -200,7 +200,7 @@ def _gather_samples(
     tl.store(out_ptr + n * C + column, tl.load(states_ptr + token * C + column, mask=ok), mask=ok)
     if tl.program_id(1) == 0:
         base = tl.load(positions_ptr + tl.maximum(tl.minimum(first, last), 0)) + 1
-        tl.store(position_ptr + n, base + w)
+        tl.store(position_ptr + n, tl.load(positions_ptr + token) + 1)
         tl.store(slots_n_ptr + n, slot)
         if w == 0:
             tl.store(slots_ptr + row, slot)

@@ -21,7 +21,7 @@ from dovetail.plugins.app.ablate.compare import (
     unit,
 )
 from dovetail.plugins.app.ablate.stats import CONFIDENCE, Estimate
-from dovetail.plugins.app.tables import NONE, console, figures_table, number, share
+from dovetail.plugins.app.tables import NONE, console, figures_table, number, share, simulated_title
 
 DRAWN = ("output_tokens_per_s", "ttft_ms.median", "tpot_ms.median")
 
@@ -99,6 +99,7 @@ def _many(number: int, what: str) -> str:
 
 def _table(result: Mapping[str, Any], title: str, load: Load, heads: Iterable[str]) -> Table:
     at = f", {load.title}" if load.title else ""
+    title = simulated_title(s.get("startup", {}) for v in result["variants"] for s in v.get("starts", ())) + title
     return figures_table(title + at, "step" if result["design"] == "ladder" else "variant", heads, overflow="fold")
 
 

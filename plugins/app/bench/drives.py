@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dovetail.core.interfaces import Clock, FinishReason, ReplicaLoad, RequestOptions, SamplingParams, TimedRequest
@@ -28,6 +29,8 @@ KV_EVERY = 16
 """Steps between samples of KV cache usage, whose cost grows with the number of sequences."""
 POLL_SECONDS = 0.1
 """Seconds between checks whether the run was stopped."""
+ROUNDING = 1e-9
+"""Seconds; more than rounding errors of a clock, and too short to matter."""
 SPIN_SECONDS = 1e-3
 """Last part of a wait for a request, which a sleep might overrun."""
 
@@ -169,7 +172,8 @@ class StepDrive(Drive):
         while not self.stopped and (due or any(one.engine.has_work for one in self._engines)):
             first = self._first()
             now = first.clock.now() - began
-            while (index := self._take(now)) is not None:
+            # A virtual clock that has jumped to an arrival may be a rounding error before it.
+            while (index := self._take(now + ROUNDING)) is not None:
                 self._add(index, began)
             if not first.engine.has_work:
                 if due:
@@ -299,6 +303,18 @@ class TableDrive(Drive):
         return super().figures() | busy | {"replicas": self._per_replica()}
 
 
+def _by_position(now: Sequence[tuple[Counters, int]], replicas: Sequence[ReplicaRun]) -> list[float | None]:
+    """Return the share of accepted drafts by position, among those that follow accepted ones; None = none did."""
+    from dovetail.core.engine.counters import Counters
+
+    after, before = Counters.total(each for each, _ in now), Counters.total(one.before[0] for one in replicas)
+    gains = []
+    for name in ("accepted_at", "reached_at"):
+        pairs = zip_longest(getattr(after, name), getattr(before, name), fillvalue=0)
+        gains.append([late - early for late, early in pairs])
+    return [round(taken / reached, 4) if reached else None for taken, reached in zip(*gains, strict=True)]
+
+
 def _figures(replicas: Sequence[ReplicaRun], now: Sequence[tuple[Counters, int]]) -> dict[str, Any]:
     """Return the figures of some replicas together: sums, and means weighted by their work."""
 
@@ -325,4 +341,6 @@ def _figures(replicas: Sequence[ReplicaRun], now: Sequence[tuple[Counters, int]]
         "preemptions": sum(after - one.before[1] for (_, after), one in zip(now, replicas, strict=True)),
         "draft_acceptance": round(accepted / drafted, 4) if drafted else None,
         "acceptance_length": round(1 + accepted / rows, 4) if drafted and rows else None,
+        "acceptance_by_position": _by_position(now, replicas) if drafted else None,
+        "speculation_ms_per_step": {"draft": per_step("draft_seconds"), "draw": per_step("draw_seconds")},
     }

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +61,13 @@ class EngineTarget(Target):
         engine, virtual = self.composition.engine, has_virtual_time(self.composition)
         self._router = CheckedRouter(self.composition) if virtual and engine.dp > 1 else None
         if engine.dp == 1 or virtual:
-            for one in replica_compositions(self.composition):
+            if virtual and engine.record is None:
+                # Replicas without GPUs and files of their own are alike.
+                alone = engine.model_copy(update={"dp": 1})
+                parts = [replace(self.composition, engine_config=alone)] * engine.dp
+            else:
+                parts = replica_compositions(self.composition)
+            for one in parts:
                 self._stepped = [*self._stepped, start_engine(one, progress)]
             self.engine = self._stepped[0]
         else:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from dovetail.core.errors import ConfigError
-from dovetail.plugins.app.tables import NONE, console, figures_table, number, share
+from dovetail.plugins.app.tables import NONE, console, figures_table, number, share, simulated_title
 from dovetail.plugins.app.waiting import long_phases
 
 BUSY = 0.8
@@ -26,6 +26,8 @@ def show(result: dict[str, Any]) -> None:
     last = [load["runs"][-1] for _, load in rows(result)]
     if any("steps" in run for run in last):
         out.print(_inside(result))
+    if any(run.get("acceptance_by_position") for run in last):
+        out.print(_speculation(result))
     if any("replicas" in run for run in last):
         out.print(_replicas(result))
     for found in result["results"]:
@@ -56,6 +58,11 @@ def _where(result: dict[str, Any]) -> str:
     return "\n".join(lines + [f"note: {note}" for note in startup["slower_paths"]])
 
 
+def simulated(result: dict[str, Any]) -> str:
+    """Return what begins the titles of tables if drafts were accepted by a coin."""
+    return simulated_title([result["startup"]])
+
+
 def rows(result: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (workload and rate, its figures)."""
     for found in result["results"]:
@@ -84,7 +91,7 @@ def _speed(result: dict[str, Any]) -> Table:
     hits = any("prefix_hit_rate" in run and "steps" not in run for _, load in rows(result) for run in load["runs"])
     several = any(len(load["runs"]) > 1 for _, load in rows(result))
     heads = [head for head, _ in columns] + ["hits"] * hits + ["runs"] * several
-    table = _table("latency in ms, throughput in tokens/s", heads)
+    table = _table(f"{simulated(result)}latency in ms, throughput in tokens/s", heads)
     for name, load in rows(result):
         summary = load["summary"]
         cells = [number(summary[key]["median"]) if key in summary else NONE for _, key in columns]
@@ -115,6 +122,39 @@ def _inside(result: dict[str, Any]) -> Table:
             *(share(run[key]) for key in ("device_idle", "kv_used_max", "kv_waste", "prefix_hit_rate")),
             str(run["preemptions"]),
             NONE if run["acceptance_length"] is None else f"{run['acceptance_length']:.2f}",
+        )
+    return table
+
+
+def _speculation(result: dict[str, Any]) -> Table:
+    """Build the table of a drafter's figures of the last run."""
+    runs = [(name, load["runs"][-1]) for name, load in rows(result)]
+    most = max(len(run.get("acceptance_by_position") or ()) for _, run in runs)
+    heads = (
+        "tokens/step",
+        "accepted",
+        *(f"draft {at}" for at in range(1, 1 + most)),
+        "draft ms",
+        "verify ms",
+        "draw ms",
+    )
+    table = _table(
+        f"{simulated(result)}speculation, last run: share of drafts accepted, also by position among those that follow "
+        "accepted ones; ms per step (drafts in a step's graph count to verify)",
+        heads,
+    )
+    for name, run in runs:
+        if not (each := run.get("acceptance_by_position")):
+            continue
+        parts, device = run["speculation_ms_per_step"], run["device_ms_per_step"]
+        shares = [NONE if rate is None else share(rate) for rate in (run["draft_acceptance"], *each)]
+        times = parts["draft"], device - parts["draft"] - parts["draw"], parts["draw"]
+        table.add_row(
+            name,
+            NONE if run["acceptance_length"] is None else f"{run['acceptance_length']:.2f}",
+            *shares,
+            *[NONE] * (most - len(each)),
+            *(f"{ms:.3f}" for ms in times),
         )
     return table
 
@@ -165,6 +205,8 @@ def draw(path: str, result: dict[str, Any], timelines: dict[str, Any]) -> None:
 
     results = result["results"]
     figure = Figure(figsize=(11, 3.2 * len(results)), layout="constrained")
+    if words := simulated(result):
+        figure.suptitle(words.rstrip(": "))
     for axes, found in zip(figure.subplots(len(results), 3, squeeze=False), results, strict=True):
         if len(found["loads"]) > 1:
             _curves(axes, found)

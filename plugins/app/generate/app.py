@@ -166,7 +166,8 @@ class GenerateApp(App):
         if counters.drafted:
             share = counters.accepted / counters.drafted
             length = 1 + counters.accepted / counters.decode_rows
-            parts.append(f"accepted {share:.0%} of drafts, {length:.2f} tokens a step")
+            kind = "SIMULATED: " if llm.composition.build("spec_decode").simulated_rates else ""
+            parts.append(f"{kind}accepted {share:.0%} of drafts, {length:.2f} tokens a step")
         if counters.cached_tokens:
             parts.append(f"prefix cache {counters.cached_tokens / counters.entered_tokens:.0%}")
         self._print(" | ".join(parts), style="bold")

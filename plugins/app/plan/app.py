@@ -22,6 +22,12 @@ class PlanApp(App):
     config: PlanConfig
 
     def run(self, composition: Composition, prompts: Sequence[str]) -> int:
+        if self.config.load is not None:
+            from dovetail.plugins.app.plan.load import plan_load, show
+
+            found = plan_load(composition, self.config)
+            print(json.dumps(found, indent=2)) if self.config.format == "json" else show(found)
+            return 0 if found["best"] else 1
         plan = make_plan(composition)
         facts = self._facts(composition, plan)
         if self.config.format == "json":
@@ -54,6 +60,7 @@ class PlanApp(App):
             "kv_bytes_per_token": spec.kv_bytes_per_token(plan.formats.kv_bytes),
             "draft_kv_bytes_per_token": drafts.kv_bytes_per_token(plan.formats.kv_bytes) if drafts else 0,
             "kv_bytes_per_token_and_gpu": spec.kv_bytes_per_token(plan.formats.kv_bytes, plan.engine.tp),
+            "experts": plan.experts.facts(self.config.batches, plan.engine.dp, plan.formats) if plan.experts else None,
             "max_len": plan.max_len,
             "sequences_of_max_len": plan.sequences(plan.max_len),
             "sequences": {str(n): plan.sequences(n) for n in lengths},
@@ -98,6 +105,16 @@ def _print(facts: dict[str, Any]) -> None:
     out.print(f"KV cache: {per_token} bytes per token, {facts['kv_bytes_per_token_and_gpu']} on each GPU")
     if own := facts["draft_kv_bytes_per_token"]:
         out.print(f"KV cache of the drafter: {own} bytes per token in addition")
+
+    if (experts := facts["experts"]) is not None:
+        cut = f", each cut in {experts['parts']}" if experts["parts"] > 1 else ""
+        read = ", ".join(f"{number:g} for {batch}" for batch, number in experts["distinct"].items())
+        out.print(
+            f"experts={experts['placement']}: {experts['per_gpu']} experts of a layer on each GPU{cut}; a step of "
+            f"n tokens reads at most about {read}"
+        )
+        if facts["layout"]["tp"] > 1:
+            out.print(f"exchange of layers with experts: {experts['exchange_bytes_per_token']} bytes per token and GPU")
 
     fit = Table("tokens", "sequences at once", title="how many fit", title_justify="left")
     for length, number in facts["sequences"].items():

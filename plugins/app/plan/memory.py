@@ -10,6 +10,7 @@ from dovetail.core.compose import Composition, EngineConfig, Host
 from dovetail.core.engine.cost import bind_cost
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import AdapterFacts, CostModel, DrafterFacts, Formats, ModelSpec
+from dovetail.plugins.app.plan.experts import PlacedExperts, placed_experts
 
 CONTEXT_BYTES = 0.6e9
 """Memory that a process takes before its first tensor: CUDA context, library handles and kernels."""
@@ -30,6 +31,8 @@ class Plan:
     drafter: DrafterFacts
     device_bytes: float
     max_len: int
+    experts: PlacedExperts | None
+    """None = the model has no routed experts."""
 
     @property
     def budget(self) -> float:
@@ -37,7 +40,8 @@ class Plan:
 
     @property
     def weights(self) -> float:
-        return self.cost.weight_bytes() / (self.engine.tp * self.engine.pp)
+        more = 0.0 if self.experts is None else self.experts.more_bytes(self.formats)
+        return (self.cost.weight_bytes() / self.engine.tp + more) / self.engine.pp
 
     @property
     def activations(self) -> float:
@@ -71,7 +75,8 @@ class Plan:
         if p is None:
             raise ConfigError(f"the size of the draft model {facts.spec.architecture} is unknown: set spec_decode=none")
         bits = 8 * formats.dtype_bytes if facts.weight_bits is None else facts.weight_bits
-        own = replace(formats, weight_bits=bits, head_bits=facts.head_bits, embedding_bits=facts.embedding_bits)
+        head, embedding = facts.head_bits, facts.embedding_bits
+        own = replace(formats, weight_bits=bits, head_bits=head, embedding_bits=embedding, expert_bits=None)
         return probs + own.weight_bytes(p) / engine.tp
 
     @property
@@ -121,6 +126,7 @@ def make_plan(composition: Composition) -> Plan:
     composition.check_layout(HOST)
     model, part = composition.part("model"), composition.part("cost")
     spec: ModelSpec = model.facts() or model.target().spec(model.config)
+    experts = placed_experts(composition, spec, HOST)
     cost = bind_cost(composition, spec, "cuda")
     if cost is None:
         raise ConfigError(f"cost={part.name} predicts nothing; choose hardware, such as cost=h200")
@@ -136,4 +142,4 @@ def make_plan(composition: Composition) -> Plan:
     if drafter is None:
         raise ConfigError(f"spec_decode={part.name} does not state its memory: plan with spec_decode=none")
     max_len = spec.longest(composition.engine.max_len)
-    return Plan(spec, composition.engine, cost.formats, cost, stated, drafter, memory * 1e9, max_len)
+    return Plan(spec, composition.engine, cost.formats, cost, stated, drafter, memory * 1e9, max_len, experts)

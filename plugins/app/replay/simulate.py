@@ -198,7 +198,7 @@ class Replica:
 
     def _tokens(self, run: _Run, draft: int) -> tuple[int, ...]:
         run.credit += draft * self._acceptance
-        accepted = min(int(run.credit), draft)
+        accepted = min(int(run.credit), self._parts.limits.gain(draft) - 1)
         run.credit -= accepted
         at = run.seq.known_len - run.seq.prompt_len
         known = run.recorded.tokens[at : at + 1 + accepted]

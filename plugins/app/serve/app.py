@@ -34,6 +34,12 @@ class ServeApp(App):
             raise ConfigError("app=serve needs Linux or macOS: its processes communicate over Unix sockets")
         # Reads the model's folder without importing torch, so that a missing one is reported at once.
         composition.part("model").capabilities(Host())
+        drafter = composition.part("spec_decode")
+        if drafter.capabilities(Host()).provides.get("simulated_acceptance"):
+            raise ConfigError(
+                "spec_decode.simulate_acceptance makes text without meaning, so app=serve refuses it. Would work: "
+                "app=bench, or spec_decode.simulate_acceptance=null"
+            )
         logs.set_up(self.config.log_format)
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
         accepted = keys.load(self.config.api_key_file)

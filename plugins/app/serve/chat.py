@@ -47,15 +47,32 @@ class _Chat(output.Generation[ChatRequest]):
             self.parsing = service.parsers.for_request(body, self.offered, service.text.template, text)
             # The template already writes the special tokens.
             ids = await service.text.encode(text, special=False, param="messages")
+            predicted = await self._predicted()
         params = service.params(
             body,
             n=self.n,
             max_tokens=body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             grammar=self.parsing.grammar(),
+            prediction=predicted,
         )
         jobs = service.submit(self.request, body, "chat", [ids], params, self.limit, keep=self.parsing.special)
         return await self.reply(jobs, self.n)
+
+    async def _predicted(self) -> tuple[int, ...] | None:
+        """Return the tokens of the predicted output; None = the request has none."""
+        if self.body.prediction is None:
+            return None
+        content = self.body.prediction.content
+        if not isinstance(content, str):
+            if wrong := [part.type for part in content if part.type != "text" or part.text is None]:
+                raise FieldError(
+                    f"prediction: a part of type {wrong[0]!r} has no text; only text is supported", "prediction"
+                )
+            content = "".join(part.text or "" for part in content)
+        if not content:
+            return None
+        return tuple(await self.service.text.encode(content, special=False, param="prediction"))
 
     def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
         return output.chat_logprobs(self.service.text.tokenizer, delta) if self.body.logprobs else None

@@ -131,6 +131,8 @@ def _merge(at: int, n: int, job: Job, deltas: list[Delta]) -> ChoiceDeltas:
     for delta in deltas:
         job.output_tokens += len(delta.token_ids)
         job.outcome = delta.finish_reason or job.outcome
+        if job.predicted is not None:
+            job.predicted.add(delta.sample, delta.token_ids)
         by_sample.setdefault(delta.sample, []).append(delta)
     return [(at * n + sample, join(parts)) for sample, parts in by_sample.items()]
 
@@ -165,12 +167,18 @@ def close(jobs: Iterable[Job]) -> None:
 def usage(jobs: Sequence[Job]) -> dict[str, Any]:
     prompt = sum(job.prompt_tokens for job in jobs)
     output = sum(job.output_tokens for job in jobs)
-    return {
+    found: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": output,
         "total_tokens": prompt + output,
         "prompt_tokens_details": {"cached_tokens": sum(job.stream.cached for job in jobs)},
     }
+    if predicted := [job.predicted for job in jobs if job.predicted is not None]:
+        found["completion_tokens_details"] = {
+            "accepted_prediction_tokens": sum(each.accepted for each in predicted),
+            "rejected_prediction_tokens": sum(each.rejected for each in predicted),
+        }
+    return found
 
 
 def mean_logprob(choice: Delta) -> float:

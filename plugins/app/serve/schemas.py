@@ -216,6 +216,13 @@ class Conversing(Body):
     """Variables for the chat template."""
 
 
+class Prediction(Body):
+    """Text that the answer probably repeats, such as a file to edit."""
+
+    type: Literal["content"]
+    content: Text | list[ContentPart]
+
+
 class ChatRequest(Penalised, Conversing):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1, le=MOST)
@@ -234,6 +241,8 @@ class ChatRequest(Penalised, Conversing):
     """Continue the last message instead of starting a new turn."""
     store: Literal[False] | None = None
     modalities: list[Literal["text"]] | None = None
+    prediction: Prediction | None = None
+    """Predicted output: tokens of it that come true are drafts (spec_decode=suffix). It changes no text."""
 
 
 class ResponseItem(BaseModel):

@@ -21,6 +21,7 @@ from dovetail.plugins.app.serve.config import ServeConfig
 from dovetail.plugins.app.serve.errors import FieldError, ServerError, body_of
 from dovetail.plugins.app.serve.monitor import Monitor, Reporter, Tracer
 from dovetail.plugins.app.serve.output_parsing import Parsers
+from dovetail.plugins.app.serve.predicted_tokens import PredictedTokens
 from dovetail.plugins.app.serve.schemas import Common, Penalised, Queued, ResponsesRequest
 from dovetail.plugins.app.serve.text import Texts, too_long
 
@@ -46,6 +47,8 @@ class Job:
         self.output_tokens = 0
         """Written by the consumer of the stream, as is `outcome`."""
         self.outcome = ""
+        self.predicted: PredictedTokens | None = None
+        """Counts the tokens of the request's prediction, if it has one. Written by the consumer of the stream."""
         self.timer: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -228,6 +231,8 @@ class Service:
             for ids in prompts:
                 stream = self.client.submit(ids, params, options, keep=keep)
                 job = Job(self, stream, endpoint, len(ids), request)
+                if params.prediction:
+                    job.predicted = PredictedTokens(params.prediction)
                 jobs.append(job)
                 if limit.deadline is not None:
                     left = limit.deadline - time.perf_counter()

@@ -23,9 +23,13 @@ from dovetail.core.interfaces import (
     BatchMeta,
     Bundle,
     HostBounds,
+    TreeMask,
 )
+from dovetail.core.interfaces.spec_decode import MOST_NODES
 from dovetail.core.ops import encode
 from dovetail.core.ops.kv_write import FLOAT8
+from dovetail.core.ops.trees import within_window
+from dovetail.plugins.attention.sdpa.latent import attend_latents
 
 
 @dataclass(slots=True)
@@ -44,8 +48,8 @@ class RowBatch:
     """bool: whether the key is within the row's length."""
     at_BN: torch.Tensor
     """int64: index of each query's own key."""
-    tree_BNL: torch.Tensor | None
-    """bool: keys visible to each tree-draft token; None = a chain."""
+    tree: TreeMask | None
+    """Mask of each query, [B, N]; None = causal."""
     whole_prompt: bool
     """Whether this is one row that attends only to its own tokens of this step."""
     masks: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -62,11 +66,21 @@ class RowBatch:
         if window not in self.masks:
             key_L = torch.arange(self.keys_BL.shape[1], device=self.keys_BL.device)
             at_BN1 = self.at_BN[:, :, None]
-            seen = (key_L <= at_BN1) if self.tree_BNL is None else self.tree_BNL
-            if window:
-                seen = seen & (key_L > at_BN1 - window)
+            if self.tree is not None:
+                seen = self._tree_BNL(self.tree, window, key_L)
+            else:
+                seen = key_L <= at_BN1
+                if window:
+                    seen = seen & (key_L > at_BN1 - window)
             self.masks[window] = seen & self.exists_BL[:, None, :]
         return self.masks[window]
+
+    def _tree_BNL(self, tree: TreeMask, window: int, key_L: torch.Tensor) -> torch.Tensor:
+        first_BN, bits_BN = within_window(tree, window, self.at_BN.shape[1] - 1)
+        draft_BNL = key_L - tree.root_T[:, :, None] - 1
+        bit_BNL = (bits_BN[:, :, None] >> draft_BNL.clamp(0, MOST_NODES - 1)) & 1
+        behind_BNL = (bit_BNL != 0) & (draft_BNL < MOST_NODES)
+        return torch.where(draft_BNL < 0, key_L >= first_BN[:, :, None], behind_BNL)
 
 
 class SDPA(AttentionBackend):
@@ -75,7 +89,9 @@ class SDPA(AttentionBackend):
     def plan_device(self, meta: BatchMeta, host: HostBounds, state: object) -> AttnCtx:
         rows = [(0, host.num_decode)] if host.num_decode else []
         rows += [(row, row + 1) for row in range(host.num_decode, len(host.counts))]
-        return AttnCtx(meta, host, [_plan_rows(meta, host, first, last) for first, last in rows])
+        decode = host.num_decode
+        planned = [_plan_rows(meta, host, *row, None if row[0] >= decode else meta.tree) for row in rows]
+        return AttnCtx(meta, host, planned)
 
     def attend(
         self, layer: AttentionLayer, ctx: AttnCtx, q: torch.Tensor, emit: tuple[ActFormat, ...] = (PLAIN,)
@@ -94,6 +110,21 @@ class SDPA(AttentionBackend):
             out_THD[rows.tokens] = out_BNHD.flatten(0, 1)[rows.scatter_T]
         return encode(out_THD.flatten(1), emit)
 
+    def attend_mla(
+        self,
+        layer: AttentionLayer,
+        ctx: AttnCtx,
+        q: torch.Tensor,
+        up_HOL: torch.Tensor,
+        emit: tuple[ActFormat, ...] = (PLAIN,),
+    ) -> Bundle:
+        assert layer.mla is not None
+        out_THV = q.new_zeros(len(q), layer.heads, layer.mla.v_dim)
+        for rows in ctx.state:
+            out_BNHV = attend_latents(layer, self.pools[layer.group], rows, q[rows.gather_BN], up_HOL)
+            out_THV[rows.tokens] = out_BNHV.flatten(0, 1)[rows.scatter_T]
+        return encode(out_THV.flatten(1), emit)
+
 
 def _read(
     plane_SKD: torch.Tensor, slots_BL: torch.Tensor, scale: float | torch.Tensor, dtype: torch.dtype
@@ -106,7 +137,7 @@ def _read(
     return (stored * (scale[:, None] if isinstance(scale, torch.Tensor) else scale)).to(dtype)
 
 
-def _plan_rows(meta: BatchMeta, host: HostBounds, first: int, last: int) -> RowBatch:
+def _plan_rows(meta: BatchMeta, host: HostBounds, first: int, last: int, tree: TreeMask | None) -> RowBatch:
     device, counts = meta.kv_len_B.device, host.counts[first:last]
     tokens = slice(sum(host.counts[:first]), sum(host.counts[:last]))
     longest = max(counts)
@@ -129,17 +160,9 @@ def _plan_rows(meta: BatchMeta, host: HostBounds, first: int, last: int) -> RowB
         keys_BL=page_BL * meta.page_tokens + key_L % meta.page_tokens,
         exists_BL=key_L < len_B[:, None],
         at_BN=at_BN,
-        tree_BNL=None if meta.tree_mask_TW is None else _tree(meta.tree_mask_TW[gather_BN], key_L, len_B),
-        whole_prompt=len(counts) == 1 and host.bounds[first] == counts[0] and meta.tree_mask_TW is None,
+        tree=None if tree is None else TreeMask(tree.root_T[gather_BN], tree.ancestors_T[gather_BN]),
+        whole_prompt=len(counts) == 1 and host.bounds[first] == counts[0] and tree is None,
     )
-
-
-def _tree(tree_BNW: torch.Tensor, key_L: torch.Tensor, len_B: torch.Tensor) -> torch.Tensor:
-    """Mask [B, N, L]: all keys before the row's last W, and of these W the ones in the tree mask."""
-    width = tree_BNW.shape[-1]
-    back_BL = key_L - (len_B[:, None] - width)
-    index_BNL = back_BL.clamp(0, width - 1)[:, None, :].expand(-1, tree_BNW.shape[1], -1)
-    return (back_BL < 0)[:, None, :] | tree_BNW.gather(2, index_BNL)
 
 
 def _attend(

@@ -11,7 +11,7 @@ KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2")
 def capabilities(config: SDPAConfig, host: Host) -> Capabilities:
     return Capabilities(
         provides={
-            "kinds": ("full", "window"),
+            "kinds": ("full", "window", "mla"),
             "scores": ("soft_cap", "sinks"),
             "exact_lengths": "device",
             "kv_dtypes": KV_DTYPES,

@@ -32,6 +32,7 @@ from dovetail.core.interfaces import (
     HostBounds,
     QKNorm,
     Rope,
+    TreeMask,
 )
 from dovetail.core.interfaces.tuning import Tunable
 from dovetail.core.ops.formats import encode
@@ -39,6 +40,7 @@ from dovetail.core.ops.kernels.launch import HOPPER, dependent
 from dovetail.core.ops.kv_write import FLOAT8
 from dovetail.core.ops.padding import empty_rows
 from dovetail.core.ops.tiles import HOPPER_SHARED
+from dovetail.core.ops.trees import within_window
 from dovetail.plugins.attention.config import TritonConfig
 from dovetail.plugins.attention.triton.gather import ROOM_BYTES, Gathered
 from dovetail.plugins.attention.triton.kernels import attend_items
@@ -85,6 +87,8 @@ class Items:
     """int32: for each item, the pages of the first tile.prefetch_keys keys of its range."""
     mail: torch.Tensor
     """Mailboxes of all programs, int32 of tile.box_words each, EMPTY between launches; one word if no row is split."""
+    tree_T3: torch.Tensor | None
+    """int64: root and visible keys of each token of decode rows with draft trees (`visible`); None = causal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +140,7 @@ class Triton(AttentionBackend):
         # A tile that holds all tokens of a row can write them itself. Longer rows would be written by several tiles.
         longest = host.widest_decode
         one_tile = longest <= 1 or longest * (layer.heads // layer.kv_heads) <= DECODE_ROWS
-        if host.num_decode < len(host.counts) or not one_tile or ctx.meta.tree_mask_TW is not None:
+        if host.num_decode < len(host.counts) or not one_tile or ctx.meta.tree is not None:
             return super().write_and_attend(layer, ctx, qkv, rope, qk_norm, emit)
         return self._run(layer, ctx, qkv.contiguous(), emit, _Writes(longest, rope, qk_norm))
 
@@ -146,27 +150,55 @@ class Triton(AttentionBackend):
         tokens, columns = q.shape[0], layer.heads * layer.head_dim
         out_TC = empty_rows(tokens, columns, q.dtype, q.device)
         if tokens:
-            plan = self._plan(layer, ctx, q)
-            parts = q.new_empty(plan.part_rows, columns, dtype=torch.float32)
-            lse = q.new_empty(plan.part_rows, layer.heads, dtype=torch.float32)
-            for items in plan.lists:
-                self._attend(layer, ctx.meta, q, items, out_TC, parts, lse, writes)
+            k, v = (self.pools[layer.group].layer(layer.local, name) for name in ("k", "v"))
+            self.launch(layer, ctx.meta, q, k, v, self._plan(layer, ctx, q), out_TC, writes)
         return encode(out_TC, emit)
+
+    def launch(
+        self,
+        layer: AttentionLayer,
+        meta: BatchMeta,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: LaunchPlan,
+        out_TC: torch.Tensor,
+        writes: _Writes | None = None,
+    ) -> None:
+        """Attend over the pages k and v."""
+        parts = q.new_empty(plan.part_rows, out_TC.shape[1], dtype=torch.float32)
+        lse = q.new_empty(plan.part_rows, layer.heads, dtype=torch.float32)
+        for items in plan.lists:
+            self._attend(layer, meta, q, k, v, items, out_TC, parts, lse, writes)
+
+    def attend_mla(
+        self,
+        layer: AttentionLayer,
+        ctx: AttnCtx,
+        q: torch.Tensor,
+        up_HOL: torch.Tensor,
+        emit: tuple[ActFormat, ...] = (PLAIN,),
+    ) -> Bundle:
+        from dovetail.plugins.attention.triton.latent import attend_latents
+
+        return encode(attend_latents(self, layer, ctx, q.contiguous(), up_HOL), emit)
 
     def _plan(self, layer: AttentionLayer, ctx: AttnCtx, q: torch.Tensor) -> LaunchPlan:
         kv_dtype = self.pools[layer.group].planes["k"].dtype
         geometry = _geometry(layer, q.dtype, kv_dtype, ctx.meta.page_tokens)
         if geometry not in ctx.state:
-            hopper = self.config.gluon and ctx.meta.tree_mask_TW is None and _has_hopper(q.device)
-            tiles = self.tiles or TunedTiles(geometry, ctx.host.num_decode, _gpu(q.device))
-            ctx.state[geometry] = _make_plan(
-                tiles, geometry, ctx.meta, ctx.host, q.shape[0], partial(self._room_on, q.device), hopper
-            )
+            ctx.state[geometry] = self.make_plan(geometry, ctx.meta, ctx.host, q.shape[0])
         return ctx.state[geometry]
+
+    def make_plan(self, geometry: Geometry, meta: BatchMeta, host: HostBounds, tokens: int) -> LaunchPlan:
+        device = meta.kv_len_B.device
+        hopper = self.config.gluon and _has_hopper(device)
+        tiles = self.tiles or TunedTiles(geometry, host.num_decode, _gpu(device))
+        return _make_plan(tiles, geometry, meta, host, tokens, partial(self.room_on, device), hopper)
 
     def tunables(self, layer: AttentionLayer, build: BuildContext, rows: int) -> Sequence[Tunable]:
         # Without weights, a model is built on the meta device.
-        if build.device.type == "cpu" or rows not in TUNED_ROWS:
+        if build.device.type == "cpu" or rows not in TUNED_ROWS or layer.mla is not None:
             return ()
         device = torch.device("cuda", torch.cuda.current_device())
         geometry = _geometry(layer, build.dtype, build.kv_dtype, build.page_tokens)
@@ -174,8 +206,8 @@ class Triton(AttentionBackend):
         make = partial(type(self), self.config)
         return [DecodeTunable(make, geometry, rows, build.max_len, shape, _processors(device))]
 
-    def _room_on(self, device: torch.device) -> torch.Tensor:
-        """Buffer for gathered pages. Allocated once and kept, so the warm-up step at start-up measures it."""
+    def room_on(self, device: torch.device) -> torch.Tensor:
+        """Buffer for copied or expanded pages. Allocated once and kept, so the warm-up step at start-up measures it."""
         if self._room is None:
             self._room = torch.empty(ROOM_BYTES, dtype=torch.uint8, device=device)
         return self._room
@@ -185,6 +217,8 @@ class Triton(AttentionBackend):
         layer: AttentionLayer,
         meta: BatchMeta,
         q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
         items: Items,
         out_TC: torch.Tensor,
         parts: torch.Tensor,
@@ -192,8 +226,6 @@ class Triton(AttentionBackend):
         writes: _Writes | None,
     ) -> None:
         tile, dim = items.tile, layer.head_dim
-        k, v = (self.pools[layer.group].layer(layer.local, name) for name in ("k", "v"))
-        tree = meta.tree_mask_TW
         k_from, v_from, table, page_tokens = k, v, meta.page_table_BP, meta.page_tokens
         if (copy := items.gathered) is not None:
             copy.fill(meta, k, v)
@@ -227,8 +259,7 @@ class Triton(AttentionBackend):
             items.items,
             table,
             table.stride(0),
-            tree,
-            0 if tree is None else tree.shape[1],
+            items.tree_T3,
             layer.scale,
             layer.k_scale,
             layer.v_scale,
@@ -270,7 +301,7 @@ def _geometry(layer: AttentionLayer, dtype: torch.dtype, kv_dtype: torch.dtype, 
 
 def _shape(geometry: Geometry, device: torch.device, hopper: bool) -> Shape:
     dtypes = geometry.dtype, geometry.kv_dtype
-    return Shape(geometry.group, geometry.head_dim, *dtypes, geometry.page_tokens, hopper, _shared_bytes(device))
+    return Shape(geometry.group, geometry.head_dim, *dtypes, geometry.page_tokens, hopper, shared_bytes_of(device))
 
 
 def _make_plan(
@@ -287,67 +318,95 @@ def _make_plan(
     device = meta.kv_len_B.device
     shape = _shape(geometry, device, hopper)
     rows, decode = len(host.counts), host.num_decode
-    launches: list[tuple[int, int, Tile, Gathered | None]] = []
+    launches: list[tuple[int, int, Tile, Gathered | None, torch.Tensor | None]] = []
     if decode:
         programs = decode * kv_heads / _processors(device)
-        launches.append((0, decode, tiles.decode(shape, host.widest_decode, programs), None))
+        # The kernels for Hopper have no tree masks.
+        decodes = shape if meta.tree is None else replace(shape, hopper=False)
+        tree_T3 = None if meta.tree is None else visible_keys(meta.tree, window, host.widest_decode - 1)
+        launches.append((0, decode, tiles.decode(decodes, host.widest_decode, programs), None, tree_T3))
     if decode < rows:
         gathered, bounds = None, host.bounds[decode:]
         fed = min(tokens - decode, sum(host.counts[decode:]))
         if not window and tiles.gather(shape, fed, bounds, kv_heads):
             gathered = Gathered.within(room(), meta, bounds, decode, kv_heads, dim, dtype)
             shape = replace(shape, kv_dtype=dtype, page_tokens=gathered.page_tokens)
-        launches.append((decode, rows - decode, tiles.prefill(shape, fed, rows - decode), gathered))
+        launches.append((decode, rows - decode, tiles.prefill(shape, fed, rows - decode), gathered, None))
     lists, part_rows = [], 0
-    for first_row, count, tile, gathered in launches:
-        queries, units = tile.queries(shape.group), kv_heads * tile.head_tiles(shape.group)
-        last = first_row + count == rows
-        # Every row may end in a partly filled tile, and so may the tokens that belong to no row.
-        own = tokens if last else min(tokens, sum(host.counts[first_row : first_row + count]))
-        whole = own // queries + count + 1
-        target = triton.cdiv(tile.programs * _processors(device), units)
-        longest = max(host.bounds[first_row : first_row + count])
-        many = whole * units >= MANY_PROGRAMS * _processors(device)
-        split = longest > (SHORT_KEYS if many else tile.least)
-        capacity = whole + target if split else whole
-        items = torch.empty(capacity, ITEM.value, dtype=torch.int32, device=device)
-        grain, words = tile.grain(meta.page_tokens), tile.box_words(dim)
-        entries = tile.prefetch_keys // grain
-        first_pages = torch.empty(capacity * entries, dtype=torch.int32, device=device)
-        plan_items[(count + 2,)](
-            meta.row_start_B1,
-            meta.kv_len_B,
-            items,
-            meta.page_table_BP,
-            first_pages,
-            first_row,
-            count,
-            tokens if last else 0,
-            part_rows,
-            target,
-            tile.least if split else WHOLE,
-            tile.root,
-            capacity,
-            int(meta.tree_mask_TW is not None),
-            window,
-            queries,
-            tile.span,
-            meta.page_table_BP.stride(0),
-            meta.page_tokens,
-            entries,
-            grain,
-            ROWS=ROWS_AT_ONCE,
-            BLOCK=64,
-            num_warps=1,
-        )
-        counts = torch.zeros(0 if words else capacity * units, dtype=torch.int32, device=device)
-        # Fill at least one word: attend_decode reads the plan without waiting for its preceding kernel, so that kernel
-        # must not be plan_items. The fill kernel starts only after plan_items has ended.
-        boxes = capacity * units * words if split else min(1, words)
-        mail = torch.full((boxes,), EMPTY, dtype=torch.int32, device=device)
-        lists.append(Items(tile, items, counts, gathered, first_pages, mail))
-        part_rows += capacity * queries if split and not words else 0
+    for first_row, count, tile, gathered, tree_T3 in launches:
+        items, parts = make_items(tile, geometry, meta, host, tokens, (first_row, count), part_rows, gathered, tree_T3)
+        lists.append(items)
+        part_rows += parts
     return LaunchPlan(tuple(lists), part_rows)
+
+
+def make_items(
+    tile: Tile,
+    geometry: Geometry,
+    meta: BatchMeta,
+    host: HostBounds,
+    tokens: int,
+    rows: tuple[int, int],
+    part_rows: int,
+    gathered: Gathered | None = None,
+    tree_T3: torch.Tensor | None = None,
+) -> tuple[Items, int]:
+    """Create the work items of `rows`, the first and how many, and return them with their number of partial rows, which
+    are counted from `part_rows` on. `tokens`: those of the step. `tree_T3`: the rows of `visible`, if these rows feed
+    trees."""
+    (first_row, count), window, device = rows, geometry.window, meta.kv_len_B.device
+    queries, units = tile.queries(geometry.group), geometry.kv_heads * tile.head_tiles(geometry.group)
+    last = first_row + count == len(host.counts)
+    # Every row may end in a partly filled tile, and so may the tokens that belong to no row.
+    own = tokens if last else min(tokens, sum(host.counts[first_row : first_row + count]))
+    whole = own // queries + count + 1
+    target = triton.cdiv(tile.programs * _processors(device), units)
+    longest = max(host.bounds[first_row : first_row + count])
+    many = whole * units >= MANY_PROGRAMS * _processors(device)
+    split = longest > (SHORT_KEYS if many else tile.least)
+    capacity = whole + target if split else whole
+    items = torch.empty(capacity, ITEM.value, dtype=torch.int32, device=device)
+    grain, words = tile.grain(meta.page_tokens), tile.box_words(geometry.head_dim)
+    entries = tile.prefetch_keys // grain
+    first_pages = torch.empty(capacity * entries, dtype=torch.int32, device=device)
+    plan_items[(count + 2,)](
+        meta.row_start_B1,
+        meta.kv_len_B,
+        items,
+        meta.page_table_BP,
+        first_pages,
+        first_row,
+        count,
+        tokens if last else 0,
+        part_rows,
+        target,
+        tile.least if split else WHOLE,
+        tile.root,
+        capacity,
+        int(tree_T3 is not None),
+        window,
+        queries,
+        tile.span,
+        meta.page_table_BP.stride(0),
+        meta.page_tokens,
+        entries,
+        grain,
+        ROWS=ROWS_AT_ONCE,
+        BLOCK=64,
+        num_warps=1,
+    )
+    counts = torch.zeros(0 if words else capacity * units, dtype=torch.int32, device=device)
+    # Fill at least one word: attend_decode reads the plan without waiting for its preceding kernel, so that kernel must
+    # not be plan_items. The fill kernel starts only after plan_items has ended.
+    boxes = capacity * units * words if split else min(1, words)
+    mail = torch.full((boxes,), EMPTY, dtype=torch.int32, device=device)
+    parts = capacity * queries if split and not words else 0
+    return Items(tile, items, counts, gathered, first_pages, mail, tree_T3), parts
+
+
+def visible_keys(tree: TreeMask, window: int, most: int) -> torch.Tensor:
+    """Return the rows of `visible`, [T, 3]. `most`: most drafts of a row."""
+    return torch.stack((tree.root_T, *within_window(tree, window, most)), 1)
 
 
 def _tensor_map(plane: torch.Tensor, rows: int) -> TensorDescriptor:
@@ -388,7 +447,7 @@ def _processors(device: torch.device) -> int:
 
 
 @cache
-def _shared_bytes(device: torch.device) -> int:
+def shared_bytes_of(device: torch.device) -> int:
     """Maximum shared memory of a program."""
     if device.type != "cuda":
         return HOPPER_SHARED

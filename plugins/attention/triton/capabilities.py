@@ -18,7 +18,7 @@ def capabilities(config: TritonConfig, host: Host) -> Capabilities:
     reason = "this GPU cannot convert E4M3, as Ada and Hopper do" if old else "its kernels read these"
     return Capabilities(
         provides={
-            "kinds": ("full", "window"),
+            "kinds": ("full", "window", "mla"),
             "scores": ("soft_cap", "sinks"),
             "exact_lengths": "device",
             "kv_dtypes": dtypes,

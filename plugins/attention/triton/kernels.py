@@ -1,7 +1,6 @@
 """The attention kernel for all GPUs.
 
-Items (plan.py): the last program to arrive joins the partial results of a row's ranges by log-sum-exp. Items of tokens
-that belong to no row have no keys and write zeros.
+Items (plan.py) of tokens that belong to no row have no keys and write zeros.
 
 Tiles: all query heads of a kv head and the query tokens form the rows of one matrix tile (GQA packing), so a kv head is
 read once for all of them. Softmax is online (FlashAttention, Dao et al. 2022), in base 2.
@@ -18,6 +17,7 @@ from dovetail.core.ops.kernels.launch import announce, wait
 from dovetail.core.ops.kernels.norm import weigh
 from dovetail.plugins.attention.triton.per_warp import attend_per_warp
 from dovetail.plugins.attention.triton.plan import ITEM
+from dovetail.plugins.attention.triton.ranges import store_range
 from dovetail.plugins.attention.triton.scores import LOG2_E, LOW, add_sink, cap_scores
 from dovetail.plugins.attention.triton.visible import visible
 
@@ -106,12 +106,10 @@ def _step(
     k_source,
     v_source,
     tree_ptr,
-    tree_width,
     token,
     at,
     seen_from,
     hi,
-    length,
     kv_head,
     qk_scale,
     K: tl.constexpr,
@@ -133,7 +131,7 @@ def _step(
         s = cap_scores(s, SOFT_CAP)
     if MASKED:
         keys = (n + tl.arange(0, BLOCK_N))[None, :]
-        seen = visible(keys, at[:, None], token[:, None], tree_ptr, tree_width, hi, length, WINDOW)
+        seen = visible(keys, at[:, None], token[:, None], tree_ptr, hi, WINDOW)
         s = tl.where(seen, s, float("-inf"))
     new_m = tl.maximum(m, tl.max(s, axis=1))
     p = tl.exp2(s - new_m[:, None])
@@ -183,7 +181,7 @@ def _put(pointers, x, scale, ok, LARGEST: tl.constexpr):
     tl.store(pointers, x.to(pointers.dtype.element_ty), mask=ok)
 
 
-@triton.jit(do_not_specialize=["table_stride", "tree_width"])
+@triton.jit(do_not_specialize=["table_stride"])
 def attend_items(
     q_ptr,
     k_source,
@@ -196,7 +194,6 @@ def attend_items(
     table_ptr,
     table_stride,
     tree_ptr,
-    tree_width,
     scale,
     k_scale,
     v_scale,
@@ -254,7 +251,6 @@ def attend_items(
     lo = tl.load(item + 5)
     hi = tl.load(item + 6)
     part = tl.load(item + 7)
-    length = tl.load(item + 8)
     splits = tl.load(item + 9)
     first_item = tl.load(item + 10)
     GROUP: tl.constexpr = H // K
@@ -299,8 +295,8 @@ def attend_items(
 
     if KEY_WARPS:
         acc, total, m = attend_per_warp(
-            q, k_source, v_source, table, tree_ptr, tree_width, token, at, seen_from, lo, hi, length, kv_head, qk_scale,
-            K, D, WINDOW, PAGE, KEY_WARPS, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS, PRECISION, SOFT_CAP,
+            q, k_source, v_source, table, tree_ptr, token, at, seen_from, lo, hi, kv_head, qk_scale, K, D, WINDOW,
+            PAGE, KEY_WARPS, BLOCK_M, BLOCK_N, BLOCK_D, PAIRS, PRECISION, SOFT_CAP,
         )  # fmt: skip
     else:
         # Every query of the tile sees all keys of the blocks from whole_lo to whole_hi.
@@ -313,7 +309,7 @@ def attend_items(
             if tree_ptr is None:
                 whole_hi = (first_at + 1) // BLOCK_N * BLOCK_N
             else:
-                whole_hi = tl.maximum(length - tree_width, 0) // BLOCK_N * BLOCK_N
+                whole_hi = (tl.load(tree_ptr + first.to(tl.int64) * 3) + 1).to(tl.int32) // BLOCK_N * BLOCK_N
             whole_hi = tl.maximum(tl.minimum(whole_hi, hi // BLOCK_N * BLOCK_N), whole_lo)
 
         acc = tl.zeros((BLOCK_M, BLOCK_D // 2 if PAIRS else BLOCK_D), tl.float32)
@@ -326,8 +322,8 @@ def attend_items(
             for n in range(lo, whole_lo, BLOCK_N):
                 following = _page(table, n + BLOCK_N, hi, PAGE, BLOCK_N)
                 acc, odd, total, m = _step(
-                    q, acc, odd, total, m, page, n, k_source, v_source, tree_ptr, tree_width, token, at, seen_from, hi,
-                    length, kv_head, qk_scale, K, D, WINDOW, PAGE, BLOCK_N, BLOCK_D, True, TMA, PAIRS, PRECISION,
+                    q, acc, odd, total, m, page, n, k_source, v_source, tree_ptr, token, at, seen_from, hi, kv_head,
+                    qk_scale, K, D, WINDOW, PAGE, BLOCK_N, BLOCK_D, True, TMA, PAIRS, PRECISION,
                     SOFT_CAP,
                 )  # fmt: skip
                 page = following
@@ -335,16 +331,16 @@ def attend_items(
             for n in range(whole_lo, whole_hi, BLOCK_N):
                 following = _page(table, n + BLOCK_N, hi, PAGE, BLOCK_N)
                 acc, odd, total, m = _step(
-                    q, acc, odd, total, m, page, n, k_source, v_source, tree_ptr, tree_width, token, at, seen_from, hi,
-                    length, kv_head, qk_scale, K, D, WINDOW, PAGE, BLOCK_N, BLOCK_D, False, TMA, PAIRS, PRECISION,
+                    q, acc, odd, total, m, page, n, k_source, v_source, tree_ptr, token, at, seen_from, hi, kv_head,
+                    qk_scale, K, D, WINDOW, PAGE, BLOCK_N, BLOCK_D, False, TMA, PAIRS, PRECISION,
                     SOFT_CAP,
                 )  # fmt: skip
                 page = following
         for n in range(whole_hi, hi, BLOCK_N):
             following = _page(table, n + BLOCK_N, hi, PAGE, BLOCK_N)
             acc, odd, total, m = _step(
-                q, acc, odd, total, m, page, n, k_source, v_source, tree_ptr, tree_width, token, at, seen_from, hi,
-                length, kv_head, qk_scale, K, D, WINDOW, PAGE, BLOCK_N, BLOCK_D, True, TMA, PAIRS, PRECISION, SOFT_CAP,
+                q, acc, odd, total, m, page, n, k_source, v_source, tree_ptr, token, at, seen_from, hi, kv_head,
+                qk_scale, K, D, WINDOW, PAGE, BLOCK_N, BLOCK_D, True, TMA, PAIRS, PRECISION, SOFT_CAP,
             )  # fmt: skip
             page = following
 
@@ -357,34 +353,7 @@ def attend_items(
         sink = tl.load(sinks_ptr + head, mask=counts_sink, other=float("-inf"))
         acc, total, m = add_sink(acc, total, m, sink)
 
-    # A query that saw no key gives zeros.
-    acc = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]
-    out = out_ptr + offset[:, None] + dims[None, :]
-    if part < 0:
-        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=ok)
-    else:
-        # Partial results [parts, H, D] of the tile's tokens, and their log-sum-exp [parts, H].
-        to = (part + query).to(tl.int64) * H + head
-        tl.store(part_ptr + (to * D)[:, None] + dims[None, :], acc, mask=ok)
-        tl.store(lse_ptr + to, tl.where(total > 0, m + tl.log2(total), float("-inf")), mask=exists)
-        # The tile's last program to arrive joins all ranges, in their order.
-        tl.debug_barrier()
-        count_ptr += first_item * K + kv_head
-        if tl.atomic_add(count_ptr, 1, sem="acq_rel") == splits - 1:
-            tl.store(count_ptr, 0)
-            row0 = part - (tl.program_id(1) - first_item) * (BLOCK_M // GROUP)
-            m = tl.full((BLOCK_M,), LOW, tl.float32)
-            total = tl.zeros((BLOCK_M,), tl.float32)
-            acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-            for split in range(splits):
-                at_part = (row0 + split * (BLOCK_M // GROUP) + query).to(tl.int64) * H + head
-                lse = tl.load(lse_ptr + at_part, mask=exists, other=float("-inf"), cache_modifier=".cg")
-                x = tl.load(part_ptr + (at_part * D)[:, None] + dims[None, :], mask=ok, other=0.0, cache_modifier=".cg")
-                new_m = tl.maximum(m, lse)
-                weight = tl.exp2(lse - new_m)
-                alpha = tl.exp2(m - new_m)
-                total = total * alpha + weight
-                acc = acc * alpha[:, None] + weight[:, None] * x
-                m = new_m
-            acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-            tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=ok)
+    store_range(
+        acc * v_scale, total, m, out_ptr, part_ptr, lse_ptr, count_ptr, offset, ok, exists, query, head, dims, part,
+        splits, first_item, kv_head, H, K, D, BLOCK_M, BLOCK_D, BLOCK_M // GROUP,
+    )  # fmt: skip

@@ -27,13 +27,11 @@ def attend_per_warp(
     v_ptr,
     table,
     tree_ptr,
-    tree_width,
     token,
     at,
     seen_from,
     lo,
     hi,
-    length,
     kv_head,
     qk_scale,
     K: tl.constexpr,
@@ -75,7 +73,7 @@ def attend_per_warp(
         if SOFT_CAP is not None:
             s = cap_scores(s, SOFT_CAP)
         key = keys[:, :, None]
-        seen = visible(key, at[None, None, :], token[None, None, :], tree_ptr, tree_width, hi, length, WINDOW)
+        seen = visible(key, at[None, None, :], token[None, None, :], tree_ptr, hi, WINDOW)
         s = tl.where(seen, s, float("-inf"))
         new_m = tl.maximum(m, tl.max(s, axis=1))
         p = tl.exp2(s - new_m[:, None, :])

@@ -99,7 +99,9 @@ def plan_items(
         query = (my_tiles - 1 - index // my_splits) * queries
         at = my_length - my_count + query
         n = tl.minimum(my_count - query, queries)
-        seen_from = tl.where(window > 0, tl.maximum(at - window + 1, 0), 0)
+        # A draft of a tree may have the position after the root.
+        least_at = tl.where(tree != 0, my_length - my_count, at)
+        seen_from = tl.where(window > 0, tl.maximum(least_at - window + 1, 0), 0)
         seen_to = tl.where(tree != 0, my_length, tl.minimum(at + n, my_length))
         lo = seen_from // block_n * block_n + place * my_range
         hi = tl.where(my_splits > 1, tl.minimum(seen_to, lo + my_range), seen_to)
@@ -123,7 +125,7 @@ def plan_items(
             entry = i + tl.arange(0, BLOCK)
             index = entry // entries
             ok = index < my_items
-            query = (my_tiles - 1 - index // my_splits) * queries
+            query = tl.where(tree != 0, 0, (my_tiles - 1 - index // my_splits) * queries)
             seen_from = tl.where(window > 0, tl.maximum(my_length - my_count + query - window + 1, 0), 0)
             key = seen_from // block_n * block_n + index % my_splits * my_range + entry % entries * grain
             at = table_ptr + (first_row + mine).to(tl.int64) * table_stride + key // page_tokens

@@ -12,11 +12,13 @@ import torch.distributed as dist
 
 from dovetail.core.errors import CapabilityError
 from dovetail.core.interfaces import PLAIN, ActFormat, Bundle, Partial, Residual
+from dovetail.core.interfaces.rows import RowShard
 from dovetail.core.layers import RMSNorm
 from dovetail.core.ops import rms_norm
+from dovetail.core.startup_notes import note
 from dovetail.plugins.collective.config import SymmMemConfig
 from dovetail.plugins.collective.nccl import NcclCollective
-from dovetail.plugins.collective.sharded import RowShard, own_rows, sharded_boundary
+from dovetail.plugins.collective.sharded import own_rows, sharded_boundary
 from dovetail.plugins.collective.symm_mem.copies import CopiedRows
 from dovetail.plugins.collective.symm_mem.driver import Driver
 from dovetail.plugins.collective.symm_mem.kernels import encode_fp8
@@ -150,6 +152,18 @@ class SymmMemCollective(NcclCollective):
             summed = NcclCollective.all_reduce(self, x.values)
             return super().boundary(summed, residual, norm, emit, after)
         return self.reducer.boundary(x.values, residual, fused.weight, fused.eps, emit, algorithm, first)
+
+    def own_boundary(
+        self,
+        x: torch.Tensor | Partial | Residual,
+        residual: Residual | None,
+        norm: Norm,
+        emit: tuple[ActFormat, ...] = (PLAIN,),
+        after: Norm | None = None,
+    ) -> tuple[Bundle, Residual]:
+        if self.size > 1:
+            note("collective=symm_mem: rows of layers that get each rank's own rows (experts) go over NCCL")
+        return super().own_boundary(x, residual, norm, emit, after)
 
     def _ensure_copies(self) -> CopiedRows:
         """Return `copies`. The first call creates them, on all ranks together."""

@@ -20,9 +20,9 @@ import triton
 
 from dovetail.core.arithmetic import ceil_div
 from dovetail.core.interfaces import PLAIN, ActFormat, Activation, Bundle
+from dovetail.core.interfaces.rows import padded, shard_rows, with_scale
 from dovetail.core.ops.formats import plan_emit, scales_of_row
 from dovetail.core.ops.kernels.formats import EncodeTarget, warps
-from dovetail.plugins.collective.sharded import padded, shard_rows, with_scale
 from dovetail.plugins.collective.symm_mem.driver import WAIT, WRITE, Driver
 from dovetail.plugins.collective.symm_mem.memory import SharedBlock, SharedMemory
 from dovetail.plugins.collective.symm_mem.reduce import after_arguments

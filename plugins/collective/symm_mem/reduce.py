@@ -8,10 +8,10 @@ import torch
 import triton
 
 from dovetail.core.interfaces import ActFormat, Bundle
+from dovetail.core.interfaces.rows import shard_rows
 from dovetail.core.ops.formats import EmitPlan, plan_emit, scales_of_row
 from dovetail.core.ops.kernels.formats import EncodeTarget, collect
 from dovetail.core.ops.kernels.launch import dependent
-from dovetail.plugins.collective.sharded import shard_rows
 from dovetail.plugins.collective.symm_mem.kernels import BOX_WORDS, argmax_over_ranks, one_shot, two_shot
 from dovetail.plugins.collective.symm_mem.mailbox import TWO_SHOT_PROGRAMS, Mailbox
 from dovetail.plugins.collective.symm_mem.sharded_kernels import sharded

@@ -6,6 +6,8 @@ from dovetail.core.compose.capabilities import Capabilities, Host, Requires
 from dovetail.core.interfaces import ModelSpec
 from dovetail.plugins.model.config import LlamaConfig
 
+LATENT_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8_e4m3")
+
 
 def _channels(spec: ModelSpec) -> str:
     """Return the channels of MLPs and of experts in words."""
@@ -16,11 +18,10 @@ def _channels(spec: ModelSpec) -> str:
 
 
 def capabilities(config: LlamaConfig, host: Host) -> Capabilities:
-    from dovetail.plugins.model.llama.families import RUNNABLE, read_model, spec_of
+    from dovetail.plugins.model.llama.families import read_model, spec_of
 
-    planned = f"model=llama runs {', '.join(sorted(RUNNABLE))}, and app=plan plans for the others"
     spec = spec_of(config)
-    kinds = {"window" if window else "full" for window in spec.windows}
+    kinds = {"mla"} if spec.mla is not None else {"window" if window else "full" for window in spec.windows}
     layout = read_model(spec.hf or {}, "config.json")[1]
     scores = ("soft_cap",) * bool(layout.soft_cap) + ("sinks",) * layout.sinks
     return Capabilities(
@@ -29,6 +30,8 @@ def capabilities(config: LlamaConfig, host: Host) -> Capabilities:
             "kinds": tuple(sorted(kinds)),
             "head_dim": spec.head_dim,
             "adapters": True,
+            # Norms behind a block belong to the block before, so that none can be left out.
+            "skips_layers": not layout.block.after,
             "expert_placement": spec.moe is not None,
         },
         requires=(
@@ -39,7 +42,10 @@ def capabilities(config: LlamaConfig, host: Host) -> Capabilities:
                 reason=f"they share {spec.heads} heads, {spec.kv_heads} kv heads, {_channels(spec)} MLP channels",
             ),
             Requires(kind="engine", key="pp", at_most=1, reason="its layers run as one stage"),
-            Requires(kind="model", key="compressed_kv", allowed=(False,), reason=f"it has no MLA layers; {planned}"),
+            *(
+                Requires(kind="engine", key="kv_dtype", allowed=LATENT_DTYPES, reason="its latents have these formats")
+                for _ in range(spec.mla is not None)
+            ),
             *(
                 Requires(kind="attention", key="kinds", contains=kind, reason=f"it has {kind} attention layers")
                 for kind in sorted(kinds)

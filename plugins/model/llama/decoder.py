@@ -9,17 +9,16 @@ Shapes: T tokens, B sampled rows, C hidden channels, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
 
 from dovetail.core.checkpoint import open_checkpoint
-from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import (
     PLAIN,
     ActFormat,
-    AttentionLayer,
     BuildContext,
     Bundle,
     Checkpoint,
@@ -32,20 +31,16 @@ from dovetail.core.interfaces import (
     ModelSpec,
     Partial,
     Plane,
-    QKNorm,
     Residual,
     Rope,
 )
 from dovetail.core.layers import (
     ColumnParallel,
-    KVScales,
     LayerNorm,
     Linear,
     LMHead,
-    QKVParallel,
     RMSNorm,
     RowParallel,
-    Sinks,
     Taker,
     VocabParallelEmbedding,
     VocabTable,
@@ -64,11 +59,14 @@ from dovetail.core.layers import (
 )
 from dovetail.core.memory.sizing import group_layers
 from dovetail.core.ops import gelu, gelu_and_mul, silu_and_mul
+from dovetail.core.ops.latents import latent_planes
 from dovetail.core.startup_notes import note
 from dovetail.plugins.model.config import LlamaConfig
+from dovetail.plugins.model.llama.attention import Attention, defers
 from dovetail.plugins.model.llama.experts import SparseMLP, stacks_of
-from dovetail.plugins.model.llama.families import RUNNABLE, mtp_layers, read_model, spec_of
+from dovetail.plugins.model.llama.families import mtp_layers, read_model, spec_of
 from dovetail.plugins.model.llama.family import Layout, Names
+from dovetail.plugins.model.llama.latent import LatentAttention
 
 Tensor = TypeVar("Tensor")
 """Opener or header of a checkpoint tensor."""
@@ -78,57 +76,6 @@ ACTIVATIONS: dict[str, Callable[..., Bundle]] = {
     "gelu": gelu,
     "gelu_tanh": partial(gelu, tanh=True),
 }
-
-
-class Attention:
-    def __init__(self, index: int, build: BuildContext, layout: Layout, group: KVGroup, rope: Rope) -> None:
-        spec, names = build.spec, layout.names
-        prefix, path = names.layer.format(index), f"layers.{index}.attn"
-        self.qkv = QKVParallel(
-            f"{path}.qkv",
-            tuple(f"{prefix}.{name}" for name in names.qkv),
-            build,
-            spec.hidden,
-            spec.heads,
-            spec.kv_heads,
-            spec.head_dim,
-            bias=layout.qkv_bias,
-            interleaved=layout.rope.dim if layout.interleaved else 0,
-        )
-        inner = spec.heads * spec.head_dim
-        self.o = RowParallel(
-            f"{path}.o", f"{prefix}.{names.o}", build, inner, spec.hidden, bias=layout.o_bias, defers=_defers(layout)
-        )
-        self.norms = [
-            RMSNorm(f"{prefix}.{name}", build, spec.head_dim, layout.eps, layout.norm_offset)
-            for name in names.qk_norm
-            if layout.qk_norm
-        ]
-        self.qk_norm = QKNorm(self.norms[0].weight, self.norms[1].weight, layout.eps) if self.norms else None
-        self.backend, self.rope = build.attention, rope
-        attention = f"{prefix}.{names.o.rpartition('.')[0]}"
-        self.kv_scales = KVScales(attention, index, build, spec.kv_heads, self.qkv.kv_heads)
-        self.sinks = Sinks(f"{attention}.sinks", build, self.qkv.heads) if layout.sinks else None
-        self.layer = AttentionLayer(
-            index=index,
-            group=group.id,
-            local=group.layers.index(index),
-            heads=self.qkv.heads,
-            kv_heads=self.qkv.kv_heads,
-            head_dim=spec.head_dim,
-            scale=layout.score_scale,
-            soft_cap=layout.soft_cap,
-            window=group.window,
-            k_scale=self.kv_scales.k,
-            v_scale=self.kv_scales.v,
-            sinks=None if self.sinks is None else self.sinks.values_H,
-        )
-        build.tune_attention(self.layer)
-
-    def __call__(self, x: Bundle, ctx: ForwardContext) -> Partial:
-        attn = ctx.attn[self.layer.group]
-        qkv = self.qkv(x)
-        return self.o(self.backend.write_and_attend(self.layer, attn, qkv, self.rope, self.qk_norm, self.o.inputs))
 
 
 class MLP:
@@ -178,7 +125,7 @@ class MLP:
         return self.down(self.activation(self.up(x), emit=self.down.inputs))
 
 
-BlockCalls = Generator[Callable[[], Any], Any, tuple[Partial, Residual]]
+BlockCalls = Generator[Callable[[], Any], Any, tuple[Any, Residual]]
 """Type of a block's calls within `Layers`."""
 
 
@@ -198,58 +145,63 @@ class Block:
         prefix = layout.names.layer.format(index)
         self.before = before
         self.boundary, self.parallel = build.collective.boundary, layout.block.parallel
+        self.mlp_boundary = self.boundary
         # LayerNorm adds the two outputs of a parallel block, except before a sum over ranks.
         self.adds_later = layout.norm == "layer" and build.collective.size == 1
         self.norms = [_norm(f"{prefix}.{name}", build, layout) for name in layout.block.norms + layout.block.after]
         after: list[Any] = self.norms[2:] if layout.block.after else [None, None]
         self.after_attention, self.after = after
-        self.attention = Attention(index, build, layout, group, rope)
+        self.attention: Attention | LatentAttention
+        if build.spec.mla is None:
+            self.attention = Attention(index, build, layout, group, rope)
+        else:
+            self.attention = LatentAttention(index, build, layout, group, rope, defers(layout))
         self.mlp: MLP | SparseMLP
         if build.spec.moe is None or index < build.spec.moe.dense_layers:
             matrices = (*layout.names.up, layout.names.down)
-            self.mlp = MLP(index, build, layout, matrices, build.spec.intermediate, _defers(layout))
+            self.mlp = MLP(index, build, layout, matrices, build.spec.intermediate, defers(layout))
         else:
-            shared = partial(MLP, index, build, layout, defers=False, path="mlp.shared")
+            shared = partial(_shared_mlp, index, layout)
             self.mlp = SparseMLP(index, build, layout, uniform, shared)
+            if self.mlp.own_rows:
+                self.mlp_boundary = build.collective.own_boundary
 
     def __call__(self, x: torch.Tensor | Partial, residual: Residual | None, ctx: ForwardContext) -> BlockCalls:
         return (self._parallel if self.parallel else self._sequential)(x, residual, ctx)
 
     def _sequential(self, x: torch.Tensor | Partial, residual: Residual | None, ctx: ForwardContext) -> BlockCalls:
-        normed, residual = yield lambda: self.boundary(
-            x, residual, self.norms[0], self.attention.qkv.inputs, self.before
-        )
+        normed, residual = yield lambda: self.boundary(x, residual, self.norms[0], self.attention.inputs, self.before)
         x = self.attention(normed, ctx)
-        normed, residual = yield lambda: self.boundary(
+        normed, residual = yield lambda: self.mlp_boundary(
             x, residual, self.norms[1], self.mlp.inputs, self.after_attention
         )
+        if isinstance(self.mlp, SparseMLP):
+            return (yield from self.mlp.calls(normed, ctx)), residual
         return self.mlp(normed, ctx), residual
 
     def _parallel(self, x: torch.Tensor | Partial, residual: Residual | None, ctx: ForwardContext) -> BlockCalls:
         """Run attention and MLP on the same input: one sum over ranks per layer in place of two."""
-        wanted = self.attention.qkv.inputs + self.mlp.inputs * (len(self.norms) == 1)
+        wanted = self.attention.inputs + self.mlp.inputs * (len(self.norms) == 1)
         normed, residual = yield lambda: self.boundary(x, residual, self.norms[0], tuple(dict.fromkeys(wanted)))
         x = self.attention(normed, ctx)
         if len(self.norms) == 2:
             normed, _ = yield lambda: self.boundary(residual, None, self.norms[1], self.mlp.inputs)
+        assert isinstance(self.mlp, MLP), "no family has experts in parallel blocks"
         y = self.mlp(normed, ctx)
         return Partial(x.values, plus=y.values) if self.adds_later else Partial(x.values + y.values), residual
 
 
 class Llama(Model):
-    """Decoder for all families in `families.RUNNABLE`."""
+    """Decoder for all families in `families.FAMILIES`."""
 
     def __init__(self, config: LlamaConfig, build: BuildContext) -> None:
         super().__init__(config, build)
         spec = build.spec
         self.layout = layout = read_model(spec.hf, "config.json")[1]
-        if layout.architecture not in RUNNABLE:
-            raise ConfigError(
-                f"model=llama has no compressed attention: {layout.architecture} works with app=plan only. "
-                f"It runs {', '.join(RUNNABLE)}"
-            )
         if layout.left_out:
             note(f"model=llama: {layout.architecture} runs without its part for images: requests have text only")
+        if spec.checkpoint is not None and (skipped := mtp_layers(spec.hf)):
+            note(f"model=llama: {skipped} of the checkpoint's layers are for multi-token prediction and are not loaded")
         self._kv_groups = _kv_groups(build)
         group_of = {layer: group for group in self._kv_groups for layer in group.layers}
         full = local = build_rope(layout.rope, build.max_len, build.device)
@@ -280,7 +232,7 @@ class Llama(Model):
     def _kinds(self) -> list[Hashable]:
         """The kind of each block. Parameters have their final types once they are loaded."""
         return [
-            kind_of(attention.layer, (attention.qkv, attention.o, *mlp.linears), getattr(mlp, "experts", None))
+            kind_of(attention.layer, (*attention.products, *mlp.linears), getattr(mlp, "experts", None))
             for attention, mlp in ((block.attention, block.mlp) for block in self.blocks)
         ]
 
@@ -332,6 +284,8 @@ class Llama(Model):
         residual, tapped = None, {}
         indices = one_of_each(self._kinds, taps) if rehearsing() else range(len(self.blocks))
         for index in indices:
+            if index in ctx.skip:
+                continue
             x, residual = yield from self.blocks[index](x, residual, ctx)
             if index in taps:
                 # The next boundary would add these anyway; a tap costs one separate reduction.
@@ -378,18 +332,22 @@ class Llama(Model):
 
     def _linears(self) -> Iterator[Linear]:
         for block in self.blocks:
-            yield from (block.attention.qkv, block.attention.o, *block.mlp.linears)
+            yield from (*block.attention.linears, *block.mlp.linears)
 
     def _sparse(self) -> list[SparseMLP]:
         return [block.mlp for block in self.blocks if isinstance(block.mlp, SparseMLP)]
 
     def _weights(self) -> Iterator[Taker]:
-        norms = (norm for block in self.blocks for norm in (*block.norms, *block.attention.norms))
-        scales = (block.attention.kv_scales for block in self.blocks)
-        sinks = (block.attention.sinks for block in self.blocks if block.attention.sinks is not None)
+        norms = (norm for block in self.blocks for norm in block.norms)
+        attentions = (block.attention for block in self.blocks)
         head = () if self.head is None else (self.head,)
-        for layer in (*self.tables, *head, *norms, self.norm, *scales, *sinks, *self._linears(), *self._sparse()):
+        for layer in (*self.tables, *head, *norms, self.norm, *attentions, *self._linears(), *self._sparse()):
             yield from layer.weights()
+
+
+def _shared_mlp(index: int, layout: Layout, build: BuildContext, matrices: tuple[str, ...], channels: int) -> MLP:
+    """Build the MLP of experts that process every token."""
+    return MLP(index, build, layout, matrices, channels, False, "mlp.shared")
 
 
 def _norm(name: str, build: BuildContext, layout: Layout) -> RMSNorm | LayerNorm:
@@ -412,14 +370,14 @@ def _with_prefix(tensors: Iterable[tuple[str, Tensor]], names: Names) -> Iterato
         yield name if name.startswith((prefix, names.head)) else prefix + name, tensor
 
 
-def _defers(layout: Layout) -> bool:
-    """Whether an RMSNorm reads the block's matmul outputs directly. Parallel blocks add two of them first."""
-    return layout.norm == "rms" and not layout.block.parallel
-
-
 def _kv_groups(build: BuildContext) -> tuple[KVGroup, ...]:
     """Return groups whose planes have this rank's kv heads."""
     spec = build.spec
+    windows = spec.windows or (0,) * spec.layers
+    if spec.mla is not None:
+        planes = latent_planes(spec.mla, build.kv_dtype, build.dtype)
+        groups = group_layers(windows, planes, build.page_tokens, build.first_group)
+        return tuple(replace(group, kind="mla") for group in groups)
     _, kv_heads = local_heads(spec.heads, spec.kv_heads, build.collective.size)
     planes = tuple(Plane(name, (kv_heads, spec.head_dim), build.kv_dtype) for name in ("k", "v"))
-    return group_layers(spec.windows or (0,) * spec.layers, planes, build.page_tokens, build.first_group)
+    return group_layers(windows, planes, build.page_tokens, build.first_group)

@@ -1,15 +1,24 @@
-"""MLP of routed experts, perhaps beside an MLP that processes every token. T tokens, C channels."""
+"""MLP of routed experts, perhaps beside an MLP that processes every token. T tokens, S rows of a rank's share, C
+channels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
-from dovetail.core.interfaces import PLAIN, ActFormat, BuildContext, Bundle, ForwardContext, Partial
+import torch
+
+from dovetail.core.interfaces import PLAIN, ActFormat, BuildContext, Bundle, ForwardContext, Partial, RowShard
+from dovetail.core.interfaces.rows import share_of
 from dovetail.core.layers import ExpertRouter, Experts, Linear, Stack, Taker
+from dovetail.core.layers.alone import Alone
 from dovetail.plugins.model.llama.families import Layout
 from dovetail.plugins.model.llama.moe import ExpertNames
+
+SparseCalls = Generator[Callable[[], Any], Any, torch.Tensor | Partial | RowShard]
+"""Type of a layer's calls within `Layers`."""
 
 
 class SharedMLP(Protocol):
@@ -29,7 +38,7 @@ class SparseMLP:
         build: BuildContext,
         layout: Layout,
         uniform: bool,
-        shared: Callable[[tuple[str, str, str], int], SharedMLP],
+        shared: Callable[[BuildContext, tuple[str, str, str], int], SharedMLP],
     ) -> None:
         """`uniform`: RoutingRule.uniform. `shared` builds the MLP of shared experts from names and channels."""
         spec, experts = build.spec, layout.experts
@@ -42,7 +51,12 @@ class SparseMLP:
         matrices = [(gate.format(e), up.format(e), down.format(e)) for e in range(spec.moe.experts)]
         sizes, path = (spec.hidden, spec.moe.intermediate), f"layers.{index}.mlp.experts"
         self.experts = Experts(path, matrices, build, *sizes, experts.activation, experts.bias)
-        self.shared = shared(names.shared, spec.moe.shared * spec.moe.intermediate) if spec.moe.shared else None
+        self.collective = build.collective
+        self.own_rows = build.placement is not None and build.placement.rows == "own"
+        # Layers that get a rank's own rows have all channels.
+        within = replace(build, collective=Alone(None)) if self.own_rows else build
+        channels = spec.moe.shared * spec.moe.intermediate
+        self.shared = shared(within, names.shared, channels) if spec.moe.shared else None
 
     @property
     def inputs(self) -> tuple[ActFormat, ...]:
@@ -54,13 +68,34 @@ class SparseMLP:
     def linears(self) -> tuple[Linear, ...]:
         return () if self.shared is None else self.shared.linears
 
-    def __call__(self, x: Bundle, ctx: ForwardContext) -> Partial:
-        sent = self.experts.dispatch(x, self.router(x, ctx.live_T))
-        routed = self.experts.combine(self.experts.multiply(sent), sent)
-        assert isinstance(routed, Partial)
-        if self.shared is None:
-            return routed
-        return Partial(routed.values + self.shared(x, ctx).completed())
+    def calls(self, x: Bundle, ctx: ForwardContext) -> SparseCalls:
+        """Run the layer, yielding collective calls as `Model.layers` does. `x` has this rank's rows if the placement
+        wants those, else all rows."""
+        if not self.own_rows:
+            sent = self.experts.dispatch(x, self.router(x, ctx.live_T))
+            routed = self.experts.combine(self.experts.multiply(sent), sent)
+        else:
+            routing = self.router(x, self._own_live(ctx))
+            sent = yield partial(self.experts.dispatch, x, routing)
+            y_RC = self.experts.multiply(sent)
+            routed = yield partial(self.experts.combine, y_RC, sent)
+        shared = None if self.shared is None else self.shared(x, ctx).completed()
+        if isinstance(routed, Partial):
+            return routed if shared is None else Partial(routed.values + shared)
+        if self.own_rows:
+            return RowShard(routed if shared is None else routed + shared, len(ctx.positions_T))
+        # Complete rows beside a sum over ranks: rank 0 has them.
+        return routed if shared is None else Partial(shared if self.collective.rank else routed + shared)
+
+    def _own_live(self, ctx: ForwardContext) -> torch.Tensor | None:
+        """Return `live_T` of this rank's rows, without those past the last token."""
+        ranks, tokens = self.collective, len(ctx.positions_T)
+        live_T = ctx.live_T
+        if live_T is None:
+            if tokens % ranks.size == 0:
+                return None
+            live_T = torch.ones_like(ctx.positions_T, dtype=torch.bool)
+        return share_of(live_T, ranks.rank, ranks.size)
 
     def weights(self) -> Iterator[Taker]:
         """All but those of `linears`."""

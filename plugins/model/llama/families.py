@@ -10,14 +10,13 @@ from dovetail.core.checkpoint import open_checkpoint
 from dovetail.core.config_json import ConfigJson
 from dovetail.core.embedding_files import read_embedding
 from dovetail.core.errors import ConfigError, shown
-from dovetail.core.interfaces import MLA, EmbeddingSpec, ModelSpec
-from dovetail.core.rope import RopeConfig, read_rope
+from dovetail.core.interfaces import EmbeddingSpec, ModelSpec
+from dovetail.core.rope import RopeConfig, read_longrope, read_rope
 from dovetail.plugins.model.config import LlamaConfig
-from dovetail.plugins.model.llama import gemma, gpt_oss
+from dovetail.plugins.model.llama import deepseek, gemma, gpt_oss
 from dovetail.plugins.model.llama.family import BlockLayout, ConfigKeys, Family, Layout, Names, attention_bias, no
 from dovetail.plugins.model.llama.moe import (
     MOST_EXPERTS,
-    read_deepseek_v3,
     read_glm4,
     read_mixtral,
     read_qwen3,
@@ -63,16 +62,12 @@ def _half_by_default(config: ConfigJson, head_dim: int) -> int:
 
 
 def _phi3_ropes(config: ConfigJson, head_dim: int, max_len: int) -> tuple[RopeConfig, RopeConfig]:
-    if not _phi3_runs(config):
-        raise config.wrong("rope_scaling", "model=llama has no longrope: set model=transformers")
-    rope = read_rope(config, head_dim, max_len)
-    return rope, rope
-
-
-def _phi3_runs(config: ConfigJson) -> bool:
-    """Whether positions are not scaled. Phi-3 calls its own scaling longrope, su or yarn."""
+    """Phi-3 calls its own scaling longrope, su or yarn."""
     options = config.section("rope_scaling" if config.get("rope_scaling") else "rope_parameters")
-    return options.get("rope_type" if options.get("rope_type") is not None else "type") in (None, "default")
+    key = "type" if options.get("rope_type") is None else "rope_type"
+    scaled = options.choice(key, ("default", "longrope", "su", "yarn"), "default") != "default"
+    rope = (read_longrope if scaled else read_rope)(config, head_dim, max_len)
+    return rope, rope
 
 
 def _falcon_kv_heads(config: ConfigJson, heads: int) -> int:
@@ -93,19 +88,6 @@ def _falcon_block(config: ConfigJson) -> BlockLayout:
     if norms == 2 and not new:
         raise config.wrong("num_ln_in_parallel_attn", "two norms need new_decoder_architecture")
     return BlockLayout(norms=("ln_attn", "ln_mlp") if norms == 2 else ("input_layernorm",), parallel=True)
-
-
-def _deepseek_mla(config: ConfigJson) -> MLA:
-    def size(key: str, at_least: int = 1) -> int:
-        return config.count(key, None if at_least else 0, at_least=at_least, at_most=MOST["hidden"])
-
-    return MLA(
-        q_rank=size("q_lora_rank", 0),
-        kv_rank=size("kv_lora_rank"),
-        rope_dim=size("qk_rope_head_dim"),
-        nope_dim=size("qk_nope_head_dim"),
-        v_dim=size("v_head_dim"),
-    )
 
 
 LLAMA = Family(qkv_bias=attention_bias, o_bias=attention_bias, mlp_bias=lambda config: config.flag("mlp_bias"))
@@ -153,7 +135,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "Phi3ForCausalLM": Family(
         names=Names(qkv=("self_attn.qkv_proj",) * 3, up=("mlp.gate_up_proj",) * 2),
-        native=_phi3_runs,
         ropes=_phi3_ropes,
         eps=1e-5,
         windows=lambda config, layers: (config.count("sliding_window", 0, at_least=0),) * layers,
@@ -204,11 +185,9 @@ FAMILIES: dict[str, Family] = {
         experts=read_glm4,
     ),
     **gpt_oss.FAMILIES,
-    "DeepseekV3ForCausalLM": Family(experts=read_deepseek_v3, mla=_deepseek_mla),
+    **deepseek.FAMILIES,
 }
-"""Families by architectures[0] in config.json. Those with MLA work with app=plan only."""
-
-RUNNABLE = tuple(name for name, family in FAMILIES.items() if family.mla is None)
+"""Families by architectures[0] in config.json."""
 
 MOST = {
     "vocab": 2**24,
@@ -269,7 +248,7 @@ def read_model(hf: HF, where: str) -> tuple[ModelSpec, Layout]:
         ignored=family.ignored,
         block=family.block(config),
         embed_scale=hidden**0.5 if family.embed_scaled else 1.0,
-        score_scale=family.score_scale(config, head_dim),
+        score_scale=family.score_scale(config, head_dim) * (1.0 if mla is None else rope.score_factor),
         soft_cap=soft_cap,
         logit_cap=logit_cap,
         norm=family.norm,
@@ -320,7 +299,7 @@ def _family(config: ConfigJson) -> tuple[str, Family]:
     if isinstance(architecture, str) and architecture.endswith("Model"):
         architecture = architecture.removesuffix("Model") + "ForCausalLM"
     if not isinstance(architecture, str) or architecture not in FAMILIES:
-        raise config.wrong("architectures", f"model=llama runs {', '.join(sorted(RUNNABLE))}")
+        raise config.wrong("architectures", f"model=llama runs {', '.join(sorted(FAMILIES))}")
     return architecture, FAMILIES[architecture]
 
 
@@ -339,8 +318,8 @@ def runs(hf: HF) -> bool:
     """Whether model=llama runs the architecture that a config.json states, with the options that it states."""
     try:
         config = ConfigJson(hf, "config.json")
-        architecture, family = _family(config)
-        return architecture in RUNNABLE and family.native(config)
+        _, family = _family(config)
+        return family.native(config)
     except ConfigError:
         return False
 

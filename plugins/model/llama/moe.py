@@ -91,17 +91,10 @@ def read_qwen3(config: ConfigJson, layers: int) -> Experts:
 
 
 def read_glm4(config: ConfigJson, layers: int) -> Experts:
-    return _read_grouped(config, layers, "sigmoid", experts=128, channels=1408, dense=1, shared=1, active=8)
+    return read_grouped(config, layers, "sigmoid", experts=128, channels=1408, dense=1, shared=1, active=8)
 
 
-def read_deepseek_v3(config: ConfigJson, layers: int) -> Experts:
-    scores: Literal["softmax", "sigmoid"] = (
-        "softmax" if config.choice("scoring_func", ("sigmoid", "softmax"), "sigmoid") == "softmax" else "sigmoid"
-    )
-    return _read_grouped(config, layers, scores)
-
-
-def _read_grouped(
+def read_grouped(
     config: ConfigJson,
     layers: int,
     scores: Literal["softmax", "sigmoid"],
@@ -111,13 +104,20 @@ def _read_grouped(
     dense: int = 0,
     shared: int = 0,
     active: int | None = None,
+    normalize: bool = True,
+    grouped: bool = True,
+    group_best: Literal[1, 2] = 2,
+    selection_bias: bool = True,
 ) -> Experts:
-    """Read the keys of DeepSeek-V3 and GLM-4.5, whose defaults are given; None = the key is required."""
+    """Read the keys of DeepSeek and GLM-4.5, whose defaults are given; None = the key is required.
+
+    `grouped`: whether the keys of groups count. `group_best`: as in RoutingRule.
+    """
     experts, active = _counts(config, "n_routed_experts", experts, active)
-    groups = config.count("n_group", 1, at_most=experts)
+    groups = config.count("n_group", 1, at_most=experts) if grouped else 1
     if experts % groups:
         raise config.wrong("n_group", f"it must divide {experts} experts")
-    kept = config.count("topk_group", groups if groups == 1 else None, at_most=groups)
+    kept = config.count("topk_group", groups if groups == 1 else None, at_most=groups) if grouped else 1
     if active > experts // groups * kept:
         raise config.wrong("topk_group", f"so many groups have fewer than {active} experts")
     moe = MoE(
@@ -128,8 +128,10 @@ def _read_grouped(
         dense_layers=config.count("first_k_dense_replace", dense, at_least=0, at_most=layers),
     )
     scale = config.number("routed_scaling_factor", 1.0, at_most=MOST_SCALE)
-    rule = RoutingRule(experts, active, scores, config.flag("norm_topk_prob", True), scale, groups, kept)
-    return moe, ExpertLayout(rule, ExpertNames(selection_bias="mlp.gate.e_score_correction_bias"))
+    normalize = config.flag("norm_topk_prob", normalize)
+    rule = RoutingRule(experts, active, scores, normalize, scale, groups, kept, group_best)
+    bias = "mlp.gate.e_score_correction_bias" if selection_bias else None
+    return moe, ExpertLayout(rule, ExpertNames(selection_bias=bias))
 
 
 def _counts(config: ConfigJson, key: str, experts: int | None, active: int | None) -> tuple[int, int]:

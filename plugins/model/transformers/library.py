@@ -17,12 +17,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from dovetail.core.config_json import ConfigJson
 from dovetail.core.errors import ConfigError, shown
-from dovetail.plugins.model.llama.families import MOST, RUNNABLE
+from dovetail.plugins.model.llama.families import FAMILIES, MOST
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-NATIVE = f"Native families (model=llama): {', '.join(RUNNABLE)}"
+NATIVE = f"Native families (model=llama): {', '.join(FAMILIES)}"
 """End of messages about models that cannot run."""
 
 _UNREAD = {

@@ -23,7 +23,7 @@ from dovetail.core.interfaces.tensor_record import OUTPUTS, Axis, TensorRecord
 from dovetail.core.layers.plain_experts import place_of
 from dovetail.core.layouts.words import unpack_nibbles
 from dovetail.core.ops import PackedExperts, packed_gated_experts
-from dovetail.core.ops.packed_experts import BIAS, BLOCK, EACH, pack_row_spans
+from dovetail.core.ops.packed_experts import BIAS, BLOCK, EACH, pack_exponents, pack_row_spans, spans
 from dovetail.core.ops.weight_formats import E2M1
 from dovetail.plugins.quant.fp4.checkpoint import Stored
 from dovetail.plugins.quant.fp4.rounding import round_to_fp4
@@ -39,11 +39,15 @@ class MXFP4Experts(ExpertMethod):
     def create(self, shape: ExpertShape, device: torch.device) -> dict[str, torch.Tensor]:
         self.shape = shape
         experts, hidden, channels = shape.experts, shape.hidden, shape.intermediate
+
+        def count(inputs: int) -> int:
+            return len(list(spans(inputs)))
+
         return {
             "up": torch.empty(experts, 2 * channels, hidden // EACH, dtype=torch.int32, device=device),
             "down": torch.empty(experts, hidden, channels // EACH, dtype=torch.int32, device=device),
-            "up_exponents": torch.empty(experts, hidden // BLOCK, 2 * channels, dtype=torch.uint8, device=device),
-            "down_exponents": torch.empty(experts, channels // BLOCK, hidden, dtype=torch.uint8, device=device),
+            "up_exponents": torch.empty(experts, count(hidden), 2 * channels, dtype=torch.int64, device=device),
+            "down_exponents": torch.empty(experts, count(channels), hidden, dtype=torch.int64, device=device),
         }
 
     def load(
@@ -63,7 +67,7 @@ class MXFP4Experts(ExpertMethod):
     ) -> None:
         name, rows = place_of(part, self.shape.intermediate)
         params[name][expert, rows] = pack_row_spans(codes_OI)
-        params[f"{name}_exponents"][expert, :, rows] = exponents_OG.t()
+        params[f"{name}_exponents"][expert, :, rows] = pack_exponents(exponents_OG)
 
     def apply(
         self,

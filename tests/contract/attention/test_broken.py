@@ -1,6 +1,6 @@
 """Backends with one fault each; the suite must reject them.
 
-Shapes: T tokens, L keys of a row, S token slots of a pool, W tokens of a tree, H query heads, K kv heads, D head dim.
+Shapes: T tokens, L keys of a row, S token slots of a pool, H query heads, K kv heads, D head dim.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Sound(AttentionBackend):
         row = int(ctx.meta.rows_T[token])
         key_L = torch.arange(self.length(ctx, row))
         at = int(ctx.meta.kv_len_B[row]) - int(ctx.meta.row_start_B1[row + 1]) + token
-        seen_L = self.seen(layer, at, key_L, ctx.meta, row, token)
+        meta = ctx.meta if self.may_feed_trees(ctx, row) else replace(ctx.meta, tree=None)
+        seen_L = self.seen(layer, at, key_L, meta, row, token)
         slots_L = self.slots(ctx.meta, row, key_L)
         pool = self.pools[layer.group]
         k_LKD, v_LKD = (
@@ -59,6 +60,9 @@ class Sound(AttentionBackend):
             for name, scale in zip(("k", "v"), self.kv_scales(layer), strict=True)
         )
         return self.mix(layer, q_HD, k_LKD, v_LKD, seen_L)
+
+    def may_feed_trees(self, ctx: AttnCtx, row: int) -> bool:
+        return row < ctx.host.num_decode
 
     def kv_scales(self, layer: AttentionLayer) -> tuple[float | torch.Tensor, float | torch.Tensor]:
         return layer.k_scale, layer.v_scale
@@ -73,11 +77,15 @@ class Sound(AttentionBackend):
     def seen(
         self, layer: AttentionLayer, at: int, key_L: torch.Tensor, meta: BatchMeta, row: int, token: int
     ) -> torch.Tensor:
+        if meta.tree is not None:
+            return self.seen_in_tree(layer, key_L, meta, token)
         seen_L = key_L <= at
-        if meta.tree_mask_TW is not None:
-            back_L = key_L - (int(meta.kv_len_B[row]) - meta.tree_mask_TW.shape[1])
-            seen_L = (back_L < 0) | meta.tree_mask_TW[token][back_L.clamp(min=0)]
         return seen_L & (key_L > at - layer.window) if layer.window else seen_L
+
+    def seen_in_tree(self, layer: AttentionLayer, key_L: torch.Tensor, meta: BatchMeta, token: int) -> torch.Tensor:
+        back_L = key_L - int(meta.tree.root_T[token]) - 1
+        path_L = (back_L < 0) | (meta.tree.ancestors_T[token] >> back_L.clamp(0, 63) & 1 != 0)
+        return path_L & (path_L.flip(0).cumsum(0).flip(0) <= layer.window) if layer.window else path_L
 
     def mix(
         self, layer: AttentionLayer, q_HD: torch.Tensor, k_LKD: torch.Tensor, v_LKD: torch.Tensor, seen_L: torch.Tensor
@@ -165,14 +173,27 @@ class GathersBehindTheWindow(SumsWhatIsMasked):
         return base.mix(self, layer, *tensors)
 
 
-class AlignsTheTreeToTheRowsStart(Sound):
-    """Aligns the mask's first column with the row's first token of the step, regardless of the row's count."""
+class CountsBitsFromTheRoot(Sound):
+    """Takes the first bit for the root, which precedes the first draft."""
 
-    def seen(self, layer, at, key_L, meta, row, token):  # type: ignore[no-untyped-def]
-        if meta.tree_mask_TW is not None:
-            count = int(meta.row_start_B1[row + 1] - meta.row_start_B1[row])
-            meta = replace(meta, tree_mask_TW=meta.tree_mask_TW[:, :count])
-        return super().seen(layer, at, key_L, meta, row, token)
+    def seen_in_tree(self, layer, key_L, meta, token):  # type: ignore[no-untyped-def]
+        return super().seen_in_tree(layer, key_L + 1, meta, token)
+
+
+class MasksPromptsBesideTrees(Sound):
+    """Applies the tree mask to every row of a step that has one."""
+
+    def may_feed_trees(self, ctx, row):  # type: ignore[no-untyped-def]
+        return True
+
+
+class WindowCountsKeysOfTheTree(Sound):
+    """Counts siblings as positions."""
+
+    def seen_in_tree(self, layer, key_L, meta, token):  # type: ignore[no-untyped-def]
+        path_L = super().seen_in_tree(replace(layer, window=0), key_L, meta, token)
+        at = int(key_L[path_L].max())
+        return path_L & (key_L > at - layer.window) if layer.window else path_L
 
 
 class MasksByPosition(Sound):
@@ -356,11 +377,13 @@ BROKEN: dict[str, list[type[Sound]]] = {
     "test_tree_mask_selects_visible_drafts": [
         fault(
             "IgnoresTheTree",
-            plan_device=lambda self, meta, *rest: Sound.plan_device(self, replace(meta, tree_mask_TW=None), *rest),
+            plan_device=lambda self, meta, *rest: Sound.plan_device(self, replace(meta, tree=None), *rest),
         ),
-        AlignsTheTreeToTheRowsStart,
+        CountsBitsFromTheRoot,
+        MasksPromptsBesideTrees,
         MasksByPosition,
     ],
+    "test_windows_count_positions_in_trees": [WindowCountsKeysOfTheTree],
     "test_scores_may_be_large": [
         fault(
             "DoesNotSubtractTheGreatestScore",

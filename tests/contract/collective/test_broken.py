@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -103,6 +104,31 @@ class ForgetsTheResidualOfATap(Shards):
         return super().boundary(x, None if lost else residual, *rest)
 
 
+class GivesTheNextRanksRows(Sound):
+    def reduce_rows(self, x: torch.Tensor) -> torch.Tensor:
+        if self.size == 1:
+            return x
+        rows, other = len(x) // self.size, (self.rank + 1) % self.size
+        return self.all_reduce(x)[other * rows : (other + 1) * rows]
+
+
+class GathersSeveralTwice(Sound):
+    """Returns the first part for each."""
+
+    def gather_rows(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        found = super().gather_rows(parts)
+        return [found[0]] * len(found)
+
+
+class ForgetsPadding(Sound):
+    """Gives a rank fewer rows if there are none left."""
+
+    def own_boundary(self, x, residual, norm, emit=(PLAIN,), after=None):  # type: ignore[no-untyped-def]
+        bundle, residual = super().boundary(x, residual, norm, emit, after)
+        items = tuple(replace(item, values=item.values.tensor_split(self.size)[self.rank]) for item in bundle.items)
+        return replace(bundle, items=items), residual
+
+
 class ClosesOnce(Sound):
     def close(self) -> None:
         if self._group is None and self.size > 1:
@@ -142,6 +168,15 @@ BROKEN: dict[str, list[type[Sound]]] = {
             "GathersBackwards",
             all_gather=lambda self, x: x if self.size == 1 else torch.cat(self._stacked(x).unbind(0)[::-1], dim=-1),
         ),
+    ],
+    "test_rows_are_gathered_scattered_and_exchanged": [
+        GivesTheNextRanksRows,
+        GathersSeveralTwice,
+        fault("ExchangesNothing", all_to_all=lambda self, parts: list(parts)),
+    ],
+    "test_rows_of_a_layer_pass_its_boundaries": [
+        ForgetsPadding,
+        fault("NormsHalves", reduce=lambda self, x: x.values if self.size > 1 else Sound.reduce(self, x)),
     ],
     "test_broadcast_from_each_root": [
         fault("HasOneRoot", broadcast=lambda self, x, root=0: Sound.broadcast(self, x, 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 
 from dovetail.core.interfaces import CostModel, RowWork, StepTerms
@@ -83,7 +84,11 @@ BROKEN: dict[str, list[type[CostModel]]] = {
         )
     ],
     "test_bytes_are_counted": [
-        fault("CountsParametersNotBytes", weight_bytes=lambda self: Sound.weight_bytes(self) / 2)
+        fault("CountsParametersNotBytes", weight_bytes=lambda self: Sound.weight_bytes(self) / 2),
+        fault(
+            "CountsExpertsLikeOtherLayers",
+            weight_bytes=lambda self: replace(self.formats, expert_bits=None).weight_bytes(self._parameters),
+        ),
     ],
     "test_it_refuses_a_model_in_bind_or_predicts": [
         fault(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dovetail.core.interfaces import ExpertPlacement
 from dovetail.core.testing.experts import ExpertsContract
-from dovetail.plugins.experts.config import TensorConfig, WholeConfig
+from dovetail.plugins.experts.config import AllToAllConfig, GatherConfig, TensorConfig, WholeConfig
 from dovetail.plugins.experts.everywhere import TensorPlacement, WholePlacement
+from dovetail.plugins.experts.own_rows import AllToAllPlacement, GatherPlacement
 
 
 class TestTensor(ExpertsContract):
@@ -16,3 +17,22 @@ class TestTensor(ExpertsContract):
 class TestWhole(ExpertsContract):
     def make(self) -> ExpertPlacement:
         return WholePlacement(WholeConfig())
+
+
+class TestGather(ExpertsContract):
+    def make(self) -> ExpertPlacement:
+        return GatherPlacement(GatherConfig())
+
+
+class TestAllToAll(ExpertsContract):
+    def make(self) -> ExpertPlacement:
+        return AllToAllPlacement(AllToAllConfig(check_rows=1))
+
+
+class TestAllToAllWithLittleRoom(ExpertsContract):
+    """Most steps need the second round."""
+
+    layouts = ((2, 2), (4, 2))
+
+    def make(self) -> ExpertPlacement:
+        return AllToAllPlacement(AllToAllConfig(capacity=0.1))

@@ -59,6 +59,22 @@ MOE = {"num_experts_per_tok": 3, "moe_intermediate_size": 24}
 MIXTRAL = {**tiny.LLAMA, "architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 3}
 QWEN3_MOE = {**tiny.LLAMA, **MOE, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "mlp_only_layers": [0]}
 GLM4_MOE = {**tiny.LLAMA, **MOE, "architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 4, "use_qk_norm": True}
+DEEPSEEK_V3 = {
+    **tiny.LLAMA,
+    **MOE,
+    "num_key_value_heads": tiny.LLAMA["num_attention_heads"],
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
 
 
 def published(state: Weights) -> dict[str, tuple[int, ...]]:
@@ -138,6 +154,10 @@ class TestQwen3MoE(TestQwen3):
 
 class TestGLM4MoE(TestQwen3MoE):
     hf = GLM4_MOE
+
+
+class TestDeepseekV3(TestQwen3MoE):
+    hf = DEEPSEEK_V3
 
 
 class TestMixtral(TestQwen3MoE):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dovetail.core.interfaces import Draft, DraftContext, Drafter, FedTokens, Hidden, KVGroup, TargetView
+from dovetail.core.interfaces import AcceptedPath, Draft, DraftContext, Drafter, FedTokens, Hidden, KVGroup, TargetView
 from dovetail.core.testing.spec_decode import DrafterContract
 from dovetail.core.testing.suite import failures
 from dovetail.core.worker.features import FeatureStore
@@ -191,7 +191,24 @@ class ContinuesTheFeature(Follower):
         return self.target.logits(self.features.at(ctx.slots_B, ctx.lengths_B - 2)).argmax(-1).int()
 
 
+class TreeOfFeatures(ContinuesTheFeature):
+    """Correct: a tree in which the longest path is not the first one."""
+
+    ahead, depth, width = 5, 3, 6  # type: ignore[assignment]
+    parents = (-1, -1, 0, 1, 3)
+
+    def propose(self, ctx: DraftContext) -> Draft:
+        last_B, vocab = self.last(ctx), self.target.build.spec.vocab
+        tokens_BK = (last_B[:, None] * 3 + torch.arange(1, self.lookahead + 1)) % vocab
+        parents_BK = torch.tensor(self.parents).expand_as(tokens_BK)
+        return Draft(tokens_BK[:, : ctx.k], torch.full_like(ctx.slots_B, ctx.k), parents_BK[:, : ctx.k])
+
+    def keep(self, path: AcceptedPath) -> None:
+        self.features.move(path)
+
+
 sums = partial(variant, SumsTokens)
+tree = partial(variant, TreeOfFeatures)
 
 
 class CountsChunks(SumsTokens):
@@ -228,13 +245,21 @@ BROKEN: dict[str, list[type[Drafter]]] = {
     "test_a_row_may_want_fewer_drafts": [
         fault("DraftsWhatIsWanted", last=lambda self, ctx: Follower.last(self, ctx) + ctx.k_B)
     ],
+    "test_trees_are_as_deep_as_stated": [
+        tree("DeeperThanStated", depth=2),
+        tree("ChildrenFirst", parents=(-1, 2, -1, 1, 3)),
+        tree("DepthOfNone", depth=0),
+    ],
     "test_chunks_of_a_prompt_change_no_draft": [CountsChunks],
     "test_rejected_drafts_leave_nothing_behind": [
         sums("BelievesItsDrafts", first=lambda self, fed: 0),
         variant(ContinuesTheFeature, "ContinuesTheLastDraft", width=1),
     ],
     "test_accepted_drafts_count_as_known_tokens": [
-        sums("KnowsThePrompt", propose=lambda self, ctx: Draft(self.sum_S[ctx.slots_B, None] % 8, ctx.k_B.clamp_max(1)))
+        tree("LeavesFeaturesWhereTheyAre", keep=lambda self, path: None),
+        sums(
+            "KnowsThePrompt", propose=lambda self, ctx: Draft(self.sum_S[ctx.slots_B, None] % 8, ctx.k_B.clamp_max(1))
+        ),
     ],
     "test_files_are_checked_before_it_is_bound": [
         fault("BindsToCheck", check_files=lambda self, target: self.bind(target))
@@ -287,6 +312,6 @@ def test_the_suite_rejects(broken: type[Drafter], test: str) -> None:
     assert rejects(suite_of(broken), test)
 
 
-@pytest.mark.parametrize("sound", [Follower, Drawer, SumsTokens, ContinuesTheFeature, HostFollower])
+@pytest.mark.parametrize("sound", [Follower, Drawer, SumsTokens, ContinuesTheFeature, TreeOfFeatures, HostFollower])
 def test_the_unbroken_ones_pass(sound: type[Drafter]) -> None:
     assert failures(suite_of(sound)) == {}

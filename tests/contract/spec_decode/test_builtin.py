@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -13,6 +14,7 @@ import torch
 from dovetail.core.compose import Selected
 from dovetail.core.errors import PluginError
 from dovetail.core.interfaces import (
+    AcceptedPath,
     Draft,
     DraftContext,
     Drafter,
@@ -90,6 +92,14 @@ class TestDraftModelByRejection(DrafterContract):
         return draft_model("spec_decode.lookahead=2", "spec_decode.verify=rejection").build()
 
 
+@pytest.mark.skipif(os.environ.get("DOVETAIL_GRID") != "pairs", reason="grown like EAGLE's: DOVETAIL_GRID=pairs")
+class TestTreeOfADraftModel(DrafterContract):
+    vocab, slots = VOCAB, 2
+
+    def make(self) -> Drafter:
+        return draft_model("spec_decode.lookahead=3", "spec_decode.tree=6").build()
+
+
 class IgnoresJoins(DraftModel):
     def join(self, slots_J: torch.Tensor, computed_J: torch.Tensor) -> None: ...
 
@@ -138,6 +148,37 @@ class TestEagle3(DrafterContract):
         return loud(eagle("eagle3", f", draft_vocab_size: 6, {TAPS}: [1, 2, 2]").build())
 
 
+class TestParallel(DrafterContract):
+    slots = 3
+
+    def make(self) -> Drafter:
+        return loud(eagle("parallel", f", ptd_token_id: 3, draft_vocab_size: 6, {TAPS}: [1, 2, 2]").build())
+
+
+class TestTreeOfEagle(DrafterContract):
+    slots = 3
+
+    def make(self) -> Drafter:
+        return loud(eagle("eagle", "", "spec_decode.tree=9", "spec_decode.width=4").build())
+
+
+class TestTreeOfMedusa(DrafterContract):
+    slots = 3
+
+    def make(self) -> Drafter:
+        return loud(medusa("medusa_num_layers: 2", "spec_decode.tree=7").build())
+
+
+class LeavesFeatures(Eagle):
+    def keep(self, path: AcceptedPath) -> None: ...
+
+
+def test_an_eagle_that_leaves_features_where_they_were_is_rejected() -> None:
+    config = eagle("eagle", "", "spec_decode.tree=9", "spec_decode.width=4").config
+    made = suite(TestTreeOfEagle, make=lambda self: loud(LeavesFeatures(config)))
+    assert rejects(made, "test_accepted_drafts_count_as_known_tokens")
+
+
 class TestMedusa(DrafterContract):
     def make(self) -> Drafter:
         return loud(medusa("medusa_num_layers: 2").build())
@@ -151,9 +192,9 @@ class TestMedusaWithTheTargetsHead(DrafterContract):
 
 
 @cache
-def medusa(more: str) -> Selected:
+def medusa(more: str, *options: str) -> Selected:
     hf = f"spec_decode.hf={{medusa_num_heads: 3, {more}}}"
-    words = ["spec_decode=medusa", "spec_decode.load=dummy", hf, "spec_decode.lookahead=3"]
+    words = ["spec_decode=medusa", "spec_decode.load=dummy", hf, "spec_decode.lookahead=3", *options]
     return small_composition(*words).part("spec_decode")
 
 

@@ -225,6 +225,30 @@ def test_every_size_users_ask_about_can_be_planned(model: str) -> None:
     assert facts["fits"] or facts["remedies"]
 
 
+def test_experts_over_ranks_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    """DeepSeek-V3 on eight GPUs: a GPU has whole experts, or all of them in part; the busiest one is waited for."""
+    words = ["model=deepseek_v3", "cost=h200", "quant=fp8", "executor=multiproc", "engine.tp=8"]
+    cut, whole, sent, groups = (
+        plan(*words, *more.split())
+        for more in ("", "experts=whole", "experts=all_to_all", "experts=gather engine.ep=4")
+    )
+    assert [(p["experts"]["per_gpu"], p["experts"]["parts"]) for p in (cut, whole, sent, groups)] == [
+        (256, 8),
+        (32, 1),
+        (32, 1),
+        (64, 2),
+    ]
+    assert cut["bytes_per_gpu"]["weights"] == whole["bytes_per_gpu"]["weights"]
+    shared = 58 * 3 * 7168 * 2048 * 7 / 8  # one byte per weight
+    more = sent["bytes_per_gpu"]["weights"] - whole["bytes_per_gpu"]["weights"]
+    assert more == pytest.approx(shared, rel=0.01)
+    moved = [p["experts"]["exchange_bytes_per_token"] for p in (cut, whole, groups, sent)]
+    assert moved[0] == moved[1] == moved[2] > moved[3] > 0
+    assert whole["speed"][1]["tpot_ms"] > cut["speed"][1]["tpot_ms"]
+    assert main(["app=plan", *words, "experts=whole", "engine.ep=3"]) == 2
+    assert "engine.ep=3 does not divide engine.tp=8 ranks. Would work: engine.ep=1" in capsys.readouterr().err
+
+
 def test_a_plan_without_hardware_says_what_to_choose() -> None:
     argv = [sys.executable, "-c", CODE, "app=plan", "cost=none"]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -35,10 +35,24 @@ def test_candidates_fit(script, rows, gated):
     assert len(found) > 10 and all(tile.shared_bytes(2, gated) <= SHARED for tile in found)
 
 
+def test_candidates_of_packed_experts_fit(script):
+    layer = script.PackedLayer.__new__(script.PackedLayer)
+    layer.fp8 = False
+    found = list(layer.candidates(16, True))
+    assert len(found) > 5 and all(script.packed_shared(tile, 2) <= SHARED for tile in found)
+
+
+def test_drawn_packed_experts_are_finite(script, monkeypatch):
+    monkeypatch.setattr(script, "DEVICE", torch.device("cpu"))
+    layer = script.PackedLayer(MoE(experts=2, active=1, intermediate=64), 96, "mxfp4", rows=3)
+    assert layer.nbytes == 3 * 64 * 96 // 2 + 8 * (2 * 128 + 1 * 96)
+    assert layer.multiply(layer.inputs[0], layer.routings[0]).isfinite().all()
+
+
 def test_the_limit_counts_the_experts_that_are_touched(script):
     """16 MB of two experts at 4 TB/s; at 8192 rows the products take longer."""
     layer = script.Layer.__new__(script.Layer)
-    layer.moe, layer.rows = MoE(experts=4, active=1, intermediate=512), 8
+    layer.moe, layer.hidden, layer.rows = MoE(experts=4, active=1, intermediate=512), 4096, 8
     layer.weights = SimpleNamespace(up=torch.zeros(4, 1024, 4096), down=torch.zeros(4, 4096, 512))
     routing = Routing(torch.tensor([[1], [3], [3]], dtype=torch.int32), torch.ones(3, 1))
     layer.routings = [routing] * script.CALLS

@@ -84,6 +84,21 @@ def test_a_fit_to_small_batches_predicts_large_ones() -> None:
         assert seconds(found, rows) == pytest.approx(device.step_seconds(rows), rel=0.08)
 
 
+def test_drafting_has_a_factor_of_its_own() -> None:
+    """Half of the steps verify drafts, which the device makes in three times the predicted time."""
+    rng, cost = random.Random(3), bound()
+    cost.drafter = bound()
+    steps = []
+    for i in range(100):
+        rows, context = rng.randrange(1, 64), rng.randrange(100, 4000)
+        works, drafts = (RowWork(4, context, 4, rows),), (rows, context) if i % 2 else (0, 0)
+        drafting = cost.draft_seconds(rows, 3, context) if i % 2 else 0.0
+        steps.append(Step(0.0, works, cost.step_seconds(works) + 3 * drafting, drafts))
+    found = fit(steps, cost, lookahead=3).terms
+    assert found["drafting"].factor == pytest.approx(3, rel=0.02) and found["drafting"].fitted
+    assert found["decode"].factor == pytest.approx(1, rel=0.02)
+
+
 def test_factors_are_not_negative() -> None:
     """A device without launch overhead that is quicker than the prior's bandwidth."""
     found = fitted(bound(bandwidth=9.0, kernel_us=0.0, step_us=0.0), noise=0.2)

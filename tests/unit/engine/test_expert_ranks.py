@@ -15,6 +15,7 @@ REFUSED = {
     "experts=tensor engine.ep=2": r"experts=tensor has every expert on each rank, .*engine\.ep=1, .*experts=whole",
     "experts=whole model=tiny": r"experts=whole requires model with expert_placement true .*experts=tensor",
     "engine.ep=2 model=tiny": r"engine\.ep=2 spreads experts, and LlamaForCausalLM has none",
+    "experts=gather adapter=lora model=glm45_air": r"adapter=lora applies to all rows .*adapter=none, experts=whole",
     "experts=whole model.hf.num_experts=6": r"engine\.ep=4 does not divide 6 experts .* 1, 2, 3, 6",
 }
 

@@ -50,10 +50,11 @@ def test_mistakes(overrides: list[str], words: list[str], tmp_path: Path) -> Non
 
 def test_a_model_that_cannot_run_is_refused_before_anything_is_loaded() -> None:
     with pytest.raises(CapabilityError) as caught:
-        start_engine(compose(["model=deepseek_v3", "engine.device=cpu"]))
-    (conflict,) = caught.value.conflicts
-    assert "requires model with compressed_kv false" in conflict and "MistralForCausalLM" in conflict
-    assert "Would work: a checkpoint with compressed_kv false" in conflict
+        start_engine(compose(["model=deepseek_v3", "attention=flashinfer", "engine.kv_dtype=fp8_e5m2"]))
+    latents = next(one for one in caught.value.conflicts if "mla" in one)
+    assert "model=llama requires attention with mla among kinds" in latents
+    assert "attention=flashinfer has ('full', 'window'). Would work: attention=sdpa" in latents
+    assert any("engine.kv_dtype" in one and "its latents have these formats" in one for one in caught.value.conflicts)
 
 
 def test_all_conflicts_with_the_engine_options_are_reported_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,6 +195,17 @@ def test_virtual_time_repeats_to_the_bit_and_waits_for_arrivals(tmp_path: Path) 
     assert first["ttft_ms"]["max"] < 100
 
 
+def test_virtual_time_reaches_arrivals_of_every_run(tmp_path: Path) -> None:
+    """The clock of a further run does not begin at 0, so arrivals are sums that round."""
+    words = ("workload=poisson", "workload.rates=[3.3,7.7]", "workload.seconds=8", "engine.depth=2", "bench.runs=2")
+    out = tmp_path / "bench.json"
+    late = ("engine.late_launch=true", "workload.output_tokens=2", f"bench.out={out}")
+    assert main([*VIRTUAL, *words, *late]) == 0
+    (result,) = json.loads(out.read_text())["results"]
+    runs = [run for load in result["loads"] for run in load["runs"]]
+    assert len(runs) == 4 and all(5 < run["seconds"] < 15 and not run["failed"] for run in runs)
+
+
 def test_replicas_run_in_virtual_time_under_a_router(tmp_path: Path) -> None:
     load = ("workload.requests=32", "workload.output_tokens=64", "engine.max_seqs=8")
     one = bench(tmp_path, *load)

@@ -1,6 +1,7 @@
 """config.json of supported models, and the errors in them."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -11,11 +12,12 @@ from dovetail.core.compose import compose
 from dovetail.core.compose.capabilities import Host
 from dovetail.core.errors import ConfigError
 from dovetail.core.layers import build_rope
+from dovetail.core.startup_notes import collect_notes
 from dovetail.core.testing.model_driver import build_context
 from dovetail.plugins.model.config import LlamaConfig
 from dovetail.plugins.model.llama.capabilities import capabilities
 from dovetail.plugins.model.llama.decoder import Llama
-from dovetail.plugins.model.llama.families import FAMILIES, read_model, read_spec, runs
+from dovetail.plugins.model.llama.families import FAMILIES, read_model, read_spec
 
 HF = {
     "architectures": ["LlamaForCausalLM"],
@@ -195,6 +197,8 @@ def test_a_file_of_endless_nesting_is_refused(tmp_path):
 MIXTRAL = {**HF, "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
 QWEN3_MOE = {**HF, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2}
 GLM4_MOE = {**HF, "architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 8, "num_experts_per_tok": 4}
+GPT_OSS = {**HF, "architectures": ["GptOssForCausalLM"]}
+DEEPSEEK_V2 = compose(["model=deepseek_v2"], app="generate").part("model").config.hf
 DEEPSEEK = compose(["model=deepseek_v3"], app="generate").part("model").config.hf
 
 
@@ -205,6 +209,13 @@ DEEPSEEK = compose(["model=deepseek_v3"], app="generate").part("model").config.h
         (QWEN3_MOE, {"num_experts_per_tok": 0}, "num_experts_per_tok is 0; it must be from 1 to 8"),
         (QWEN3_MOE, {"decoder_sparse_step": 2}, "decoder_sparse_step is 2; .*it must be 1"),
         (QWEN3_MOE, {"mlp_only_layers": [1]}, "mlp_only_layers is .*come first"),
+        (GPT_OSS, {"num_experts_per_tok": 129}, "num_experts_per_tok is 129; it must be from 1 to 128"),
+        (
+            GPT_OSS,
+            {"layer_types": ["full_attention"]},
+            "layer_types is .*it must be a list of 3 of full_attention",
+        ),
+        (GPT_OSS, {"swiglu_limit": 0}, "swiglu_limit is 0; it must be from 1e-12"),
         (GLM4_MOE, {"n_group": 3}, "n_group is 3; it must divide 8 experts"),
         (GLM4_MOE, {"n_group": 4, "topk_group": 1}, "topk_group is 1; .*fewer than 4 experts"),
         (GLM4_MOE, {"n_group": 4}, "topk_group' is missing"),
@@ -231,12 +242,47 @@ def test_ranks_share_the_channels_of_experts():
     assert list(spec.shares()) == [1, 2]
 
 
-def test_models_for_planning_only_are_refused():
-    config = compose(["model=deepseek_v3"], app="generate").part("model").config
-    with pytest.raises(
-        ConfigError, match="no compressed attention.*works with app=plan only.*It runs LlamaForCausalLM"
-    ):
-        Llama(config, build_context(Llama.spec(config)))
+@pytest.mark.parametrize(
+    ("hf", "change", "words"),
+    [
+        (DEEPSEEK, {"attention_bias": True}, "attention_bias is True; .*no biases beside compressed attention"),
+        (DEEPSEEK, {"rope_interleave": False}, "rope_interleave is False; .*set model=transformers"),
+        (DEEPSEEK, {"moe_layer_freq": 2}, "moe_layer_freq is 2; .*experts in every layer after the dense ones"),
+        (DEEPSEEK, {"kv_lora_rank": 0}, "kv_lora_rank is 0; it must be from 1"),
+        (DEEPSEEK, {"qk_rope_head_dim": 63}, "rotary positions take 63 of 191 dimensions"),
+        (DEEPSEEK_V2, {"norm_topk_prob": True}, "norm_topk_prob is True; .*not divided by their sum"),
+        (DEEPSEEK_V2, {"topk_method": "noaux_tc"}, "the options are greedy, group_limited_greedy"),
+        (DEEPSEEK_V2, {"topk_group": 9}, "topk_group is 9; it must be from 1 to 8"),
+    ],
+)
+def test_latents_that_cannot_be_are_refused(hf, change, words):
+    with pytest.raises(ConfigError, match=f"here: .*{words}"):
+        read_spec({**hf, **change}, "here")
+
+
+def test_queries_are_compressed_unless_the_file_says_null():
+    """A file without the key has transformers' default."""
+    without = {key: value for key, value in DEEPSEEK_V2.items() if key != "q_lora_rank"}
+    ranks = [read_spec(hf, "here").mla.q_rank for hf in (without, {**DEEPSEEK_V2, "q_lora_rank": None})]
+    assert ranks == [1536, 0]
+
+
+def test_yarn_scales_scores_of_compressed_attention_alone():
+    scaled = {**HF, "max_position_embeddings": 163840, "rope_parameters": DEEPSEEK["rope_parameters"]}
+    factor = (0.1 * math.log(40) + 1) ** 2
+    assert read_model(DEEPSEEK, "here")[1].score_scale == pytest.approx(192**-0.5 * factor)
+    _, layout = read_model(scaled, "here")
+    assert layout.rope.score_factor == pytest.approx(factor) and layout.score_scale == layout.score_scale
+    assert layout.score_scale == read_spec(scaled, "here").head_dim ** -0.5
+
+
+def test_latents_share_no_rank_and_take_656_bytes_in_eight_bits():
+    spec = read_spec(DEEPSEEK, "here")
+    assert [spec.kv_bytes_per_token(size, tp) // 61 for size, tp in ((2, 1), (2, 8), (1, 1), (1, 8))] == [
+        *(1152, 1152),
+        *(656, 656),
+    ]
+    assert spec.shares()[8] == 64 and 128 in spec.shares()
 
 
 def test_a_missing_key_is_named():
@@ -281,12 +327,30 @@ def test_invalid_values_of_gemma(change, message):
         read_model({**GEMMA3, **change}, "config.json")
 
 
-def test_phi_with_longrope_is_left_to_the_library():
-    plain = {**HF, "architectures": ["Phi3ForCausalLM"]}
-    longrope = {**plain, "rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0]}}
-    assert runs(plain) and not runs(longrope)
-    with pytest.raises(ConfigError, match="model=llama has no longrope: set model=transformers"):
-        read_model(longrope, "config.json")
+PHI3 = {**HF, "architectures": ["Phi3ForCausalLM"], "original_max_position_embeddings": 64}
+LONGROPE = {"type": "su", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.5, 8.0]}
+
+
+def test_longrope_has_frequencies_for_short_and_for_long_sequences():
+    rope = read_model({**PHI3, "rope_scaling": LONGROPE}, "config.json")[1].rope
+    with collect_notes() as notes:
+        short, long = (build_rope(rope, length, torch.device("cpu")).table[:64] for length in (64, 65))
+    (told,) = notes
+    assert "engine.max_len=64 selects" in told
+    assert torch.equal(short[:, 0], long[:, 0]) and not torch.equal(short[:, 1], long[:, 1])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"short_factor": [1.0]}, r"rope_scaling.short_factor is .*; it must be a list of 4 numbers"),
+        ({"long_factor": [1.0, 2.0, -3.0, 1.0]}, r"long_factor is -3.0; it must be from 1e-12"),
+        ({"type": "llama3"}, r"rope_scaling.type is 'llama3'; the options are default, longrope, su, yarn"),
+    ],
+)
+def test_invalid_values_of_longrope(change, message):
+    with pytest.raises(ConfigError, match=message):
+        read_model({**PHI3, "rope_scaling": {**LONGROPE, **change}}, "config.json")
 
 
 def test_capped_scores_are_required_of_attention():
@@ -294,6 +358,19 @@ def test_capped_scores_are_required_of_attention():
     assert ("attention", "scores", "soft_cap") in {
         (one.kind, one.key, one.contains) for one in capabilities(config, Host()).requires
     }
+
+
+def test_what_gpt_oss_leaves_out_is_that_of_transformers():
+    spec, layout = read_model(GPT_OSS, "config.json")
+    assert (spec.windows, spec.head_dim, spec.moe.experts, spec.moe.active) == ((128, 0, 128), 64, 128, 4)
+    assert (layout.rope.kind, layout.rope.factor, layout.rope.theta, layout.rope.truncate) == (
+        "yarn",
+        32,
+        150000,
+        False,
+    )
+    config = LlamaConfig(hf=GPT_OSS, load="dummy")
+    assert any((one.key, one.contains) == ("scores", "sinks") for one in capabilities(config, Host()).requires)
 
 
 def test_the_text_part_of_a_model_with_images_has_the_defaults_of_its_family():

@@ -33,8 +33,13 @@ PUBLISHED = {
     "glm4_9b": (40, 4096, 32, 2, 13696, 151552, 40960, 9.4e9),
     "qwen3_30b_a3b": (48, 2048, 32, 4, 6144, 151936, 98304, 30.5e9),
     "glm45_air": (46, 4096, 96, 8, 10944, 151552, 188416, 107e9),
+    "gpt_oss_20b": (24, 2880, 64, 8, 2880, 201088, 49152, 20.9e9),
+    "gpt_oss_120b": (36, 2880, 64, 8, 2880, 201088, 73728, 116.8e9),
     "falcon_7b": (32, 4544, 71, 1, 18176, 65024, 8192, 6.92e9),
     "gptj_6b": (28, 4096, 16, 16, 16384, 50400, 458752, 6.05e9),
+    "deepseek_v2_lite": (27, 2048, 16, 16, 10944, 102400, 31104, 15.7e9),
+    "deepseek_v2": (60, 5120, 128, 128, 12288, 102400, 69120, 236e9),
+    "deepseek_v3_4layers": (4, 7168, 128, 128, 18432, 129280, 4608, 37.0e9),
     "deepseek_v3": (61, 7168, 128, 128, 18432, 129280, 70272, 671e9),
 }
 """layers, hidden, heads, kv heads, FFN, vocabulary, KV bytes per token in bfloat16, parameters"""
@@ -65,7 +70,12 @@ def test_shapes_and_sizes(variant):
         ("mixtral_8x22b", 39e9, 0.01),
         ("qwen3_30b_a3b", 3.3e9, 0.02),
         ("glm45_air", 13e9, 0.04),
+        ("deepseek_v2_lite", 2.4e9, 0.12),
+        ("deepseek_v2", 21e9, 0.02),
         ("deepseek_v3", 37e9, 0.02),
+        # OpenAI states 3.6 and 5.1 billion, without the embedding table.
+        ("gpt_oss_20b", 3.6e9 + 201088 * 2880, 0.02),
+        ("gpt_oss_120b", 5.1e9 + 201088 * 2880, 0.02),
         ("gptj_6b", 6.05e9, 0.01),
     ],
 )

@@ -7,12 +7,24 @@ from dataclasses import replace
 
 import torch
 
-from dovetail.core.interfaces import PLAIN, SWIGLU, Activation, ExpertBias, GatedActivation, Routing, RoutingRule
+from dovetail.core.interfaces import (
+    PLAIN,
+    SWIGLU,
+    ActFormat,
+    Activation,
+    ExpertBias,
+    GatedActivation,
+    Routing,
+    RoutingRule,
+)
 from dovetail.core.ops.experts import ExpertWeights, gated_experts
+from dovetail.core.ops.packed_experts import PackedExperts, packed_gated_experts, spans
 from dovetail.core.ops.routing import route
+from dovetail.core.ops.weight_formats import E2M1
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+CLAMPED = GatedActivation(1.702, 7.0, 1.0)
 
 
 def experts(cuda: Callable[..., torch.Tensor], has_fp8: Callable[[], bool], everything: bool) -> None:
@@ -33,8 +45,15 @@ def experts(cuda: Callable[..., torch.Tensor], has_fp8: Callable[[], bool], ever
             multiply(cuda, tokens, 128, 8, 2048, 768, E4M3)
             multiply(cuda, tokens, 128, 8, 2048, 768, E4M3, blocks=True)
     # Tiles of 64 rows, a clamped activation, biases, and channels that no block divides.
-    multiply(cuda, 128, 8, 2, 2880, 1440, BF16, GatedActivation(1.702, 7.0, 1.0), biased=True)
+    multiply(cuda, 128, 8, 2, 2880, 1440, BF16, CLAMPED, biased=True)
     multiply(cuda, 16, 8, 2, 72, 40, FP16)
+    # gpt-oss 120B: each pair a tile, tiles of 16, 64 and 128 rows.
+    for tokens in (1, 64, 1024, 8192) if everything else (1, 64, 8192):
+        multiply_packed(cuda, tokens, 128, 4, 2880, 2880, PLAIN)
+        if has_fp8() and (everything or tokens > 1):
+            multiply_packed(cuda, tokens, 128, 4, 2880, 2880, FP8_TOKEN)
+    multiply_packed(cuda, 16, 8, 2, 224, 96, PLAIN, FP32)
+    multiply_packed(cuda, 64, 2, 2, 224, 96, PLAIN, FP16)
 
 
 def multiply(
@@ -66,3 +85,28 @@ def multiply(
     x = Activation(fmt, cuda(tokens, hidden, dtype=dtype), cuda(tokens, 1, dtype=FP32) if scaled else None)
     routing = Routing(cuda(tokens, active, dtype=torch.int32), cuda(tokens, active, dtype=FP32))
     gated_experts(x, routing, weights, activation, bias, between=fmt, dtype=model)
+
+
+def multiply_packed(
+    cuda: Callable[..., torch.Tensor],
+    tokens: int,
+    count: int,
+    active: int,
+    hidden: int,
+    channels: int,
+    fmt: ActFormat,
+    model: torch.dtype = BF16,
+) -> None:
+    """Experts in MXFP4 with biases and a clamped activation."""
+    weights = PackedExperts(
+        E2M1,
+        cuda(count, 2 * channels, hidden // 8, dtype=torch.int32),
+        cuda(count, hidden, channels // 8, dtype=torch.int32),
+        cuda(count, len(list(spans(hidden))), 2 * channels, dtype=torch.int64),
+        cuda(count, len(list(spans(channels))), hidden, dtype=torch.int64),
+    )
+    bias = ExpertBias(cuda(count, 2 * channels, dtype=model), cuda(count, hidden, dtype=model))
+    scale = None if fmt is PLAIN else cuda(tokens, 1, dtype=FP32)
+    x = Activation(fmt, cuda(tokens, hidden, dtype=fmt.dtype or model), scale)
+    routing = Routing(cuda(tokens, active, dtype=torch.int32), cuda(tokens, active, dtype=FP32))
+    packed_gated_experts(x, routing, weights, CLAMPED, bias, between=fmt, dtype=model)

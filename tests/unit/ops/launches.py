@@ -29,9 +29,10 @@ from dovetail.core.interfaces import (
     Plane,
     QKNorm,
     Rope,
+    TreeMask,
 )
 from dovetail.core.memory.pools import make_pools
-from dovetail.core.ops import samples, step
+from dovetail.core.ops import samples, siblings, step, trees
 from dovetail.core.ops.activations import gelu
 from dovetail.core.ops.bitmask import apply_bitmask
 from dovetail.core.ops.choices import temporarily
@@ -55,10 +56,12 @@ from dovetail.plugins.logits.kernels import PROGRAMS, add_pairs_triton, penalise
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 from dovetail.plugins.quant.int4.order import with_order
 from dovetail.plugins.quant.int8.format import INT8_TOKEN
+from dovetail.plugins.spec_decode.corpus import Corpus
 from dovetail.plugins.spec_decode.kernels import look_up_triton
 
 from ..nowhere import lone_copies, lone_reducer
 from .expert_launches import experts
+from .latent_launches import latents
 from .packed_launches import packed_products
 from .shipped import SHIPPED, TILES
 
@@ -146,6 +149,9 @@ def steps() -> None:
         step.lay_out_pages(slots, layout, table, cuda(257, dtype=INT64), 16)
         look_up_triton(slots, slots, tokens_SL, 4, 2, 4, 4.0)
         look_up_triton(slots, slots, tokens_SL, 8, 1, 64, 1.0)
+        ring = cuda(16384, dtype=INT32), cuda(16384, dtype=INT64), cuda(257, dtype=INT64)
+        corpus = Corpus(cuda(257, 4161, dtype=INT32), *ring, 64)
+        look_up_triton(slots, slots, tokens_SL, 8, 1, 64, 1.0, corpus)
         floats = [cuda(rows, dtype=FP32) for _ in range(3)]
         keys, keys_S, reals_S = cuda(rows, dtype=INT64), cuda(257, dtype=INT64), cuda(257, dtype=FP32)
         step.gather_params(slots, reals_S, keys_S, reals_S, reals_S, keys_S)
@@ -175,7 +181,31 @@ def steps() -> None:
             if width > 1:
                 drafts = cuda(rows, width - 1, dtype=INT32)
                 step.write_drafts(drafts, starts[1:], slots, keys, keys, tokens_SL, lengths, VOCAB)
+                draft_trees(rows, width, layout, (slots, keys, keys), tokens_SL, lengths)
             step.accept(cuda(rows, width, dtype=INT64), slots, keys, keys, tokens_SL, lengths, lengths)
+
+
+def draft_trees(
+    rows: int,
+    width: int,
+    layout: step.TokenLayout,
+    by_row: tuple[torch.Tensor, ...],
+    tokens_SL: torch.Tensor,
+    lengths: torch.Tensor,
+) -> None:
+    state = trees.TreeState(4, *cuda(2, len(tokens_SL), width - 1, dtype=INT64))
+    drafts, parents = cuda(2, rows, width - 1, dtype=INT64)
+    trees.write_tree(drafts, parents, by_row[1], *by_row, tokens_SL, lengths, state, VOCAB)
+    trees.place_tree(layout, lengths, state, rows)
+    drawn = cuda(rows, width, dtype=INT64)
+    _, _, path = trees.accept_tree(drawn, *by_row, tokens_SL, lengths, lengths, state)
+    logits, temperature = cuda(rows, VOCAB, dtype=BF16), cuda(rows, dtype=FP32)
+    for random in (False, True):
+        siblings.best_tokens(logits, by_row[1], temperature, by_row[1], random, 4, temperature if random else None)
+    for dtype in (BF16, E4M3):
+        planes = tuple(Plane(name, (8, 128), dtype) for name in "kv")
+        pools = make_pools([KVGroup(0, (0, 1), planes, page_tokens=16)], {0: 9}, torch.device("cuda"))
+        trees.keep_path(pools[0], cuda(len(tokens_SL), 512, dtype=INT32), path)
 
 
 def products() -> None:
@@ -290,7 +320,7 @@ def attention(
         page_table_BP=cuda(rows, -(-max(host.bounds) // page), dtype=INT32),
         write_T=cuda(tokens, dtype=INT64),
         page_tokens=page,
-        tree_mask_TW=cuda(tokens, 8, dtype=torch.bool) if tree else None,
+        tree=TreeMask(*(cuda(tokens, dtype=INT64) for _ in range(2))) if tree else None,
     )
     backend = Triton(TritonConfig(gluon=gluon))
     if key_warps:
@@ -421,6 +451,7 @@ CASES: dict[str, Callable[[], None]] = {
     "decoded products": decoded_products,
     "packed products": partial(packed_products, cuda, has_fp8, EVERYTHING),
     "experts": partial(experts, cuda, has_fp8, EVERYTHING),
+    "latents": partial(latents, cuda, has_fp8, EVERYTHING),
     "adapters": adapters,
     **dict(attention_cases()),
 }
@@ -435,6 +466,8 @@ SPILLS = {
     "dovetail.plugins.attention.triton.kernels:attend_items": 1024,
     # Constants of prompts with head dim 256, and with capped scores.
     "dovetail.plugins.attention.triton.hopper.kernel:attend_prompts": 96,
+    # Sums of 128 rows for gate and up beside the codes of a span; most in float32.
+    "dovetail.core.ops.kernels.packed_experts:_packed_expert_matmul": 512,
     # The outputs of 64 rows for adapters of high rank.
     "dovetail.plugins.adapter.lora.kernel:_expand": 512,
 }

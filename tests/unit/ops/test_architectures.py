@@ -54,6 +54,7 @@ OTHERS = [gpu for gpu in GPUS if gpu is not H200 and (EVERYTHING or gpu.capabili
 WITH_FP8 = {
     "dovetail.plugins.quant.fp8.kernel:encode_fp8",
     "dovetail.plugins.collective.symm_mem.kernels:encode_fp8",
+    "dovetail.core.ops.kernels.decoders:decode_small_e2m1_words",
     "dovetail.core.ops.kernels.experts:_multiply_block",
 }
 """Functions that convert to E4M3 in hardware, or multiply in it."""
@@ -90,7 +91,7 @@ def fresh(tmp_path, monkeypatch) -> Iterator[None]:
     decoding = importlib.import_module(decoded_matmul.__module__)
     cached = (
         *(module.device_facts, decoding._device, launch._capable),
-        *(backend._processors, backend._shared_bytes, backend._has_hopper),
+        *(backend._processors, backend.shared_bytes_of, backend._has_hopper),
     )
     for one in cached:
         one.cache_clear()

@@ -12,6 +12,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -259,9 +260,10 @@ def test_tree_masks_and_gluon_false_use_the_kernel_for_all_gpus():
         attention(tree, page=64)
         assert any(name.endswith(":attend_prompts") for name in compiled.functions), "without a tree it is served"
         compiled.functions.clear()
-        attention(tree, page=64, tree=True)
         attention(tree, page=64, gluon=False)
-    assert not any(name.endswith((":attend_prompts", ":attend_decode")) for name in compiled.functions)
+        attention(replace(tree, counts=(1,) * 16 + (448,), decode_width=4), page=64, tree=True)
+        assert not any(name.endswith(":attend_decode") for name in compiled.functions)
+        assert any(name.endswith(":attend_prompts") for name in compiled.functions), "prompts beside trees are causal"
 
 
 def test_an_unsupported_gluon_is_logged(monkeypatch, caplog):

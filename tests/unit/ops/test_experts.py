@@ -51,6 +51,7 @@ RULES = {
     "groups": RoutingRule(16, 4, "sigmoid", normalize=True, groups=4, kept_groups=2),
     "groups of one": RoutingRule(4, 2, "sigmoid", groups=4, kept_groups=3),
     "odd": RoutingRule(11, 5),
+    "groups by their best": RoutingRule(16, 4, groups=4, kept_groups=2, group_best=1),
     "odd groups": RoutingRule(21, 5, "sigmoid", groups=3, kept_groups=2),
     "all": RoutingRule(4, 4),
     "one": RoutingRule(1, 1),
@@ -71,7 +72,7 @@ def by_hand(logits_E: list[float], rule: RoutingRule, bias_E: list[float]) -> di
     choice = {expert: score + bias for expert, (score, bias) in enumerate(zip(scores, bias_E, strict=True))}
     size = rule.experts // rule.groups
     sums = {
-        group: sum(sorted((choice[group * size + i] for i in range(size)), reverse=True)[:2])
+        group: sum(sorted((choice[group * size + i] for i in range(size)), reverse=True)[: rule.group_best])
         for group in range(rule.groups)
     }
     kept = sorted(sums, key=lambda group: -sums[group])[: rule.kept_groups]

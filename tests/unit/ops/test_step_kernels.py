@@ -39,6 +39,7 @@ from dovetail.plugins.logits.kernels import PROGRAMS, add_pairs_triton, penalise
 from dovetail.plugins.logits.penalties import Penalties  # noqa: E402
 from dovetail.plugins.logits.ragged import SparseRows  # noqa: E402
 from dovetail.plugins.spec_decode import kernels as lookup_kernels  # noqa: E402
+from dovetail.plugins.spec_decode.corpus import Corpus  # noqa: E402
 from dovetail.plugins.spec_decode.lookup import look_up_reference  # noqa: E402
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -417,11 +418,24 @@ def test_prompt_lookup(k, matches, monkeypatch):
     slots_B = torch.tensor([0, 3, 5, 8, 1, 2], device=DEVICE)
     lengths_B = torch.tensor([60, 1, 17, 33, 61, 2], device=DEVICE)
     tokens_SL[1, 57:61] = tokens_SL[1, 14:18]
-    got = lookup_kernels.look_up_triton(slots_B, lengths_B, tokens_SL, k, *matches)
-    want = look_up_reference(slots_B, lengths_B, tokens_SL, k, *matches)
-    assert torch.equal(got[1], want[1]) and 0 < int((want[1] > 0).sum()) < rows
-    for mine, theirs, count in zip(got[0], want[0], want[1], strict=True):
-        assert torch.equal(mine[:count], theirs[:count])
+    plain = None
+    for corpus in (None, random_corpus(slots, lead=matches[1])):
+        got = lookup_kernels.look_up_triton(slots_B, lengths_B, tokens_SL, k, *matches, corpus)
+        want = look_up_reference(slots_B, lengths_B, tokens_SL, k, *matches, corpus)
+        assert torch.equal(got[1], want[1]) and 0 < int((want[1] > 0).sum()) < rows + (corpus is not None)
+        for mine, theirs, count in zip(got[0], want[0], want[1], strict=True):
+            assert torch.equal(mine[:count], theirs[:count])
+        assert plain is None or not torch.equal(plain[1], want[1]), "the corpus must matter"
+        plain = want
+
+
+def random_corpus(slots, lead):
+    """Predictions and a ring of two owners, with ends of texts in them."""
+    predicted_SP = torch.randint(5, (slots, lead + 23), dtype=torch.int32, device=DEVICE)
+    predicted_SP[:, -4:] = -1
+    ring_N = torch.randint(-1, 5, (45,), dtype=torch.int32, device=DEVICE)
+    owner_N, owner_S = torch.arange(45, device=DEVICE) // 23, torch.arange(slots, device=DEVICE) % 3
+    return Corpus(predicted_SP, ring_N, owner_N, owner_S, lead)
 
 
 @pytest.mark.parametrize(("most", "dtype"), [(1, torch.int64), (5, torch.int32)])

@@ -80,7 +80,7 @@ def test_a_function_of_a_package_counts_as_its_component(monkeypatch: pytest.Mon
     package = ModuleType("acme.parts")
     exec(ACME, vars(package))
     monkeypatch.setitem(sys.modules, "acme.parts", package)
-    one = Component(kind="scheduler", name="boom", config=Config, target="acme.parts:Scheduler", api="scheduler/0.2")
+    one = Component(kind="scheduler", name="boom", config=Config, target="acme.parts:Scheduler", api="scheduler/0.3")
     own = installed()
     registry = Registry(
         [*own.registered.values(), Registered(one, Package("acme", "1.0"))], own.problems, own.config_dirs

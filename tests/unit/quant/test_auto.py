@@ -37,6 +37,8 @@ def test_the_checkpoint_decides(folder):
     assert compose(folder()).part("quant").name == "none"
     assert compose(folder(FP8)).part("quant").name == "fp8"
     assert compose([*folder(FP8), "quant=none"]).part("quant").name == "none"
+    mxfp4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    assert compose(folder(mxfp4)).part("quant").name == "fp4"
 
 
 def test_plans_count_the_weights_of_the_checkpoint(folder):

@@ -82,6 +82,10 @@ def medusa_tensors(heads: int = 3, layers: int = 2, own: bool = True) -> dict[st
 HEADS: dict[str, tuple[dict[str, Any], Any]] = {
     "eagle": (CONFIG, lambda: eagle_tensors() | {"fc.bias": torch.linspace(-1, 1, HIDDEN)}),
     "medusa": ({"medusa_num_heads": 3, "medusa_num_layers": 2}, medusa_tensors),
+    "parallel": (
+        CONFIG | {"draft_vocab_size": DRAFT_VOCAB, "ptd_token_id": 7},
+        lambda: eagle3_tensors() | {"mask_hidden": torch.linspace(-1, 1, 3 * HIDDEN)},
+    ),
     "eagle3": (CONFIG | {"draft_vocab_size": DRAFT_VOCAB}, eagle3_tensors),
 }
 """Drafter -> its config.json and its tensors."""

@@ -96,7 +96,7 @@ def test_its_size_is_planned(own: bool, tmp_path: Path) -> None:
 
 
 def test_the_time_of_drafting_is_predicted() -> None:
-    """A cost model counts a pass over all heads for each draft."""
+    """A cost model counts one pass over all heads, which reads their matrices once."""
     composition = compose(["app=plan", "cost=h200", "model=llama3_8b", "spec_decode=medusa_llama3_8b"])
     cost = bind_cost(composition, composition.part("model").facts(), "cuda")
     assert cost is not None and 1e-3 < cost.draft_seconds(1, 4, 1000) < 4 * cost.decode_seconds(1, 1000)

@@ -22,7 +22,6 @@ from dovetail.core.testing.model_driver import Alone
 from dovetail.core.testing.rank_threads import on_threads
 from dovetail.core.tuning import startup
 from dovetail.core.tuning.cache import Cache, this_machine
-
 from dovetail.core.tuning.packages import builtin_table
 from dovetail.core.tuning.search import distinct
 from dovetail.core.tuning.startup import install_choices, share, table_by_hand

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -188,6 +189,11 @@ class FromDevice(AttentionBackend):
         page_TL = meta.page_table_BP[meta.rows_T][:, key_L // meta.page_tokens].long()
         slots_TL = page_TL * meta.page_tokens + key_L % meta.page_tokens
         seen_TL = key_L <= at_T[:, None]
+        if meta.tree is not None:
+            back_TL = key_L - meta.tree.root_T[:, None] - 1
+            path_TL = (back_TL < 0) | (meta.tree.ancestors_T[:, None] >> back_TL.clamp(0, 63) & 1 != 0)
+            fed_T = (meta.rows_T < ctx.host.num_decode) & (at_T >= 0)
+            seen_TL = torch.where(fed_T[:, None], path_TL, seen_TL)
         k_TKLD, v_TKLD = (
             torch.where(seen_TL[:, :, None, None], pool.layer(layer.local, name).flatten(0, 1)[slots_TL], 0)
             .transpose(1, 2)
@@ -199,12 +205,16 @@ class FromDevice(AttentionBackend):
         return encode(out.flatten(1), emit)
 
 
+NIGHTLY = pytest.mark.skipif(os.environ.get("DOVETAIL_GRID") != "pairs", reason="half a minute: DOVETAIL_GRID=pairs")
+TREE = "draft_model spec_decode.lookahead=3 spec_decode.tree=6"
+
+
 class Options(Config):
     """None."""
 
 
 def provides(config: object, host: object) -> Capabilities:
-    return Capabilities(provides={"kinds": ("full",), "exact_lengths": "device", "tree": False, "graphs": "mixed"})
+    return Capabilities(provides={"kinds": ("full",), "exact_lengths": "device", "tree": True, "graphs": "mixed"})
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +228,7 @@ def registry() -> Iterator[Registry]:
         config=Options,
         target="acme_attention:FromDevice",
         capabilities="acme_attention:provides",
-        api="attention/0.3",
+        api="attention/0.4",
     )
     own = installed()
     part = Registered(component, Package("acme", "1.0"))
@@ -277,8 +287,8 @@ def kinds(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     kinds: Counter[str] = Counter()
     pick, draw, picked = StepGraphs.pick, StepGraphs.draw, [None]
 
-    def counted(self: StepGraphs, rows: Any, adapted: bool = False) -> Any:
-        graph = picked[0] = pick(self, rows, adapted)
+    def counted(self: StepGraphs, rows: Any, adapted: bool = False, *, drafts: bool = True) -> Any:
+        graph = picked[0] = pick(self, rows, adapted, drafts=drafts)
         kind = "none" if graph is None else "mixed" if graph.capacity.chunks else "decode"
         kinds[f"wide {kind}"] += graph is not None and graph.capacity.width > 1
         kinds["ragged"] += graph is not None and graph.capacity.ragged
@@ -304,7 +314,14 @@ def kinds(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 def run(registry: Registry, rank: type[Bound], drafter: str, budget: int, **adapters: str) -> list[Any]:
     """Each prompt twice, so that some are in the cache."""
     words = ["attention=from_device", "engine.device=cpu", "engine.depth=2", "engine.max_seqs=5", "engine.max_len=96"]
-    words += [f"spec_decode={drafter}", f"engine.token_budget={budget}", "engine.kv_pages=64", "kv_cache=prefix_hash"]
+    component, *options = drafter.split()
+    words += [
+        f"spec_decode={component}",
+        *options,
+        f"engine.token_budget={budget}",
+        "engine.kv_pages=64",
+        "kv_cache=prefix_hash",
+    ]
     words += (
         ["adapter=lora", *(f"+adapter.load.{name}='{path}'" for name, path in adapters.items())] if adapters else []
     )
@@ -314,7 +331,8 @@ def run(registry: Registry, rank: type[Bound], drafter: str, budget: int, **adap
     with llm:
         if drafter != "none":
             # Some steps verify all drafts, in others rows have unlike numbers, and some have none.
-            count = lambda seq, ctx: (0, 4, seq.uid % 5)[ctx.step % 3]  # noqa: E731
+            most = llm.engine.info.lookahead
+            count = lambda seq, ctx: (0, most, seq.uid % (most + 1))[ctx.step % 3]  # noqa: E731
             llm.engine.scheduler.draft_tokens = count  # type: ignore[attr-defined]
         texts = ["def fib(n):\n", "import os\n\nclass Path:\n    def __init__(self, ", "x", "for i in range(10):\n" * 3]
         texts += ['"""Return the', "class Node:\n"]
@@ -347,7 +365,10 @@ def run(registry: Registry, rank: type[Bound], drafter: str, budget: int, **adap
     return [tokens, logprobs, [vector.round(4).tolist() for vector in vectors]]
 
 
-@pytest.mark.parametrize(("drafter", "budget"), [("none", 24), ("ngram", 40), ("draft_model", 40)])
+CHAINS = [("none", 24), ("ngram", 40), ("draft_model", 40)]
+
+
+@pytest.mark.parametrize(("drafter", "budget"), [*CHAINS, pytest.param(TREE, 60, marks=NIGHTLY)])
 def test_the_layout_of_graphs_changes_no_token(
     registry: Registry, kinds: Counter[str], drafter: str, budget: int
 ) -> None:

@@ -12,7 +12,7 @@ def dovetail_components():
             name="lighthouse",
             config=LighthouseConfig,
             target="dovetail_lighthouse.scheduler:Lighthouse",
-            api="scheduler/0.2",
+            api="scheduler/0.3",
         ),
         Component(
             kind="logits",

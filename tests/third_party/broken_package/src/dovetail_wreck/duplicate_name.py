@@ -6,4 +6,4 @@ from dovetail_wreck import component
 
 @hookimpl
 def dovetail_components():
-    return [component("scheduler", "static", "scheduler/0.2")]
+    return [component("scheduler", "static", "scheduler/0.3")]

@@ -4,4 +4,4 @@ from dovetail_wreck import component
 
 @hookimpl
 def dovetail_component():
-    return [component("scheduler", "unheard", "scheduler/0.2")]
+    return [component("scheduler", "unheard", "scheduler/0.3")]

@@ -1,0 +1,62 @@
+"""Compressed attention of attention=triton compiled: the sizes of DeepSeek V3, and the engine with CUDA graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dovetail import LLM, SamplingParams
+from dovetail.core.interfaces import MLA
+from dovetail.core.testing.attention_latent import LatentArena
+from dovetail.core.testing.numeric import TOLERANCE
+from dovetail.plugins.attention.config import TritonConfig
+
+from .checkpoints import random_tokens, save_random
+
+pytest.importorskip("triton")
+from dovetail.plugins.attention.triton.backend import Triton
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("page", [16, 64])
+def test_sizes_of_deepseek_v3(heads, kv_dtype, page):
+    """Rows that are split, drafts, and expanded rows with and without earlier keys."""
+    mla = MLA(1536, 512, 64, 128, 128)
+    arena = LatentArena(
+        Triton(TritonConfig()),
+        mla=mla,
+        heads=heads,
+        device=torch.device("cuda"),
+        dtype=BF16,
+        kv_dtype=kv_dtype,
+        tolerance=TOLERANCE[BF16],
+        page_tokens=(page,),
+        pages=400,
+    )
+    # Weights of a trained model's scale, so that no score is so large that bfloat16 cannot tell keys apart.
+    arena.up_HOL = arena.up_HOL * mla.kv_rank**-0.5
+    arena.rope.table.div_(4)
+    arena.run(arena.plan([("a", 300), ("b", 61), ("c", 5)]))
+    arena.run(arena.plan([("c", 1), ("b", 4), ("a", 1)], num_decode=3, slack=9))
+    arena.run(arena.plan([("c", 1), ("b", 200), ("a", 7)], num_decode=1))
+
+
+@pytest.mark.parametrize("variant", ["deepseek_v2_lite", "deepseek_v3"])
+def test_tokens_of_the_engine(variant, tmp_path):
+    """In float32, tokens with CUDA graphs, drafts and chunks equal those of the CPU."""
+    save_random(tmp_path, variant)
+    prompts = [random_tokens(n, seed=n) for n in (5, 130, 61)]
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+
+    def run(*overrides: str) -> list[list[int]]:
+        with LLM(str(tmp_path), overrides=["engine.dtype=float32", *overrides]) as llm:
+            return [list(result.token_ids) for result in llm.generate(prompts, params)]
+
+    expected = run("engine.device=cpu")
+    gpu = ["engine.device=cuda", "attention=triton", "engine.kv_pages=200"]
+    assert run(*gpu) == expected
+    assert run(*gpu, "engine.token_budget=48", "engine.depth=2", "spec_decode=ngram") == expected

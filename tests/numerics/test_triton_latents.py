@@ -1,0 +1,79 @@
+"""attention=triton over compressed latents against float64: absorbed and expanded rows, split and whole.
+
+Kernels run as in test_triton_attention.py.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not (INTERPRETED or torch.cuda.is_available()):
+    pytest.skip("kernels need a GPU or TRITON_INTERPRET=1", allow_module_level=True)
+
+from dovetail.core.interfaces import MLA  # noqa: E402
+from dovetail.core.testing.attention_latent import LatentArena  # noqa: E402
+from dovetail.core.testing.numeric import TOLERANCE  # noqa: E402
+from dovetail.plugins.attention.config import TritonConfig  # noqa: E402
+from dovetail.plugins.attention.triton import latent  # noqa: E402
+from dovetail.plugins.attention.triton.backend import Triton  # noqa: E402
+from dovetail.plugins.attention.triton.latent import Absorbed, Expanded, LatentTile  # noqa: E402
+
+from .interpreter import mend  # noqa: E402
+
+if INTERPRETED:
+    mend()
+
+FP32, E4M3 = torch.float32, torch.float8_e4m3fn
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+SMALL, UNEVEN = MLA(0, 16, 8, 8, 8), MLA(0, 40, 4, 16, 12)
+
+
+def arena(mla: MLA, heads: int, kv_dtype: torch.dtype = FP32) -> LatentArena:
+    return LatentArena(
+        Triton(TritonConfig()),
+        mla=mla,
+        heads=heads,
+        device=DEVICE,
+        dtype=FP32,
+        kv_dtype=kv_dtype,
+        tolerance=TOLERANCE[FP32],
+        page_tokens=(8,),
+    )
+
+
+def test_more_heads_than_a_tile_and_split_rows(monkeypatch):
+    """Two tiles of heads, and ranges of keys that are joined; the last row has several tokens."""
+    monkeypatch.setattr(latent, "_tile", lambda *_: LatentTile(16, 16, 4, 1, 2, least=16))
+    made = arena(SMALL, 20)
+    made.run(made.plan([("a", 15)]))
+    rows = made.plan([("a", 3)], num_decode=1, slack=60)
+    made.run(rows)
+    (runs,) = (ctx.state for ctx in rows.ctxs.values())
+    ((run,),) = runs.values()
+    assert isinstance(run, Absorbed) and run.plan.part_rows > 0
+
+
+def test_long_rows_are_expanded_a_few_heads_at_a_time(monkeypatch):
+    """A row that continues a sequence, between short ones, with E4M3 latents."""
+    made = arena(UNEVEN, 2, E4M3)
+    made.run(made.plan([("a", 5)]))
+    row_bytes = 2 * 64 * (UNEVEN.nope_dim + UNEVEN.rope_dim) * 4
+    monkeypatch.setattr(latent, "ROOM_BYTES", 2 * row_bytes - 1)
+    step = made.plan([("b", 1), ("a", 24), ("c", 3)], num_decode=1, padding=2)
+    made.run(step)
+    (state,) = (ctx.state for ctx in step.ctxs.values())
+    (runs,) = state.values()
+    assert [type(run) for run in runs] == [Absorbed, Expanded, Absorbed] and runs[1].heads == 1
+
+
+def test_a_row_too_long_for_the_room_is_absorbed(monkeypatch):
+    made = arena(SMALL, 2)
+    monkeypatch.setattr(latent, "ROOM_BYTES", 100)
+    step = made.plan([("a", 20)])
+    made.run(step)
+    (state,) = (ctx.state for ctx in step.ctxs.values())
+    assert [type(run) for (run,) in state.values()] == [Absorbed]

@@ -1,0 +1,42 @@
+"""Placements of experts over processes give the tokens of one rank."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from dovetail import LLM, SamplingParams
+
+PROMPTS = [[7, 300, 21, 4], [9] * 40, [500, 2, 77]]
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
+    SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True),
+    SamplingParams(temperature=0.8, seed=3, max_tokens=9, ignore_eos=True, n=2),
+]
+NIGHTLY = "DOVETAIL_RANKS" in os.environ
+CHOICES = [("all_to_all", 2, ("experts.capacity=0.9", "experts.check_rows=8", "engine.depth=2"))]
+if NIGHTLY:
+    CHOICES += [(name, 2, ()) for name in ("tensor", "whole", "gather", "all_to_all")]
+    CHOICES += [(name, 4, ("engine.ep=2",)) for name in ("whole", "gather", "all_to_all")]
+    CHOICES += [("gather", 4, ("collective.shard_rows=8",)), ("whole", 4, ("collective=ordered",))]
+    CHOICES += [("all_to_all", 2, ("engine.overlap_tokens=16",))]
+
+
+def tokens(*overrides: str) -> list[list[list[int]]]:
+    small = ["engine.device=cpu", "engine.max_len=64", "engine.kv_pages=64", "engine.token_budget=32"]
+    with LLM(overrides=["model=small_moe", *small, *overrides]) as llm:
+        return [[c.token_ids for c in g.completions] for g in llm.generate(PROMPTS, PARAMS)]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[list[int]]]:
+    return tokens()
+
+
+@pytest.mark.parametrize(("placement", "ranks", "more"), CHOICES)
+def test_processes_equal_one(placement, ranks, more, expected):
+    """Prompts are chunked: the second one is longer than a step."""
+    found = tokens(f"experts={placement}", "executor=multiproc", f"engine.tp={ranks}", *more)
+    assert found == expected
+    assert len({tuple(ids) for group in found for ids in group}) == 4

@@ -1,0 +1,70 @@
+"""Launches of attention over compressed latents, at the sizes of DeepSeek V2 and V3."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from dovetail.core.interfaces import MLA, AttentionLayer, BatchMeta, HostBounds, KVGroup, LatentNorm, Rope, TreeMask
+from dovetail.core.memory.pools import make_pools
+from dovetail.core.ops.latents import latent_planes
+from dovetail.plugins.attention.config import TritonConfig
+from dovetail.plugins.attention.triton.backend import Triton
+
+BF16, FP32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+SIZES = MLA(1536, 512, 64, 128, 128)
+DECODE, DRAFTS, MIXED = (
+    HostBounds((1,) * 64, (4096,) * 64, 64),
+    HostBounds((4,) * 16, (4096,) * 16, 16),
+    HostBounds((1,) * 8 + (512, 9), (4096,) * 10, 8),
+)
+
+
+def latents(cuda: Callable[..., torch.Tensor], has_fp8: Callable[[], bool], everything: bool) -> None:
+    """`everything`: whether to add shapes, and the kernels for the keys and values of expanded rows."""
+    if has_fp8():
+        attend(cuda, DRAFTS, 16, E4M3)
+    if everything or not has_fp8():
+        attend(cuda, DECODE, 128, BF16)
+    if everything:
+        attend(cuda, DECODE, 16, BF16)
+        attend(cuda, DECODE, 8, FP32, FP32)
+        attend(cuda, MIXED, 16, BF16)
+        attend(cuda, MIXED, 16, BF16, gluon=False)
+        attend(cuda, DRAFTS, 128, BF16, tree=True)
+
+
+def attend(
+    cuda: Callable[..., torch.Tensor],
+    host: HostBounds,
+    heads: int,
+    kv_dtype: torch.dtype,
+    dtype: torch.dtype = BF16,
+    tree: bool = False,
+    gluon: bool = True,
+    page: int = 64,
+) -> None:
+    rows, tokens = len(host.counts), sum(host.counts)
+    meta = BatchMeta(
+        row_start_B1=cuda(rows + 1, dtype=torch.int32),
+        kv_len_B=cuda(rows, dtype=torch.int32),
+        slots_B=cuda(rows, dtype=torch.int64),
+        positions_T=cuda(tokens, dtype=torch.int64),
+        rows_T=cuda(tokens, dtype=torch.int64),
+        page_table_BP=cuda(rows, -(-max(host.bounds) // page), dtype=torch.int32),
+        write_T=cuda(tokens, dtype=torch.int64),
+        page_tokens=page,
+        tree=TreeMask(*(cuda(tokens, dtype=torch.int64) for _ in range(2))) if tree else None,
+    )
+    planes = latent_planes(SIZES, kv_dtype, dtype)
+    backend = Triton(TritonConfig(gluon=gluon))
+    backend.bind(make_pools([KVGroup(0, (0, 1), planes, "mla", page_tokens=page)], {0: 9}, torch.device("cuda")))
+    dim = SIZES.nope_dim + SIZES.rope_dim
+    layer = AttentionLayer(1, 0, 1, heads, heads, dim, dim**-0.5, mla=SIZES)
+    ctx = backend.plan_device(meta, host, backend.plan_host(host))
+    columns = SIZES.kv_rank + SIZES.rope_dim
+    q, x = cuda(tokens, heads * dim + columns, dtype=dtype).split((heads * dim, columns), dim=1)
+    norm = LatentNorm(cuda(SIZES.kv_rank, dtype=dtype), 1e-6)
+    q_THD = backend.write_mla(layer, ctx, q, x, Rope(cuda(8192, SIZES.rope_dim, dtype=FP32)), norm)
+    backend.attend_mla(layer, ctx, q_THD, cuda(heads, SIZES.nope_dim + SIZES.v_dim, SIZES.kv_rank, dtype=dtype))

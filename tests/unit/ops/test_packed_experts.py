@@ -1,0 +1,129 @@
+"""Experts in MXFP4: packing, and kernels and torch references against float64, with fresh input. The kernels run as in
+test_experts.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dovetail.core.interfaces import PLAIN, SWIGLU, Activation, ExpertBias, Routing
+from dovetail.core.ops.expert_tiles import packed_expert_tile, packed_shared
+from dovetail.core.ops.formats import encode
+from dovetail.core.ops.packed_experts import (
+    PackedExperts,
+    pack_exponents,
+    pack_row_spans,
+    packed_experts_reference,
+    unpack_exponents,
+    unpack_row_spans,
+    unpacked,
+)
+from dovetail.core.ops.weight_formats import E2M1
+from dovetail.core.testing.numeric import poisoned_memory
+from dovetail.plugins.quant.fp8.format import FP8_TOKEN
+
+from .test_experts import CLAMPED, DEVICE, INTERPRETED, case, check, exact, kernels
+
+INPUTS = (32, 64, 96, 224, 256, 480)
+"""Rows of a single span and of several."""
+
+
+def value(code: int) -> float:
+    """E2M1 by its fields: a sign, 2 bits of exponent with a bias of 1, and 1 bit of mantissa."""
+    sign, exponent, mantissa = code >> 3, code >> 1 & 3, code & 1
+    magnitude = mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1)
+    return -magnitude if sign else magnitude
+
+
+def drawn(experts: int, outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (packed words, packed exponents, float64 matrices) of random codes. Products are near 1."""
+    codes = torch.randint(16, (experts, outputs, inputs), dtype=torch.uint8)
+    exponents = torch.randint(-3, 4, (experts, outputs, inputs // 32)) + 126 - inputs.bit_length() // 2
+    words = pack_row_spans(codes.flatten(0, 1)).unflatten(0, (experts, outputs))
+    packed = torch.stack([pack_exponents(each) for each in exponents.to(torch.uint8)])
+    exact_values = torch.tensor([value(code) for code in range(16)], dtype=torch.float64)[codes.long()]
+    return words, packed, exact_values * (2.0 ** (exponents.double() - 127)).repeat_interleave(32, 2)
+
+
+@pytest.mark.parametrize("inputs", INPUTS)
+def test_no_word_is_filled_up_and_codes_return(inputs):
+    codes_OI = torch.randint(16, (5, inputs), dtype=torch.uint8)
+    words_OW = pack_row_spans(codes_OI)
+    assert words_OW.shape == (5, inputs // 8)
+    assert torch.equal(unpack_row_spans(words_OW), codes_OI)
+    exponents_OG = torch.randint(255, (5, inputs // 32), dtype=torch.uint8)
+    assert torch.equal(unpack_exponents(pack_exponents(exponents_OG), inputs), exponents_OG)
+
+
+def test_decoded_matrices_are_exact():
+    codes = torch.randint(16, (6, 96), dtype=torch.uint8)
+    exponents = torch.tensor([[1, 60, 127], [150, 200, 252]], dtype=torch.uint8).repeat(3, 1)
+    got = unpacked(E2M1, pack_row_spans(codes)[None], pack_exponents(exponents)[None])
+    for output, row in enumerate(codes.tolist()):
+        scales = [2.0 ** (exponents[output, at // 32].item() - 127) for at in range(96)]
+        assert got[0, output].tolist() == [value(code) * scale for code, scale in zip(row, scales, strict=True)]
+
+
+def packed_case(tokens, experts, active, hidden, channels, routed, dtype):
+    x_TC, routing, *_, bias = case(tokens, experts, active, hidden, channels, routed, dtype, tokens % 2 == 1)
+    up_words, up_exponents, up = drawn(experts, 2 * channels, hidden)
+    down_words, down_exponents, down = drawn(experts, hidden, channels)
+    weights = PackedExperts(E2M1, up_words, down_words, up_exponents, down_exponents)
+    return x_TC, routing, weights, bias, up, down
+
+
+def test_the_reference_is_near_the_exact_sum():
+    x_TC, routing, weights, bias, up, down = packed_case(9, 5, 3, 96, 64, "some padding", torch.float32)
+    got = packed_experts_reference(Activation(PLAIN, x_TC), routing, weights, CLAMPED, bias, PLAIN, torch.float32)
+    check(got, exact(x_TC, routing, up, down, CLAMPED, bias), 1e-5)
+
+
+@kernels
+@pytest.mark.parametrize(
+    ("tokens", "experts", "active", "hidden", "channels", "routed", "kind"),
+    [
+        (1, 6, 1, 288, 32, "random", "fp16"),  # each pair is a tile
+        (5, 2, 2, 32, 224, "some padding", "fp16"),
+        (9, 3, 2, 64, 256, "one row", "fp32"),
+        (60, 2, 2, 64, 32, "random", "bf16"),
+        (150, 2, 2, 64, 32, "all in one", "bf16"),  # tiles of 128 rows
+        (6, 2, 2, 288, 64, "some padding", "fp8"),
+        (40, 1, 1, 64, 32, "random", "fp8"),  # too many rows for sums
+    ],
+)
+def test_the_kernels_are_near_the_exact_sum(tokens, experts, active, hidden, channels, routed, kind):
+    from dovetail.core.ops.kernels.packed_experts import packed_experts_triton
+
+    # Triton's interpreter cannot decode to bfloat16.
+    kind = "fp32" if kind == "bf16" and INTERPRETED else kind
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.float16}[kind]
+    fmt = FP8_TOKEN if kind == "fp8" else PLAIN
+    x_TC, routing, weights, bias, up, down = packed_case(tokens, experts, active, hidden, channels, routed, dtype)
+    activation = SWIGLU if bias is None else CLAMPED
+    x = x_TC.clone()
+    x[(routing.experts_TK < 0).all(1)] = float("nan")
+    placed = PackedExperts(
+        E2M1,
+        *(tensor.to(DEVICE) for tensor in (weights.up, weights.down, weights.up_exponents, weights.down_exponents)),
+    )
+    on = None if bias is None else ExpertBias(bias.up.to(DEVICE), bias.down.to(DEVICE))
+    at = Routing(routing.experts_TK.to(DEVICE), routing.weights_TK.to(DEVICE))
+    given = encode(x.to(DEVICE), (fmt,))[fmt]
+    with poisoned_memory():
+        got = packed_experts_triton(given, at, placed, activation, on, fmt, dtype).cpu()
+    if kind == "fp8":
+        given = Activation(fmt, given.values.cpu(), given.scale.cpu())
+        want = packed_experts_reference(given, routing, weights, activation, bias, fmt, torch.float32)
+        check(got.float(), want.double(), 2e-2 if tokens < 32 else 0.2)  # Many rows are not rounded between.
+        check(want, exact(x_TC, routing, up, down, activation, bias), 0.25)
+        return
+    tolerance = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 2e-2}[kind]
+    check(got.float(), exact(x_TC, routing, up, down, activation, bias), tolerance)
+
+
+def test_tiles_of_packed_experts_fit_into_shared_memory():
+    for gpu_shared in (99 << 10, 227 << 10):
+        for rows in (16, 32, 64, 128):
+            for itemsize in (1, 2):
+                tile = packed_expert_tile(rows, itemsize, gpu_shared)
+                assert packed_shared(tile, itemsize) <= gpu_shared and tile.outputs >= 64
