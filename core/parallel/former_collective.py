@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dovetail.core.interfaces import Collective
+from dovetail.core.interfaces import PLAIN, Collective
 
 if TYPE_CHECKING:
+    from dovetail.core.interfaces import ActFormat
     from dovetail.core.interfaces.collective import Norm
 
 
@@ -16,9 +17,16 @@ def with_after(target: type[Collective]) -> type[Collective]:
     if target.boundary is Collective.boundary:
         return target
 
-    def boundary(self: Any, *args: Any, after: Norm | None = None, **options: Any) -> Any:
+    def boundary(
+        self: Any,
+        x: Any,
+        residual: Any,
+        norm: Norm,
+        emit: tuple[ActFormat, ...] = (PLAIN,),
+        after: Norm | None = None,
+    ) -> Any:
         if after is None:
-            return target.boundary(self, *args, **options)
-        return Collective.boundary(self, *args, **options | {"after": after})
+            return target.boundary(self, x, residual, norm, emit)
+        return Collective.boundary(self, x, residual, norm, emit, after)
 
     return type(target.__name__, (target,), {"__module__": target.__module__, "boundary": boundary})
