@@ -76,6 +76,9 @@ class _Bucket:
     """Steps until the next trial."""
     hold: int = 0
     """Steps for which no drafts remain the choice."""
+    latest: int | None = None
+    """Uid of the latest row if no row could have drafts when `hold` was set: another one may have some, and if the
+    drafter must follow it, at once or never."""
     trials: int = 0
     times: defaultdict[int, _TimeRatio] = field(default_factory=lambda: defaultdict(_TimeRatio))
     """Time ratios by level."""
@@ -130,7 +133,8 @@ class Drafting:
         self._cost, self._chosen = cost, (rows, length)
         self.acceptance.tick()
         bucket = self._buckets[rows.bit_length()]
-        if bucket.hold and not self._trial_rows and bucket.left > 1:
+        same = bucket.latest is None or bucket.latest == decoding[-1].uid
+        if bucket.hold and same and not self._trial_rows and bucket.left > 1:
             bucket.hold -= 1
             bucket.left -= 1
             return {}
@@ -156,7 +160,7 @@ class Drafting:
             if level or ranking.possible:
                 self._begin_trial(bucket, decoding)
         elif not level:
-            bucket.hold = HOLD
+            bucket.hold, bucket.latest = HOLD, None if ranking.possible else decoding[-1].uid
         if level and (prompt_tokens := _tokens(prompts, budget - rows)):
             level = self._beside_prompts(bucket, rows, length, prompt_tokens, ranking, cost, token_seconds)
         return ranking.first(self._drafts(level, rows))

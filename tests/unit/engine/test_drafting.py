@@ -158,6 +158,28 @@ def test_useless_drafts_cost_little(rows: int, passes: float) -> None:
     assert device.run(rows, drafting, 400)[0] > 0.98 * device.uniform(rows, 0)
 
 
+def test_the_end_of_a_request_keeps_no_drafts_from_the_next_one() -> None:
+    """The last steps of a request have no room for drafts. A drafter that must follow the next one does so from its
+    first step on, or not at all."""
+    limits = SchedulerLimits(1 << 16, 256, 1 << 20, 2, K, draft_window=K + 1, draft_resumes=False)
+    drafting, cost = Drafting(limits), ToyCost()
+
+    def step(uid: int, done: int, room: int) -> int:
+        seq = sequence(0)
+        seq.uid, seq.computed, seq.max_len, seq.limit = uid, 700 + done, 701 + done, 701 + done + room
+        wanted = drafting.choose([seq], (), 1 << 16, cost)  # type: ignore[arg-type]
+        own = wanted.get(uid, 0)
+        plan = StepPlan(0, [])
+        plan.rows.append(Row(0, uid, 0, 1 + own, 700, own, DECODE))
+        drafting.launched(plan)
+        drafting.update(plan, StepResult(0, (RowResult(0, uid, 0, (7,) * (1 + own), drafted=own),), 5e-3, 0.0))
+        return own
+
+    assert step(1, 0, 9)
+    assert [step(1, 5 + i, 1) for i in range(3)] == [0] * 3
+    assert step(2, 0, 9)
+
+
 def test_rows_that_accept_drafts_have_more_of_them() -> None:
     """One row in eight accepts drafts. The step has room for half a draft per row."""
     device, drafting = Device(lambda step, row: 0.9 * (row % 8 == 0), cost=ToyCost(96)), weighing()
