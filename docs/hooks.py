@@ -364,6 +364,8 @@ def results() -> str:
 def _benchmark(found: dict[str, Any]) -> tuple[str, str]:
     startup = found["startup"]
     started = startup["url"] if startup["target"] == "server" else f"start-up {startup['startup_s']} s"
+    if made_up := [note.partition(":")[0] for note in startup.get("slower_paths", ()) if note.startswith("SIMULATED")]:
+        started += f", {made_up[0]}"
     head = ("workload", "TPOT of the run, ms", "TTFT p50, ms", "ITL p99, ms", "output tokens/s")
     return started, _table(head, [list(_result_row(r, load)) for r in found["results"] for load in r["loads"]])
 
