@@ -224,25 +224,26 @@ def _value_of(key: str, base: Composition) -> str:
 
 def listed(owner: Owner, lines: Sequence[str], composition: Composition) -> list[Variant]:
     """Return the baseline, which is the given composition, and a variant for each line of overrides."""
-    return _beside(owner, {line: tuple(shlex.split(line)) for line in lines}, composition)
+    return _beside(owner, [(line, tuple(shlex.split(line))) for line in lines], composition)
 
 
 def _named(arms: Mapping[str, Words], composition: Composition) -> list[Variant]:
-    return _beside(ABLATE, arms, composition)
+    return _beside(ABLATE, [*arms.items()], composition)
 
 
-def _beside(owner: Owner, arms: Mapping[str, Words], composition: Composition) -> list[Variant]:
+def _beside(owner: Owner, arms: Sequence[tuple[str, Words]], composition: Composition) -> list[Variant]:
+    """`arms`: name and overrides of each variant."""
     mistakes, given = _Mistakes(owner), _given(owner, composition)
     base = Variant(AS_GIVEN, (), _compose(owner, given, composition))
     found = [base]
-    for name, words in arms.items():
+    for name, words in arms:
         if refused := _refused(owner, words):
             mistakes.found += [f"{name}: {reason}" for reason in refused]
         elif (made := mistakes.compose(name, merged(given, words), composition)) is not None:
             if same := next((other for other in found if _same(other.composition, made)), None):
                 mistakes.found.append(f"{name}: composes to the same as {same.name}")
             found.append(Variant(name, words, made, (base.name,)))
-    if AS_GIVEN in arms:
+    if AS_GIVEN in dict(arms):
         mistakes.found.append(f"`{AS_GIVEN}` is the name of the baseline: give the variant another name")
     mistakes.raise_all()
     return found
