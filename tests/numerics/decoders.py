@@ -94,7 +94,6 @@ CI = [
     "gemma",
     "nemotron",
     "mixtral",
-    "deepseek_v3",
 ]
 """Decoders that differ most: learned positions, matrices stored as [inputs, outputs], merged q, k and v, windows, norms
 after the block, multipliers, scaled embeddings, experts, values narrower than keys. The others run in the nightly

@@ -1,4 +1,5 @@
-"""Placements of experts over processes give the tokens of one rank."""
+"""Placements of experts over processes give the tokens of one rank. They run nightly; in CI, ranks are threads
+(tests/numerics/test_tensor_parallel.py, tests/contract/experts)."""
 
 from __future__ import annotations
 
@@ -14,13 +15,15 @@ PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True),
     SamplingParams(temperature=0.8, seed=3, max_tokens=9, ignore_eos=True, n=2),
 ]
-NIGHTLY = "DOVETAIL_RANKS" in os.environ
-CHOICES = [("all_to_all", 2, ("experts.capacity=0.9", "experts.check_rows=8", "engine.depth=2"))]
-if NIGHTLY:
-    CHOICES += [(name, 2, ()) for name in ("tensor", "whole", "gather", "all_to_all")]
-    CHOICES += [(name, 4, ("engine.ep=2",)) for name in ("whole", "gather", "all_to_all")]
-    CHOICES += [("gather", 4, ("collective.shard_rows=8",)), ("whole", 4, ("collective=ordered",))]
-    CHOICES += [("all_to_all", 2, ("engine.overlap_tokens=16",))]
+pytestmark = pytest.mark.skipif("DOVETAIL_RANKS" not in os.environ, reason="DOVETAIL_RANKS is not set")
+CHOICES = [
+    ("all_to_all", 2, ("experts.capacity=0.9", "experts.check_rows=8", "engine.depth=2")),
+    *((name, 2, ()) for name in ("tensor", "whole", "gather", "all_to_all")),
+    *((name, 4, ("engine.ep=2",)) for name in ("whole", "gather", "all_to_all")),
+    ("gather", 4, ("collective.shard_rows=8",)),
+    ("whole", 4, ("collective=ordered",)),
+    ("all_to_all", 2, ("engine.overlap_tokens=16",)),
+]
 
 
 def tokens(*overrides: str) -> list[list[list[int]]]:

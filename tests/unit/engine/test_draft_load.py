@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -11,10 +9,17 @@ import pytest
 from dovetail.core.compose import compose
 from dovetail.core.engine.engine import Engine, start_engine
 from dovetail.core.interfaces import SamplingParams
-from dovetail.plugins.executor import simulated
 
 SHAPES = (
-    *("app=generate", "executor=simulated", "model=llama3_70b", "cost=h200", "quant=fp8", "engine.device=cuda"),
+    *(
+        "app=generate",
+        "executor=simulated",
+        "executor.clock=virtual",
+        "model=llama3_70b",
+        "cost=h200",
+        "quant=fp8",
+        "engine.device=cuda",
+    ),
     *("engine.depth=2", "engine.max_seqs=256", "engine.max_len=2048", "engine.tp=1", "kv_cache=paged"),
 )
 DRAFTERS = {
@@ -30,22 +35,9 @@ class Latency(NamedTuple):
     """Means, seconds."""
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
-    """Time passes while the host waits for the device, and at no other time."""
-    now = 0.0
-
-    def sleep(seconds: float) -> None:
-        nonlocal now
-        now += seconds
-
-    monkeypatch.setattr(simulated, "time", SimpleNamespace(perf_counter=lambda: now, sleep=sleep))
-    return lambda: now
-
-
-def serve(engine: Engine, clock: Callable[[], float], rows: int, tokens: int) -> Latency:
+def serve(engine: Engine, rows: int, tokens: int) -> Latency:
     """Keep `rows` requests running, each with a prompt of 300 tokens, until each slot has served two."""
-    params = SamplingParams(max_tokens=tokens)
+    params, clock = SamplingParams(max_tokens=tokens), engine.executor.clock.now
     left, added, first, ended = rows, {}, {}, {}
 
     def add() -> None:
@@ -67,26 +59,26 @@ def serve(engine: Engine, clock: Callable[[], float], rows: int, tokens: int) ->
     return Latency(ttft, tpot)
 
 
-def measured(clock: Callable[[], float], drafter: str, rows: int, acceptance: float, *more: str) -> Latency:
+def measured(drafter: str, rows: int, acceptance: float, *more: str) -> Latency:
     words = [*SHAPES, *DRAFTERS[drafter], *more]
     if drafter != "none":
         words.append(f"executor.acceptance={acceptance}")
     engine = start_engine(compose(words))
-    serve(engine, clock, rows, max(600 // rows, 40))  # Drafting learns.
-    latency = serve(engine, clock, rows, max(800 // rows, 60))
+    serve(engine, rows, max(600 // rows, 40))  # Drafting learns.
+    latency = serve(engine, rows, max(800 // rows, 60))
     engine.shutdown()
     return latency
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64, 256])
 @pytest.mark.parametrize("drafter", ["ngram", "draft_model"])
-def test_useless_drafts_cost_at_most_two_percent(drafter: str, rows: int, clock: Callable[[], float]) -> None:
-    plain, drafted = (measured(clock, name, rows, 0.0) for name in ("none", drafter))
+def test_useless_drafts_cost_at_most_two_percent(drafter: str, rows: int) -> None:
+    plain, drafted = (measured(name, rows, 0.0) for name in ("none", drafter))
     assert drafted.tpot <= 1.02 * plain.tpot and drafted.ttft <= 1.02 * plain.ttft
 
 
 @pytest.mark.parametrize(("rows", "gain"), [(1, 2.5), (64, 1.15)])
-def test_good_drafts_are_used(rows: int, gain: float, clock: Callable[[], float]) -> None:
-    plain, drafted = (measured(clock, name, rows, 0.8) for name in ("none", "ngram"))
-    all_of_them = measured(clock, "ngram", rows, 0.8, "engine.drafts=always")
+def test_good_drafts_are_used(rows: int, gain: float) -> None:
+    plain, drafted = (measured(name, rows, 0.8) for name in ("none", "ngram"))
+    all_of_them = measured("ngram", rows, 0.8, "engine.drafts=always")
     assert plain.tpot / drafted.tpot > gain and drafted.tpot < 1.05 * all_of_them.tpot
