@@ -96,8 +96,8 @@ SAMPLE = int(RowFlag.SAMPLE)
 class InstantDevice(Executor):
     """Encodes each plan as for several ranks and answers with a token for each row that samples."""
 
-    again = 0
-    """Tokens of a cached prefix that are fed again, which ToyComposition reads."""
+    again = lookahead = 0
+    """Tokens of a cached prefix that are fed again, and drafts, which ToyComposition reads."""
 
     def __init__(self, pages: int, max_len: int, running: int) -> None:
         self.pages, self.max_len, self.running = pages, max_len, running
@@ -137,7 +137,7 @@ class InstantDevice(Executor):
 class OneRank(Executor):
     """The runner of a process with a GPU, except for the model: its layers and sampling are graphs that do nothing."""
 
-    again = 0
+    again = lookahead = 0
 
     def __init__(self, pages: int, max_len: int, running: int) -> None:
         self.pages, self.max_len, self.running = pages, max_len, running

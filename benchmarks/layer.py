@@ -39,7 +39,7 @@ from dovetail.core.ops.tile_choice import MOST_ROWS, choose
 from dovetail.core.ops.tiles import MatmulTile
 from dovetail.core.tuning.candidates import prefetching
 from dovetail.core.tuning.matmul import tiles_of
-from dovetail.core.tuning.packages import BUILTIN, read_packaged
+from dovetail.core.tuning.packages import builtin_table
 from dovetail.plugins.collective.symm_mem.collective import COLUMNS, SymmMemCollective
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 
@@ -58,7 +58,7 @@ ROUNDS = 2
 """The first matmul is tuned again, since the tiles of the others have changed."""
 ORDER = ("o", "qkv", "gate_up", "down")
 EPS = 1e-5
-SHIPPED = read_packaged(BUILTIN, "dovetail")
+SHIPPED = builtin_table()
 
 
 class Edges:

@@ -103,7 +103,7 @@ def test_gathered_samples(width, channels):
     for name in set(want.__slots__) - {"token_RW"}:
         assert torch.equal(getattr(got, name), getattr(want, name)), name
     assert torch.equal(want.states_NC[:width], states[4 : 4 + width])
-    assert want.position_N[:width].tolist() == [positions[4] + 1 + w for w in range(width)]
+    assert want.position_N[:width].tolist() == (positions[4 : 4 + width] + 1).tolist()
 
 
 @pytest.mark.parametrize(
@@ -439,6 +439,8 @@ def test_prompt_lookup(k, matches, monkeypatch):
 def random_corpus(slots, lead):
     """Predictions and a ring of two owners, with ends of texts in them."""
     predicted_SP = torch.randint(5, (slots, lead + 23), dtype=torch.int32, device=DEVICE)
+    # Slot 0 repeats no token of its own, so that its drafts are from here.
+    predicted_SP[0, lead:] = torch.arange(45, 68)
     predicted_SP[:, -4:] = -1
     ring_N = torch.randint(-1, 5, (45,), dtype=torch.int32, device=DEVICE)
     owner_N, owner_S = torch.arange(45, device=DEVICE) // 23, torch.arange(slots, device=DEVICE) % 3

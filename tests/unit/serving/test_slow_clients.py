@@ -13,7 +13,7 @@ from dovetail.plugins.app.serve.output import choice_deltas
 def test_what_came_while_the_client_was_slow_is_one_piece():
     async def follow() -> tuple[list[list[tuple[int, Delta]]], SimpleNamespace]:
         stream = Stream(asyncio.get_running_loop())
-        job = SimpleNamespace(stream=stream, output_tokens=0, outcome="")
+        job = SimpleNamespace(stream=stream, output_tokens=0, outcome="", predicted=None)
         taken = []
         for sample, text, last in ((0, "a", False), (1, "x", False), (0, "b", False)):
             stream.put([Delta(sample, text, (ord(text),))], last=last)

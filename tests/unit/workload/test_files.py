@@ -176,5 +176,5 @@ def test_every_variant_is_tried_here() -> None:
     with hydra_1_3():
         options = Repository(open_sources(installed(), ())[1]).get_group_options("workload")
     # tests/unit/app/test_replay.py has recordings.
-    others = {"online", "chat_online", "fixed", "poisson", "chats", "sharegpt", "trace", "recording"}
+    others = {"online", "chat_online", "fixed", "poisson", "chats", "sharegpt", "trace", "recording", "text"}
     assert set(options) == {*SIZES, *RANGES, *CONVERSATIONS, *others}

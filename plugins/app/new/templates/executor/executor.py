@@ -1,17 +1,14 @@
 """One rank in this process. SlotLedger refuses invalid plans before a kernel runs."""
 
-import sys
-
 from dovetail.core.interfaces import Executor
 from dovetail.core.parallel.slot_ledger import SlotLedger
 from dovetail.core.worker.loader import load_rank
 
 
 class Mine(Executor):
-    pending = 0
-
     def __init__(self, config, composition):
-        self.config, self.composition, self.runner, self.ledger = config, composition, None, SlotLedger()
+        self.config, self.composition = config, composition
+        self.runner, self.ledger, self.pending = None, SlotLedger(), 0
 
     def start(self, progress):
         rank = load_rank(self.composition, progress)
@@ -21,7 +18,7 @@ class Mine(Executor):
     def submit(self, plan, blobs):
         self.ledger.apply(plan)
         if self.config.log:
-            print(f"step {plan.step}: {plan.num_tokens} tokens", file=sys.stderr)
+            print(f"step {plan.step}: {plan.num_tokens} tokens", flush=True)
         self.runner.execute(plan, blobs)
         self.pending += 1
 
@@ -39,6 +36,5 @@ class Mine(Executor):
         return self.runner.collect()
 
     def shutdown(self):
-        self.pending = 0
         if self.runner is not None:
             self.runner.close()
