@@ -175,6 +175,8 @@ class OneRank(Executor):
 
 
 class _NoModel:
+    kv_groups = ()
+
     def __init__(self, build: Any) -> None:
         self.build = build
 
