@@ -6,13 +6,13 @@ from dovetail.core.worker.loader import load_rank
 
 
 class Mine(Executor):
+    pending = 0
+
     def __init__(self, config, composition):
-        self.config, self.composition = config, composition
-        self.runner, self.ledger, self.pending = None, SlotLedger(), 0
+        self.config, self.composition, self.runner, self.ledger = config, composition, None, SlotLedger()
 
     def start(self, progress):
-        rank = load_rank(self.composition, progress)
-        self.runner = rank.bind(rank.info.num_pages)
+        self.runner = (rank := load_rank(self.composition, progress)).bind(rank.info.num_pages)
         return rank.info
 
     def submit(self, plan, blobs):
@@ -27,8 +27,7 @@ class Mine(Executor):
         self.runner.complete(late)
 
     def drafted(self):
-        self.ledger.check_drafted()
-        return self.runner.drafted()
+        return self.ledger.check_drafted() or self.runner.drafted()
 
     def collect(self):
         self.ledger.check_collect(self.pending)
@@ -36,5 +35,6 @@ class Mine(Executor):
         return self.runner.collect()
 
     def shutdown(self):
+        self.pending = 0
         if self.runner is not None:
             self.runner.close()

@@ -25,9 +25,8 @@ class Choices(Matcher):
         self.tokens.append(token)
 
     def rollback(self, tokens):
-        for token in self.tokens[len(self.tokens) - tokens :]:
-            self.written = self.written[: -len(self.text_of[token])]
-        del self.tokens[len(self.tokens) - tokens :]
+        for _ in range(tokens):
+            self.written = self.written[: -len(self.text_of[self.tokens.pop()])]
 
     @property
     def accepting(self):
@@ -35,8 +34,7 @@ class Choices(Matcher):
 
     @property
     def finished(self):
-        longer = (choice for choice in self.choices if choice.startswith(self.written))
-        return self.accepting and all(choice == self.written for choice in longer)
+        return {choice for choice in self.choices if choice.startswith(self.written)} == {self.written}
 
     def fork(self):
         return Choices(self.text_of, self.choices, self.written, self.tokens)
