@@ -80,6 +80,10 @@ their tests alternate with those that compute."""
 
 
 LONG = (
+    "docs/test_pages.py",
+    "numerics/test_quality.py",
+    "third_party/test_new.py",
+    "unit/ops/test_compiled.py",
     "unit/ops/test_architectures.py",
     "unit/benchmarks/test_simulator_error.py",
     "unit/engine/test_guided_drafts.py",
