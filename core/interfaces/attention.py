@@ -163,8 +163,9 @@ class LatentNorm:
     """RMSNorm over the kv_rank columns of a latent (DeepSeek-V2, 2024)."""
 
     weight_L: torch.Tensor
-    """As in core.ops.rms_norm."""
+    """[kv_rank]: multiplies the normalized latent."""
     eps: float
+    """Added to the mean square."""
 
 
 class AttentionBackend(ABC):

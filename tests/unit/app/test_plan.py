@@ -28,9 +28,9 @@ raise SystemExit(code)
 
 
 def plan(*overrides: str) -> dict[str, Any]:
-    with redirect_stdout(io.StringIO()) as told:
+    with redirect_stdout(io.StringIO()) as printed:
         assert main(["app=plan", "plan.format=json", *overrides]) == 0
-    return json.loads(told.getvalue())  # type: ignore[no-any-return]
+    return json.loads(printed.getvalue())  # type: ignore[no-any-return]
 
 
 def test_a_plan_needs_no_torch() -> None:

@@ -18,9 +18,9 @@ LOAD = ("plan.load=fixed", "plan.options={requests: 16, prompt_tokens: 8, output
 
 
 def plan(*words: str, code: int = 0) -> dict[str, Any]:
-    with redirect_stdout(io.StringIO()) as told:
+    with redirect_stdout(io.StringIO()) as printed:
         assert main(["app=plan", "plan.format=json", *SLOW, *LOAD, *words]) == code
-    return json.loads(told.getvalue())  # type: ignore[no-any-return]
+    return json.loads(printed.getvalue())  # type: ignore[no-any-return]
 
 
 def test_the_cheapest_candidate_that_meets_the_objective_is_found() -> None:
@@ -59,9 +59,9 @@ def test_a_recording_can_be_the_load(tmp_path: Path) -> None:
     with redirect_stdout(io.StringIO()):
         assert main([*run, "bench.one_token_run=false", f"engine.record={path}"]) == 0
     words = ["app=plan", "plan.format=json", *SLOW, "plan.gpus=1", f"plan.load={path}"]
-    with redirect_stdout(io.StringIO()) as told:
+    with redirect_stdout(io.StringIO()) as printed:
         assert main(words) == 0
-    assert json.loads(told.getvalue())["candidates"][0]["requests"] == 3
+    assert json.loads(printed.getvalue())["candidates"][0]["requests"] == 3
 
 
 @pytest.mark.parametrize(

@@ -335,8 +335,8 @@ def test_longrope_has_frequencies_for_short_and_for_long_sequences():
     rope = read_model({**PHI3, "rope_scaling": LONGROPE}, "config.json")[1].rope
     with collect_notes() as notes:
         short, long = (build_rope(rope, length, torch.device("cpu")).table[:64] for length in (64, 65))
-    (told,) = notes
-    assert "engine.max_len=64 selects" in told
+    (text,) = notes
+    assert "engine.max_len=64 selects" in text
     assert torch.equal(short[:, 0], long[:, 0]) and not torch.equal(short[:, 1], long[:, 1])
 
 
