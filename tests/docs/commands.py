@@ -32,6 +32,7 @@ COMPOSED_ONLY = {
     "ablate.out=schedulers": "takes minutes; the page has a smaller one",
     "ablate.out=agents_cache": "takes minutes; the page has a smaller one",
     "ablate.out=drafters": "takes minutes, or a GPU; the page has a smaller one",
+    "workload=code workload.sampling": "takes a minute",
     "agents_cache_small": "takes half a minute; tests/unit/app/test_ablate.py runs a small one",
     "schedulers_small": "starts processes; the page runs another study",
     "drafters_small": "starts processes; the page runs another study",
