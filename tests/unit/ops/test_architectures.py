@@ -37,6 +37,8 @@ from .attention_launches import LONG, SCARCE, attention
 from .emulated import E4M3, E5M2, EVERYTHING, FP32, INT32, cuda
 from .launches import CASES, jit_functions, multiply, ordered, spilling
 
+pytestmark = pytest.mark.nightly
+
 OTHERS = [gpu for gpu in GPUS if gpu is not H200 and (EVERYTHING or gpu.capability == (8, 6))]
 WITH_FP8 = {
     "dovetail.plugins.quant.fp8.kernel:encode_fp8",

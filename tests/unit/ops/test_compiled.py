@@ -47,7 +47,7 @@ from .emulated import BF16, E4M3, EVERYTHING, FP32, INT32, INT64, cuda
 from .launches import CASES, jit_functions, spilling
 from .shipped import SHIPPED, TILES
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.nightly]
 
 
 @pytest.fixture(scope="module", autouse=True)
