@@ -211,6 +211,6 @@ def _check_own_scales(fmt: ActFormat, path: str) -> None:
     """Raise ConfigError for an input format with one scale for all rows of a step, since lanes have different ones."""
     if fmt.group == "tensor" and fmt.static_scale is None:
         raise ConfigError(
-            f"{path}: its input has one scale for all rows of a step ({fmt.name}), and the rows of lanes have different "
-            "ones. Set engine.ep to at most engine.tp, or choose a quantizer with scales per token"
+            f"{path}: its input has one scale for all rows of a step ({fmt.name}), and lanes have rows of their "
+            "own. Set engine.ep to at most engine.tp, or choose a quantizer with scales per token"
         )
