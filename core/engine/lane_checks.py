@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from dovetail.core.compose import Host
+from dovetail.core.compose import Host, Selected
 from dovetail.core.compose.composition import selected_in
 from dovetail.core.errors import DovetailError
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def lane_conflicts(composition: Composition, here: Host) -> list[str]:
     """Return what does not work in the lanes of this composition."""
-    if composition.lanes == 1:
+    if "experts" not in composition.parts or composition.lanes == 1:
         return []
     return [
         *_placement_conflicts(composition),
@@ -61,9 +61,10 @@ def _option_conflicts(composition: Composition) -> Iterator[str]:
             f"engine.record={engine.record} records the steps of one scheduler, and lanes also launch steps for each "
             "other. Would work: engine.record=null."
         )
-    if "adapter" in composition.parts and getattr(composition.part("adapter").config, "slots", 0):
+    adapter = composition.parts.get("adapter")
+    if isinstance(adapter, Selected) and getattr(adapter.config, "slots", 0):
         yield (
-            f"adapter={composition.part('adapter').name} selects CUDA graphs by a lane's own rows, and lanes run the "
+            f"adapter={adapter.name} selects CUDA graphs by a lane's own rows, and lanes run the "
             "same graph. Would work: adapter=none."
         )
 

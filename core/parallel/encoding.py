@@ -19,7 +19,7 @@ import struct
 import sys
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from itertools import chain, repeat
 from operator import mul
 from typing import Any
@@ -59,7 +59,7 @@ def encode_plan(plan: StepPlan, state: int = 0) -> bytes:
     heads: list[tuple[int, int]] = [(draft.slot, len(draft.tokens)) for draft in drafts]
     draft_tokens = [token for draft in drafts for token in draft.tokens]
     shape = [] if plan.shape is None else [plan.shape]
-    sized = rows, joins, leaves, pages, ops, drafts, draft_tokens, shape
+    sized: tuple[Sized, ...] = rows, joins, leaves, pages, ops, drafts, draft_tokens, shape
     counts = tuple(map(len, sized))
     first = (plan.step, plan.lane, state)
     size = _HEAD + sum(map(mul, counts, _WIDTHS))
