@@ -41,27 +41,13 @@ from dovetail.plugins.attention.triton.backend import _has_hopper
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 
 from ..nowhere import lone_copies, lone_reducer
+from .attention_launches import CHUNKS, LONG, MIXED, SCARCE, attention
 from .early_access import CONSTANTS, touched_before_waiting
-from .launches import (
-    BF16,
-    CASES,
-    CHUNKS,
-    E4M3,
-    EVERYTHING,
-    FP32,
-    INT32,
-    INT64,
-    LONG,
-    MIXED,
-    SCARCE,
-    attention,
-    cuda,
-    jit_functions,
-    spilling,
-)
+from .emulated import BF16, E4M3, EVERYTHING, FP32, INT32, INT64, cuda
+from .launches import CASES, jit_functions, spilling
 from .shipped import SHIPPED, TILES
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.nightly]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -16,6 +16,8 @@ from dovetail.core.testing.draft_bench import Bench
 
 from .heads import bound, save_head
 
+pytestmark = pytest.mark.nightly
+
 PROMPTS = ["def f(x):\n", "class Stack:\n    def push(self, item):\n        self.items.append(item)\n"]
 
 
