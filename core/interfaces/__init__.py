@@ -87,6 +87,7 @@ from dovetail.core.interfaces.plan import (
     Row,
     RowFlag,
     StepPlan,
+    StepShape,
 )
 from dovetail.core.interfaces.quant import LinearMethod, LinearShape, Quantizer
 from dovetail.core.interfaces.records import (
@@ -234,6 +235,7 @@ __all__ = [
     "StepPlan",
     "StepRecord",
     "StepResult",
+    "StepShape",
     "StepTerms",
     "TargetView",
     "TensorHeader",
