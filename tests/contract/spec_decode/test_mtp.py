@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -50,14 +49,6 @@ def selected(*words: str) -> Selected:
     return small_composition("spec_decode=mtp", "spec_decode.lookahead=3", *words).part("spec_decode")
 
 
-@cache
-def target() -> Llama:
-    config = LlamaConfig(hf=DEEPSEEK_V3, load="dummy")
-    model = Llama(config, build_context(Llama.spec(config), max_len=80))
-    model.init_dummy(1)
-    return model
-
-
 def loud(drafter: Any) -> Any:
     """Multiply random weights, whose drafts would else hardly depend on hidden states."""
     bind = drafter.bind
@@ -79,9 +70,11 @@ class TestMTP(DrafterContract):
         return loud(selected().build())
 
     def target(self, slots: int) -> TargetView:
-        model = target()
+        config = LlamaConfig(hf=DEEPSEEK_V3, load="dummy")
+        model = Llama(config, build_context(Llama.spec(config), max_len=2 * self.max_len))
+        model.init_dummy(1)
         return TargetView(
-            build=replace(model.build, tuned=[]),
+            build=model.build,
             source=ModelSource(None, dummy=True),
             max_seqs=slots,
             max_len=self.max_len,
