@@ -68,8 +68,8 @@ class LlamaMTPLayer(MTPLayer):
     def check_checkpoint(self, checkpoint: Checkpoint) -> None:
         headers = dict(self._own(checkpoint.tensors().items()))
         if (experts := self._layout.experts) is not None:
-            headers = unstacked_headers(headers.items(), stacks_of(experts.names), experts.rule.experts)
-            headers = dict(without(headers, self._elsewhere))
+            each = unstacked_headers(headers.items(), stacks_of(experts.names), experts.rule.experts)
+            headers = dict(without(each, self._elsewhere))
         check_headers(self._weights(), headers, checkpoint, self._ignored)
 
     def load(self, weights: Iterable[tuple[str, Callable[[], Any]]]) -> None:
