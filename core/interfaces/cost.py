@@ -106,7 +106,7 @@ class StepTerms(NamedTuple):
     def seconds(self) -> float:
         """Time of the step."""
         weights, products, *rest = self
-        return (weights**OVERLAP + products**OVERLAP) ** (1 / OVERLAP) + sum(rest)
+        return float((weights**OVERLAP + products**OVERLAP) ** (1 / OVERLAP)) + sum(rest)
 
     def scaled(self, factors: StepTerms) -> StepTerms:
         return StepTerms(*map(mul, self, factors))

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.nightly
+
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "simulator_error.py"
 SMALL = ("--requests", "4", "--tokens", "8", "--rate", "20", "--seconds", "0.2", "--hold-out", "equal_burst")
 CPU = ("+preset=tiny_cpu", "cost=cpu", "engine.dtype=float32", "engine.max_len=64", "engine.token_budget=64")
