@@ -167,6 +167,7 @@ class Runner:
             parts.model.build.spec.vocab,
             parts.model.kv_groups,
             parts.adapters,
+            parts.connection.collective,
         )
         self.results = ResultCopies(device)
         self.graphs: StepGraphs | None = None
