@@ -61,6 +61,7 @@ from dovetail.core.interfaces.model import (
     ModelSource,
     ModelSpec,
     MoE,
+    MTPLayer,
     Parameters,
 )
 from dovetail.core.interfaces.observer import Observer, StepRecord
@@ -87,6 +88,7 @@ from dovetail.core.interfaces.plan import (
     Row,
     RowFlag,
     StepPlan,
+    StepShape,
 )
 from dovetail.core.interfaces.quant import LinearMethod, LinearShape, Quantizer
 from dovetail.core.interfaces.records import (
@@ -188,6 +190,7 @@ __all__ = [
     "LogitsContext",
     "LogitsProcessor",
     "LogprobColumns",
+    "MTPLayer",
     "Matcher",
     "MoE",
     "Model",
@@ -234,6 +237,7 @@ __all__ = [
     "StepPlan",
     "StepRecord",
     "StepResult",
+    "StepShape",
     "StepTerms",
     "TargetView",
     "TensorHeader",

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from dovetail.core.interfaces.kv_cache import KVGroup
-    from dovetail.core.interfaces.model import BuildContext, ForwardContext, Hidden, ModelSource, ModelSpec
+    from dovetail.core.interfaces.model import BuildContext, ForwardContext, Hidden, ModelSource, ModelSpec, MTPLayer
     from dovetail.core.interfaces.quant import Quantizer
     from dovetail.core.interfaces.records import Request
 
@@ -50,10 +50,21 @@ class DrafterFacts:
     """All drafts come from one pass over the model's layers, instead of one pass per draft."""
     target_share: float = 0.0
     """Share of the target's layers that a pass of the drafter runs; 0 = none."""
+    mtp: bool = False
+    """The model inside the drafter is the target's layer for multi-token prediction (ModelSpec.mtp), in the target's
+    number formats; `spec` is None then."""
+
+    def of(self, target: ModelSpec) -> DrafterFacts:
+        """Return the facts for this target, whose layer for multi-token prediction they name if the drafter runs it."""
+        return replace(self, spec=target.mtp) if self.mtp else self
 
 
 def _no_layers(embeds_TC: torch.Tensor, ctx: ForwardContext) -> Hidden:
     raise NotImplementedError("this TargetView has no layers of the target")
+
+
+def _no_mtp_layer(build: BuildContext) -> MTPLayer:
+    raise NotImplementedError("this TargetView has no layer for multi-token prediction")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +86,8 @@ class TargetView:
     """Model.logits"""
     forward: Callable[[torch.Tensor, ForwardContext], Hidden] = _no_layers
     """Model.forward, for drafters with `on_target_pages`."""
+    mtp_layer: Callable[[BuildContext], MTPLayer] = _no_mtp_layer
+    """Model.mtp_layer"""
 
     def build_context(self, spec: ModelSpec, quantizer: Quantizer) -> BuildContext:
         """Return the inputs of a model inside the drafter: the target's device, dtypes, attention and collective,

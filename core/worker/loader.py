@@ -14,6 +14,7 @@ import torch
 from dovetail.core.host import detect_host
 from dovetail.core.interfaces import (
     Adapters,
+    DrafterFacts,
     ExecutorInfo,
     ModelSpec,
     Progress,
@@ -29,6 +30,7 @@ from dovetail.core.worker.build import (
     build_context,
     build_quantizer,
     check_weights,
+    lane_ranks,
     target_view,
     tunables_of,
     tuned_sizes,
@@ -147,9 +149,13 @@ def _connect(
         torch.cuda.set_device(device)
         keep_shared_memory(device)
     progress("connect ranks", None)
-    connection = Connection(rank, size, device, composition.build("collective"))
+    collective = composition.build("collective")
+    collective.rank, collective.size = rank, size
+    connection = Connection(rank, size, device, collective, lane_ranks(composition, collective))
     on_connect(connection)
     connection.collective.connect(rank, size, address, device)
+    if (ranks := connection.lane_ranks) is not None and composition.lane is not None:
+        ranks.connect(ranks.rank, ranks.size, composition.lane.address, device)
     return connection
 
 
@@ -167,8 +173,8 @@ def _build_parts(
         note(f"engine.max_len={engine.max_len}, and the model was made for {max_len}: sequences end there")
     attention, drafter = composition.build("attention"), composition.build("spec_decode")
     adapters = _build_adapters(composition, device, dtype)
-    collective = connection.collective
-    build = build_context(composition, spec, quantizer, device, dtype, collective, attention, drafter, adapters)
+    some = connection.collective, attention, drafter, adapters, connection.lane_ranks
+    build = build_context(composition, spec, quantizer, device, dtype, *some)
     progress("build model", None)
     model = model_class(selected.config, build)
     if adapters is not None:
@@ -220,12 +226,15 @@ def _build_parts(
 
 
 def _note_choice(composition: Composition, spec: ModelSpec) -> None:
-    """Name the model that another one chose (model=auto), and why."""
+    """Name the model that another one chose (model=auto), and why, and a layer for drafts that is not used."""
     choice, model = composition.choices.get("model"), composition.part("model")
     chooser = composition.registry.registered.get(("model", choice or ""))
     if chooser is not None and chooser.component.chooses is not None:
         why = "which has" if model.component.reads is not None else "because no native model runs this"
         note(f"model={choice} chose model={model.name}, {why} {spec.architecture}")
+    facts: DrafterFacts | None = composition.part("spec_decode").facts()
+    if spec.mtp is not None and spec.checkpoint is not None and (facts is None or not facts.mtp):
+        note("the checkpoint's layer for multi-token prediction is not loaded; spec_decode=mtp drafts with it")
 
 
 def _build_adapters(composition: Composition, device: torch.device, dtype: torch.dtype) -> Adapters | None:

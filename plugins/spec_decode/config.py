@@ -247,3 +247,13 @@ class ParallelConfig(HeadFiles):
 
 class MedusaConfig(HeadFiles):
     """Drafts by heads that each predict one of the next tokens from the target's last hidden state (Medusa)."""
+
+
+class MTPConfig(Trees):
+    """Drafts by the checkpoint's own layer for multi-token prediction, with KV pages of its own."""
+
+    lookahead: int = Field(1, ge=1, le=16)
+    """Draft tokens per sequence and step, or levels of a tree of them; each is a pass of the layer, which was trained
+    for the first."""
+    verify: Verify = "draws"
+    """How drafts of requests that are not greedy are verified; as for spec_decode=draft_model."""

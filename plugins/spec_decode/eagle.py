@@ -171,14 +171,19 @@ class Eagle3(Eagle):
 
 def check_target(name: str, shape: EagleShape, target: TargetView) -> None:
     """Raise ConfigError for a target that no EAGLE head can follow; note one for which this head was not trained."""
+    check_windows(name, target)
+    if shape.spec.max_len < target.max_len:
+        note(
+            f"spec_decode={name}: the head was made for {shape.spec.max_len} positions, and sequences may have "
+            f"{target.max_len}: fewer drafts may be accepted past that. engine.max_len={shape.spec.max_len} avoids it"
+        )
+
+
+def check_windows(name: str, target: TargetView) -> None:
+    """Raise ConfigError for a target with attention windows."""
     if any(target.build.spec.windows):
         raise ConfigError(
             f"spec_decode={name} follows a model without attention windows, and this one has some: a cached prefix may "
             "lack the pages of the last token, which is fed again for its hidden state. Set spec_decode=draft_model or "
             "spec_decode=ngram"
-        )
-    if shape.spec.max_len < target.max_len:
-        note(
-            f"spec_decode={name}: the head was made for {shape.spec.max_len} positions, and sequences may have "
-            f"{target.max_len}: fewer drafts may be accepted past that. engine.max_len={shape.spec.max_len} avoids it"
         )

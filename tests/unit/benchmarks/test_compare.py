@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -301,6 +300,7 @@ LITTLE = (
 DRAWN = ("message.median=6", "message.most=20", "output.median=5", "output.most=9")
 
 
+@pytest.mark.nightly
 def test_loads_that_people_have(vllm: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
     """Drawn lengths, sampling, rounds and schemas reach both engines alike; the model has shapes alone."""
     names = ("chat", "multi_turn", "agents", "3x6/5-sampled", "2x4/3")
@@ -470,7 +470,7 @@ def test_results_survive_a_server_that_fails(
         compare.main([*servers("poisson", ""), "--", *TINY])
 
 
-@pytest.mark.skipif("DOVETAIL_SERVERS" not in os.environ, reason="four starts of servers: .ci/nightly runs it")
+@pytest.mark.nightly
 def test_servers_under_load(
     compare: ModuleType,
     servers: Callable[..., list[str]],

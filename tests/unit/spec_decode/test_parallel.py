@@ -19,6 +19,8 @@ from dovetail.core.testing.executor_scripts import small_composition
 from .heads import HEADS, HIDDEN, bound, eagle_tensors, save_head
 from .test_eagle import norm, rotate
 
+pytestmark = pytest.mark.nightly
+
 PROMPTS = ["def f(x):\n", "class Stack:\n    def push(self, item):\n        self.items.append(item)\n"]
 
 

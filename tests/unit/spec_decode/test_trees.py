@@ -24,6 +24,8 @@ from dovetail.core.worker.batch import lay_out
 from dovetail.core.worker.runner import Runner
 from dovetail.plugins.attention.sdpa import capabilities
 
+pytestmark = pytest.mark.nightly
+
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, repetition_penalty=1.2, frequency_penalty=0.5),
     SamplingParams(temperature=0.9, seed=2, top_p=0.9, max_tokens=24, logprobs=2),
