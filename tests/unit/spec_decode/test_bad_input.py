@@ -15,7 +15,7 @@ from dovetail.plugins.model.llama.decoder import Llama
 from dovetail.plugins.spec_decode.eagle_files import TAPS
 from dovetail.plugins.spec_decode.head import Head
 
-from .heads import DRAFT_VOCAB, HIDDEN, save_head
+from .heads import DRAFT_VOCAB, save_head
 
 HEADS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "vocabulary": ("eagle3", {"vocab_size": 32000}, {}, "a vocabulary of 32000, and this model has 4096: set spec_dec"),
@@ -23,9 +23,6 @@ HEADS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "taps": ("eagle3", {TAPS: [2, 4, 9]}, {}, "after 2, 4, 9 layers, and the model has 8: they must be from 1 to 8"),
     "d2t": ("eagle3", {}, {"d2t": torch.full((DRAFT_VOCAB,), 4000)}, "model.safetensors: .*d2t. maps .* below 4096"),
     "missing": ("parallel", {}, {"mask_hidden": None}, "1 missing .*mask_hidden"),
-    "shape": ("eagle", {}, {"fc.weight": torch.zeros(HIDDEN, 3)}, "fc.weight. has shape .256, 3.* must be .256, 512"),
-    "layers": ("eagle3", {"num_hidden_layers": 2}, {}, "num_hidden_layers is 2; spec_decode=eagle3 runs heads of one"),
-    "heads": ("medusa", {}, {}, "lookahead=4, and there are 3 heads, .*: set spec_decode.lookahead=3"),
 }
 DUMMY = ["model@spec_decode.model=llama", "spec_decode.model.load=dummy", f"spec_decode.model.hf={SMALL_LLAMA}"]
 WORDS: dict[str, tuple[list[str], type[Exception], str]] = {
@@ -41,7 +38,6 @@ WORDS: dict[str, tuple[list[str], type[Exception], str]] = {
         CapabilityError,
         "engine with pp 1 .no built-in executor .*; engine has 2. Would work: engine.pp=1",
     ),
-    "layers": (["spec_decode=layer_skip", "spec_decode.share=1.5"], ConfigError, "share.* less than 1"),
 }
 
 
