@@ -14,6 +14,7 @@ from dovetail.core.interfaces import (
     Adapters,
     AttentionBackend,
     AttnCtx,
+    Collective,
     Draft,
     DraftContext,
     Drafter,
@@ -43,13 +44,16 @@ class Drafts:
         vocab: int,
         target_groups: Seq[KVGroup] = (),
         adapters: Adapters | None = None,
+        collective: Collective | None = None,
     ) -> None:
-        """`target_groups`, `adapters`: the target's, for drafters that run its layers."""
+        """`target_groups`, `adapters`: the target's, for drafters that run its layers. `collective`: that of the ranks
+        that must have the same drafts; None = this is the only one."""
         self.drafter, self.state, self.attention, self.vocab = drafter, state, attention, vocab
         self.groups = drafter.kv_groups() if drafter.lookahead else ()
         self._passes = target_groups if drafter.on_target_pages else self.groups
         """KV groups of the drafter's passes."""
         self._adapters = adapters if drafter.on_target_pages else None
+        self._collective = collective if collective is not None and collective.size > 1 else None
         self.lookahead, self.taps = drafter.lookahead, drafter.taps
         self.on_device = self.lookahead > 0 and not drafter.needs_host_tokens
         """Whether `propose` drafts; otherwise nothing does, or the host."""
@@ -126,7 +130,20 @@ class Drafts:
         # Passes over the target's layers feed one token per row.
         with adapting(self._adapters if adapted else None, state.adapter_S, slots_B):
             draft = self.drafter.propose(ctx)
-        self._write(draft, slots_B, lengths_B, most_B)
+        self._write(self._agreed(draft), slots_B, lengths_B, most_B)
+
+    def _agreed(self, draft: Draft) -> Draft:
+        """Return rank 0's draft. Ranks compute drafts alike, but a bit that differs between their devices, or NaN on
+        one of them, would let them accept different drafts, and then wait for each other for ever."""
+        if self._collective is None:
+            return draft
+        parts = [draft.tokens_BK, draft.count_B[:, None]]
+        parts += [extra for extra in (draft.parents_BK, draft.drawn_BK) if extra is not None]
+        widths = [part.shape[1] for part in parts]
+        sent = self._collective.broadcast(torch.cat([part.long() for part in parts], 1))
+        tokens_BK, count_B1, *extras = sent.split(widths, 1)
+        trees = dict(zip(("parents_BK", "drawn_BK"), extras, strict=False))
+        return Draft(tokens_BK, count_B1[:, 0], **trees)
 
     def _write(self, draft: Draft, slots_B: torch.Tensor, lengths_B: torch.Tensor, most_B: torch.Tensor) -> None:
         state, rows = self.state, (slots_B, lengths_B, most_B)

@@ -176,6 +176,7 @@ class Runner:
             parts.model.build.spec.vocab,
             parts.model.kv_groups,
             parts.adapters,
+            parts.connection.collective,
         )
         self.results = ResultCopies(device)
         self._set_lane_rows(None)

@@ -65,7 +65,9 @@ class Eagle(BuiltinDrafter):
         return read_eagle(self.config)
 
     def check_files(self, target: TargetView) -> None:
-        check_tensors(*self._build(target, self.shape()))
+        layer, source = self._build(target, self.shape())
+        check_tensors(layer, source)
+        layer.check_values(source)
 
     def _build(self, target: TargetView, shape: EagleShape) -> tuple[EagleLayer, ModelSource]:
         """Return the layer without weights, and its files."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from dovetail.core.checkpoint import LazyTensor
+from dovetail.core.checkpoint import LazyTensor, located
 from dovetail.core.errors import TensorError, shown
 from dovetail.core.interfaces import (
     PLAIN,
@@ -18,6 +18,7 @@ from dovetail.core.interfaces import (
     Bundle,
     ForwardContext,
     KVGroup,
+    ModelSource,
     Partial,
     Plane,
     TensorHeader,
@@ -130,6 +131,9 @@ class EagleLayer(Head):
     def others(self) -> Iterator[Taker]:
         yield from self.block.others()
 
+    def check_values(self, source: ModelSource) -> None:
+        """Check small tensors whose values must fit the target. Raises ConfigError naming file and tensor."""
+
     def fuse(self, features_TF: torch.Tensor) -> torch.Tensor:
         """Return what `forward` takes for features of the target, [T, C]."""
         return features_TF
@@ -216,6 +220,12 @@ class Eagle3Layer(EagleLayer):
             return logits_BD
         logits_BV = logits_BD.new_full((len(logits_BD), self.target_vocab), float("-inf"))
         return logits_BV.index_copy_(1, self.ids_D, logits_BD)
+
+    def check_values(self, source: ModelSource) -> None:
+        if source.weights is None:
+            return
+        with located(source.weights):
+            self._map({name: opener() for name, opener in source.weights.open() if name == "d2t"})
 
     def _map(self, tensors: Mapping[str, LazyTensor]) -> None:
         """Read d2t: what to add to each draft id."""

@@ -342,7 +342,10 @@ def test_the_suite_rejects(broken: type[Drafter], test: str) -> None:
     assert rejects(suite_of(broken), test)
 
 
-SOUND = [Follower, Drawer, SumsTokens, ContinuesTheFeature, TreeOfFeatures, DrawsTrees, HostFollower]
+SOUND = [
+    *(Follower, Drawer, SumsTokens, ContinuesTheFeature, TreeOfFeatures, HostFollower),
+    pytest.param(DrawsTrees, marks=pytest.mark.nightly),
+]
 
 
 @pytest.mark.parametrize("sound", SOUND)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -46,7 +45,7 @@ def test_accepted_siblings_are_counted_by_level_and_rank(script: ModuleType, mon
     assert counts.ranks() == ([[2 / 4, 1 / 4], [0 / 3, 1 / 2]], 4)
 
 
-@pytest.mark.skipif(os.environ.get("DOVETAIL_LONG") != "1", reason="DOVETAIL_LONG=1")
+@pytest.mark.nightly
 def test_a_measurement_writes_the_file_that_chooses_a_tree(
     script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
