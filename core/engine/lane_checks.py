@@ -65,7 +65,7 @@ def _option_conflicts(composition: Composition) -> Iterator[str]:
             "other. Would work: engine.record=null."
         )
     adapter = composition.parts.get("adapter")
-    if isinstance(adapter, Selected) and getattr(adapter.config, "slots", 0):
+    if isinstance(adapter, Selected) and getattr(adapter.config, "slots", False):
         yield (
             f"adapter={adapter.name} selects CUDA graphs by a lane's own rows, and lanes run the "
             "same graph. Would work: adapter=none."

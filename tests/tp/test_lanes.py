@@ -21,7 +21,7 @@ LATENTS = (
     *(f"model.hf.{option}" for option in ("num_hidden_layers=3", "num_attention_heads=4", "num_key_value_heads=4")),
     *(f"model.hf.{option}" for option in ("kv_lora_rank=24", "qk_nope_head_dim=12", "qk_rope_head_dim=8")),
     *(f"model.hf.{option}" for option in ("v_head_dim=10", "n_routed_experts=8", "num_experts_per_tok=3")),
-    "model.hf.moe_intermediate_size=48",
+    *(f"model.hf.{option}" for option in ("moe_intermediate_size=48", "bos_token_id=0", "eos_token_id=511")),
 )
 
 
