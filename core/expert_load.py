@@ -39,11 +39,11 @@ def expert_load(moe: MoE, tokens: int, ep: int) -> ExpertLoad:
     return ExpertLoad(distinct, pairs, distinct / mean_distinct, pairs / mean_pairs)
 
 
-def exchanged_rows(exchange: str, active: int, tp: int, ep: int) -> float:
-    """Return the rows of the hidden size that a rank sends for each token of a step, at both boundaries of a layer with
-    experts. `exchange`: capability of a placement: "sum", "gather" or "all_to_all"."""
-    others = (tp - 1) / tp
-    if exchange != "all_to_all":
-        return 4 * others  # Two all-reduces, or a scatter, a gather, a scatter and a gather.
-    share, parts = 1 - (1 - 1 / ep) ** active, tp // ep
-    return 2 * others + 2 * share * (tp - 1) / (parts * ep)
+def exchanged_rows(exchange: str, active: int, tp: int, ep: int, lanes: int = 1) -> float:
+    """Return the rows of the hidden size that a rank sends for each token of its replica's step, at both boundaries of
+    a layer with experts. `exchange`: capability of a placement: "sum", "gather" or "all_to_all"."""
+    within = 2 * (tp - 1) / tp  # A scatter and a gather, or an all-reduce.
+    if exchange == "sum":
+        return 2 * within
+    share = 1 - (1 - 1 / ep) ** active if exchange == "all_to_all" else 1
+    return within + 2 * share * (tp * lanes - 1) / tp

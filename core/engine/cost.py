@@ -66,12 +66,14 @@ def drafter_facts(composition: Composition, spec: ModelSpec) -> DrafterFacts | N
 
 
 def with_expert_ranks(composition: Composition) -> EngineConfig:
-    """Return the engine's settings with the number of expert ranks in place of ep=null."""
+    """Return the engine's settings with the number of expert ranks in place of ep=null, and with dp as the number of
+    lanes if this is one of them."""
     engine = composition.engine
     if "experts" not in composition.parts:
         return engine
     placement: ExpertPlacement = composition.build("experts")
-    return engine.model_copy(update={"ep": expert_ranks(placement, engine.ep, composition.expert_ranks)})
+    ep, dp = expert_ranks(placement, engine.ep, composition.expert_ranks), max(engine.dp, composition.lanes)
+    return engine.model_copy(update={"ep": ep, "dp": dp})
 
 
 def _part_of(spec: ModelSpec, share: float) -> ModelSpec:

@@ -18,14 +18,17 @@ def lane_conflicts(composition: Composition, here: Host) -> list[str]:
     if "experts" not in composition.parts or composition.lanes == 1:
         return []
     return [
-        *_placement_conflicts(composition),
+        *placement_conflicts(composition),
         *_option_conflicts(composition),
         *_executor_conflicts(composition, here),
         *_drafter_conflicts(composition, here),
     ]
 
 
-def _placement_conflicts(composition: Composition) -> Iterator[str]:
+def placement_conflicts(composition: Composition) -> Iterator[str]:
+    """Yield the conflict of lanes with a placement that needs every row of a step."""
+    if "experts" not in composition.parts or composition.lanes == 1:
+        return
     part = composition.part("experts")
     if part.target().rows != "own":
         works = [f"experts={name}" for name in _of_own_rows(composition)]
@@ -62,7 +65,7 @@ def _option_conflicts(composition: Composition) -> Iterator[str]:
             "other. Would work: engine.record=null."
         )
     adapter = composition.parts.get("adapter")
-    if isinstance(adapter, Selected) and getattr(adapter.config, "slots", None):
+    if isinstance(adapter, Selected) and getattr(adapter.config, "slots", False):
         yield (
             f"adapter={adapter.name} selects CUDA graphs by a lane's own rows, and lanes run the "
             "same graph. Would work: adapter=none."

@@ -196,16 +196,20 @@ class CostModel(ABC):
     # Bytes follow from shapes and formats alone. They are here so that one component predicts time and memory.
 
     def weight_bytes(self) -> float:
-        """Bytes of all weights, over all ranks."""
-        return self.formats.weight_bytes(self._parameters)
+        """Bytes of all weights, over the ranks of a replica. Lanes (EngineConfig.lanes) each have a share of the routed
+        experts."""
+        p = self._parameters
+        elsewhere = p.experts * (1 - 1 / self.engine.lanes)
+        return self.formats.weight_bytes(p) - self.formats.expert_bytes(elsewhere)
 
     def step_weight_bytes(self, tokens: int | None = None) -> float:
-        """Bytes of the weights that a step of `tokens` tokens reads, over all ranks: all except the embedding table and
-        the routed experts that no token selects, assuming random routing. None = all experts."""
-        p = self._parameters
-        experts = float(p.experts)
+        """Bytes of the weights that a step of `tokens` tokens reads, over the ranks of a replica: all except the
+        embedding table and the routed experts that no token selects, assuming random routing, and as many tokens in
+        each lane. None = all experts."""
+        p, lanes = self._parameters, self.engine.lanes
+        experts = p.experts / lanes
         if tokens is not None and p.experts:
-            experts *= 1 - (1 - p.active_experts / p.experts) ** tokens
+            experts *= 1 - (1 - p.active_experts / p.experts) ** (tokens * lanes)
         return self.formats.layer_bytes(p, experts) + self.formats.head_bytes(p) + p.rest * self.formats.dtype_bytes
 
     def kv_bytes(self, tokens: int) -> int:

@@ -107,7 +107,7 @@ class Experts:
             layouts = layouts_of(self.placement, len(names), groups)
             self.slots = slots_of(layouts, len(names), rank, parts, build.device)
             ids = layouts[rank // parts]
-        each = share_of_channels(names[0][0], intermediate, build, parts)
+        each = share_of_channels(names[0][0], intermediate, build, parts, size)
         start, stop = rank % parts * each, (rank % parts + 1) * each
         self.channels, self.activation = slice(start, stop), activation
         self.elsewhere = frozenset(name for expert in set(range(len(names))).difference(ids) for name in names[expert])

@@ -278,15 +278,16 @@ def split_channels(name: str, total: int, build: BuildContext) -> tuple[int, int
     return rank * each, (rank + 1) * each
 
 
-def share_of_channels(name: str, total: int, build: BuildContext, parts: int) -> int:
-    """Return the channels of each of `parts` ranks that share a matrix. Raise ConfigError if they do not divide."""
+def share_of_channels(name: str, total: int, build: BuildContext, parts: int, ranks: int | None = None) -> int:
+    """Return the channels of each of `parts` ranks that share a matrix. Raise ConfigError if they do not divide.
+    `ranks`: number of ranks that have experts; None = those of the model."""
     if total % parts:
-        size, options = build.collective.size, [n for n in build.spec.shares() if total % n == 0]
+        size, options = ranks or build.collective.size, [n for n in build.spec.shares() if total % n == 0]
         if parts == size:
             raise ConfigError(f"engine.tp={size} does not divide the {total} channels of {name}. {_set_to(options)}")
         groups = [n for n in range(1, size + 1) if size % n == 0 and total % (size // n) == 0]
         raise ConfigError(
-            f"engine.ep={size // parts} leaves {parts} of engine.tp={size} ranks for the {total} channels of {name}, "
+            f"engine.ep={size // parts} leaves {parts} of {size} ranks for the {total} channels of {name}, "
             f"which they do not divide. Set engine.ep to one of {', '.join(map(str, groups))}"
         )
     return total // parts

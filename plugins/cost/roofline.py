@@ -27,7 +27,8 @@ class Roofline(CostModel):
     Reads and matmuls of the linear layers overlap as in StepTerms.seconds. Attention takes the longer of both. Times
     are those of one of engine.tp ranks, and pipeline stages add up. Weights are read once per step, KV once per row.
     Activations stay in cache and are not counted. Experts on different ranks (engine.ep) take as long as those of the
-    busiest rank; their exchange counts as two all-reduces.
+    busiest rank; their exchange counts as two all-reduces, and between lanes as a gather and a scatter of every lane's
+    rows, of which all have as many.
     """
 
     config: RooflineConfig
@@ -95,12 +96,13 @@ class Roofline(CostModel):
         return _mean_rows(sums)
 
     def _excess(self, tokens: int) -> tuple[float, float]:
-        """Return (bytes over all ranks, FLOPs of a rank) that experts of the busiest rank add to the mean."""
+        """Return (bytes over the replica's ranks, FLOPs of a rank) that experts of the busiest rank add to the mean."""
         p, moe, ep = self._parameters, self.spec.moe, self.engine.ep or 1
         if moe is None or ep == 1:
             return 0.0, 0.0
-        load = expert_load(moe, tokens, ep)
-        read = self.formats.expert_bytes(p.experts * load.distinct * ep / moe.experts / load.reads)
+        lanes = self.engine.lanes
+        load = expert_load(moe, tokens * lanes, ep)
+        read = self.formats.expert_bytes(p.experts * load.distinct * ep / moe.experts / load.reads) / lanes
         flops = 2 * tokens * p.active_experts / self.engine.tp
         return (load.reads - 1) * read, (load.products - 1) * flops
 
@@ -122,6 +124,9 @@ class Roofline(CostModel):
         if engine.tp > 1:
             share = 2 * (engine.tp - 1) / engine.tp
             seconds += 2 * self.spec.layers * (c.link_us * 1e-6 + share * tokens * self._hop)
+        if engine.lanes > 1 and (moe := self.spec.moe) is not None:
+            others = (engine.tp * engine.lanes - 1) / engine.tp
+            seconds += 2 * (self.spec.layers - moe.dense_layers) * (c.link_us * 1e-6 + others * tokens * self._hop)
         return seconds
 
     def _flops(self, product: str) -> float:

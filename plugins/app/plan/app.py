@@ -113,7 +113,7 @@ def _print(facts: dict[str, Any]) -> None:
             f"experts={experts['placement']}: {experts['per_gpu']} experts of a layer on each GPU{cut}; a step of "
             f"n tokens reads at most about {read}"
         )
-        if facts["layout"]["tp"] > 1:
+        if facts["layout"]["tp"] * experts["lanes"] > 1:
             out.print(f"exchange of layers with experts: {experts['exchange_bytes_per_token']} bytes per token and GPU")
 
     fit = Table("tokens", "sequences at once", title="how many fit", title_justify="left")

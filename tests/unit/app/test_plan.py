@@ -249,6 +249,27 @@ def test_experts_over_ranks_are_planned(capsys: pytest.CaptureFixture[str]) -> N
     assert "engine.ep=3 does not divide engine.tp=8 ranks. Would work: engine.ep=1" in capsys.readouterr().err
 
 
+def test_lanes_share_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    """DeepSeek-V3 in eight lanes: experts as over eight ranks, attention whole on each GPU, latents on one alone."""
+    words = ["model=deepseek_v3", "cost=h200", "quant=fp8", "executor=multiproc", "plan.batches=[1,512]"]
+    eight = plan(*words, "engine.tp=8", "experts=gather")
+    lanes = plan(*words, "engine.dp=8", "engine.ep=8", "experts=gather")
+    mixed = plan(*words, "engine.tp=2", "engine.dp=4", "engine.ep=8", "experts=all_to_all")
+    assert lanes["experts"] | {"lanes": 1, "exchange_bytes_per_token": 0} == eight["experts"] | {
+        "exchange_bytes_per_token": 0
+    }
+    assert mixed["experts"]["lanes"] == 4 and mixed["experts"]["per_gpu"] == 32
+    attention = 61 * (7168 * (1536 + 576) + 1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168)
+    dense, tables = 3 * 3 * 7168 * 18432, 2 * 129280 * 7168 * 2
+    more = lanes["bytes_per_gpu"]["weights"] - eight["bytes_per_gpu"]["weights"]
+    assert more == pytest.approx((attention + dense + tables) * 7 / 8, rel=0.02)
+    assert lanes["sequences"]["4096"] > 4 * eight["sequences"]["4096"]
+    assert lanes["speed"][0]["tpot_ms"] > eight["speed"][0]["tpot_ms"]
+    assert lanes["speed"][1]["tpot_ms"] < eight["speed"][1]["tpot_ms"]
+    assert main(["app=plan", *words, "engine.dp=8", "engine.ep=8", "experts=whole"]) == 2
+    assert "experts=whole needs every row" in capsys.readouterr().err
+
+
 def test_a_plan_without_hardware_says_what_to_choose() -> None:
     argv = [sys.executable, "-c", CODE, "app=plan", "cost=none"]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)

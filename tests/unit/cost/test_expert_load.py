@@ -39,3 +39,4 @@ def test_rows_go_only_where_they_must():
     assert exchanged_rows("all_to_all", 1, 8, 8) == pytest.approx(1.75 + 2 * 7 / 64)
     assert exchanged_rows("all_to_all", 64, 8, 8) == pytest.approx(3.5, rel=0.01)
     assert exchanged_rows("all_to_all", 2, 8, 2) > exchanged_rows("all_to_all", 2, 8, 8)
+    assert exchanged_rows("gather", 8, 1, 8, lanes=8) == 14, "a lane of one rank sends each row to seven, and sums back"
