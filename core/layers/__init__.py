@@ -5,7 +5,7 @@ from dovetail.core.layers.experts import ExpertRouter, Experts
 from dovetail.core.layers.kinds import kind_of, one_of_each, rehearsal, rehearsing
 from dovetail.core.layers.kv_scales import KVScales
 from dovetail.core.layers.linear import ColumnParallel, Linear, QKVParallel, RowParallel, local_heads
-from dovetail.core.layers.norm import LayerNorm, RMSNorm
+from dovetail.core.layers.norm import LayerNorm, NoNorm, RMSNorm
 from dovetail.core.layers.plain import PlainLinear
 from dovetail.core.layers.plain_experts import PlainExperts
 from dovetail.core.layers.rotary import build_rope
@@ -13,6 +13,7 @@ from dovetail.core.layers.run import run_layers
 from dovetail.core.layers.sinks import Sinks
 from dovetail.core.layers.unstacked import Stack, unstacked, unstacked_headers, without
 from dovetail.core.layers.weights import Stored, Taker, Weight, WeightSet, check_headers, dummy_weights, load_weights
+from dovetail.core.layers.wide_norm import WideQKNorm
 
 __all__ = [
     "ColumnParallel",
@@ -22,6 +23,7 @@ __all__ = [
     "LMHead",
     "LayerNorm",
     "Linear",
+    "NoNorm",
     "PlainExperts",
     "PlainLinear",
     "QKVParallel",
@@ -35,6 +37,7 @@ __all__ = [
     "VocabTable",
     "Weight",
     "WeightSet",
+    "WideQKNorm",
     "build_rope",
     "check_headers",
     "dummy_weights",

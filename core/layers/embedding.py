@@ -85,10 +85,12 @@ class VocabParallelEmbedding:
 class LMHead:
     """Logits over the vocabulary on every rank, in the model's dtype. Tied models pass their embedding table."""
 
-    def __init__(self, table: VocabTable, build: BuildContext, bias: str | None = None, soft_cap: float = 0.0) -> None:
+    def __init__(
+        self, table: VocabTable, build: BuildContext, bias: str | None = None, soft_cap: float = 0.0, scale: float = 1.0
+    ) -> None:
         """`bias`: checkpoint name of the bias, for models whose head has one. `soft_cap`: logits become
-        cap * tanh(logit / cap) (Gemma 2, 2024); 0 = they stay."""
-        self.table, self.bias_name, self.soft_cap = table, bias, soft_cap
+        cap * tanh(logit / cap) (Gemma 2, 2024); 0 = they stay. `scale`: multiplies the logits."""
+        self.table, self.bias_name, self.soft_cap, self.scale = table, bias, soft_cap, scale
         self.bias_V = None if bias is None else torch.zeros(table.rows, dtype=build.dtype, device=build.device)
         build.tuned.append(self.tunables)
 
@@ -112,6 +114,8 @@ class LMHead:
     def _product(self, states_BC: torch.Tensor) -> torch.Tensor:
         method = self.table.method
         logits_BV = method.apply(self.table.params, encode(states_BC, (method.input,))[method.input], self.bias_V)
+        if self.scale != 1.0:
+            logits_BV = logits_BV * self.scale
         if self.soft_cap:
             logits_BV = self.soft_cap * torch.tanh(logits_BV / self.soft_cap)
         return logits_BV

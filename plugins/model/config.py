@@ -38,8 +38,8 @@ class AutoConfig(ModelFiles):
 
 
 class LlamaConfig(ModelFiles):
-    """Decoders of Llama, Mistral, Mixtral, Qwen 2 and 3, Gemma 2 and 3, gpt-oss, GLM-4.x, Phi 3 and 4, Falcon,
-    GPT-J."""
+    """Decoders of Llama, Mistral, Mixtral, Qwen 2 and 3, Gemma 2 and 3, gpt-oss, GLM-4.x, Phi 3 and 4, OLMo 2 and
+    3, Granite, Command R, Falcon, GPT-J."""
 
     routing: Literal["learned", "uniform"] = "learned"
     """uniform: every expert is equally likely, for measurements with load=dummy, whose random routers may select a few

@@ -39,6 +39,19 @@ GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
 }
+OLMO3_ROPE = {
+    "rope_parameters": {
+        "full_attention": {**YARN, "attention_factor": 1.2},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    }
+}
+GRANITE = {
+    "embedding_multiplier": 6.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 1.5,
+    "rms_norm_eps": 1e-2,
+}
 PARTLY = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
 LONGROPE = {
     "rope_type": "longrope",
@@ -99,6 +112,11 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "phi3_window": ("Phi3", {"pad_token_id": 0, "sliding_window": 37, **PARTLY}),
     "gptj": ("GPTJ", {"rotary_dim": 6}),
     "gptj_tied": ("GPTJ", {"rotary_dim": 8, "tie_word_embeddings": True, "n_inner": 96}),
+    "olmo2": ("Olmo2", {"pad_token_id": 0}),
+    "olmo3": ("Olmo3", {"pad_token_id": 0, "sliding_window": 37, "num_hidden_layers": 4, **OLMO3_ROPE}),
+    "granite": ("Granite", {**GRANITE, "tie_word_embeddings": True}),
+    "cohere": ("Cohere", {"logit_scale": 0.4, "attention_bias": True, "pad_token_id": 0}),
+    "cohere2": ("Cohere2", {"logit_scale": 0.8, "sliding_window": 37, "num_hidden_layers": 4, "pad_token_id": 0}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 37}),
     "qwen3_moe": ("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": True, "mlp_only_layers": [0]}),
     "qwen3_moe_scores": ("Qwen3Moe", QWEN3_MOE),

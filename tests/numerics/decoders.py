@@ -100,13 +100,13 @@ after the block, multipliers, scaled embeddings, experts, values narrower than k
 script."""
 
 
-def save_decoder(folder: Path, kind: str, seed: int = 0) -> Any:
-    """Save a random model with its config.json and return it, in float32."""
+def save_decoder(folder: Path, kind: str, seed: int = 0, **changes: Any) -> Any:
+    """Save a random model with its config.json and return it, in float32. `changes`: to DECODERS."""
     import torch
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    config = CONFIG_MAPPING[kind](**DECODERS[kind])
+    config = CONFIG_MAPPING[kind](**{**DECODERS[kind], **changes})
     torch.manual_seed(seed)
     model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
     with torch.no_grad():

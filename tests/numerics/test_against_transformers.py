@@ -67,7 +67,7 @@ def test_logits_equal_transformers(variant, tmp_path):
     "variant",
     [
         *("gqa", "mistral_window", "qwen2_window", "qwen3", "gemma2", "gemma3", "glm4", "phi3_window"),
-        *("falcon_7b", "falcon_40b", "falcon_1b", "gptj"),
+        *("falcon_7b", "falcon_40b", "falcon_1b", "gptj", "olmo3", "granite", "cohere2"),
         *("mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3"),
     ],
 )
@@ -102,7 +102,7 @@ def test_decode_rows_of_unequal_count(tmp_path):
         torch.testing.assert_close(logits_TV, expected, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("variant", ["gqa", "gemma3"])
+@pytest.mark.parametrize("variant", ["gqa", "gemma3", "olmo2", "granite"])
 def test_taps_are_the_hidden_states_between_layers(variant, tmp_path):
     reference = save_random(tmp_path, variant)
     tokens = random_tokens(40, seed=2)

@@ -37,7 +37,7 @@ TOKENS = random_tokens(50, seed=3)
 
 FAMILIES = (
     *("gqa", "mistral_window", "qwen2_window", "qwen3", "gemma2", "gemma3", "glm4", "phi3_window"),
-    *("falcon_7b", "falcon_40b", "falcon_1b", "gptj"),
+    *("falcon_7b", "falcon_40b", "falcon_1b", "gptj", "olmo3", "granite", "cohere2"),
     *("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss", "deepseek_v2_lite", "deepseek_v3"),
 )
 """A variant of each family and of each of its checkpoint layouts."""
@@ -47,8 +47,11 @@ FAMILIES = (
     ("variant", "size"),
     [
         *((variant, 2) for variant in FAMILIES),
-        *((variant, 2) for variant in ("mqa", "biases", "tied", "qwen3_window_biases", "falcon_11b", "gptj_tied")),
-        *((variant, 4) for variant in ("gqa", "falcon_40b", "gptj")),
+        *(
+            (variant, 2)
+            for variant in ("mqa", "biases", "tied", "olmo2", "qwen3_window_biases", "falcon_11b", "gptj_tied")
+        ),
+        *((variant, 4) for variant in ("gqa", "falcon_40b", "gptj", "olmo2")),
         ("mha", 8),
     ],
 )

@@ -59,7 +59,8 @@ def _rms_norm(
     cols = tl.arange(0, BLOCK)
     inside = cols < C
     dtype = x_ptr.dtype.element_ty
-    weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
     if row_scale_ptr is not None:
         column_scale = tl.load(column_scale_ptr + cols, mask=inside, other=0.0)
     if after_ptr is not None:
@@ -78,7 +79,9 @@ def _rms_norm(
         rounded = x.to(dtype)
         tl.store(summed_ptr + row * C + cols, rounded, mask=inside)
         x = rounded.to(tl.float32)
-    y = normed(x, weight, C, eps, dtype, weight_ptr.dtype.element_ty)
+    y = x.to(dtype)
+    if weight_ptr is not None:
+        y = normed(x, weight, C, eps, dtype, weight_ptr.dtype.element_ty)
     if plain_ptr is not None:
         tl.store(plain_ptr + row * C + cols, y, mask=inside)
     if ENCODE is not None:
@@ -105,7 +108,7 @@ def _rms_norm(
 def rms_norm_triton(
     x_TC: torch.Tensor,
     residual_TC: torch.Tensor | None,
-    weight_C: torch.Tensor,
+    weight_C: torch.Tensor | None,
     eps: float,
     emit: tuple[ActFormat, ...] = (PLAIN,),
     scale: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -114,8 +117,11 @@ def rms_norm_triton(
     x_TC = x_TC.contiguous()
     tokens, columns = x_TC.shape
     plan = plan_emit(emit)
-    plain = empty_rows(tokens, columns, x_TC.dtype, x_TC.device) if plan.plain else None
-    summed = x_TC if residual_TC is None and scale is None and after is None else torch.empty_like(x_TC)
+    # Without a norm the plain output is the sum.
+    plain = empty_rows(tokens, columns, x_TC.dtype, x_TC.device) if plan.plain and weight_C is not None else None
+    summed = x_TC
+    if residual_TC is not None or scale is not None or after is not None:
+        summed = empty_rows(tokens, columns, x_TC.dtype, x_TC.device)
     row_T1, column_C = scale or (None, None)
     after_C, after_eps = after or (None, None)
     target = EncodeTarget.allocate(plan.fused, tokens, columns, x_TC.dtype, x_TC.device)
@@ -139,4 +145,4 @@ def rms_norm_triton(
             num_warps=warps(block, tokens),
             **dependent(x_TC),
         )
-    return collect(emit, plan.rest, plain, target), summed
+    return collect(emit, plan.rest, summed if weight_C is None else plain, target), summed

@@ -15,7 +15,7 @@ from dovetail.core.compose import Host
 from dovetail.core.errors import ConfigError
 from dovetail.core.frontend.fleet import Reports
 from dovetail.core.interfaces import App
-from dovetail.plugins.app.serve import hosts, keys, lifecycle, ports
+from dovetail.plugins.app.serve import hosts, keys, lifecycle, output_parsing, ports
 from dovetail.plugins.app.serve.config import ServeConfig
 from dovetail.plugins.app.serve.http_server import HttpServer, event_loop, freeze_heap
 from dovetail.plugins.app.serve.monitor import Monitor
@@ -34,6 +34,7 @@ class ServeApp(App):
             raise ConfigError("app=serve needs Linux or macOS: its processes communicate over Unix sockets")
         # Reads the model's folder without importing torch, so that a missing one is reported at once.
         composition.part("model").capabilities(Host())
+        output_parsing.check_chosen(self.config, composition)
         drafter = composition.part("spec_decode")
         if drafter.capabilities(Host()).provides.get("simulated_acceptance"):
             raise ConfigError(

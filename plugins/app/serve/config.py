@@ -36,8 +36,9 @@ class ServeConfig(AppConfig):
     runs in a separate process, which is killed then, with a memory limit of 1 GiB."""
 
     tool_parser: str = "auto"
-    """Name of the parser for tool calls; auto: the first that fits the chat template. A request can override it with
-    its `tool_parser` field."""
+    """Name of the parser for tool calls; auto: the first that fits the chat template. The server does not start with a
+    parser whose format the template lacks, if it has that of another. A request can override it with its `tool_parser`
+    field."""
     reasoning_parser: str = "auto"
     """Name of the parser for reasoning, chosen like `tool_parser`; none: reasoning stays in the content."""
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
+from dovetail.core.chat_template import ChatTemplate
+from dovetail.core.checkpoint import open_checkpoint
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import Grammar, ParserEvent, ParserStream, ReasoningParser, Tool, ToolParser
 from dovetail.core.parsing import OutputStream, Through, fitting
@@ -19,7 +22,7 @@ from dovetail.plugins.app.serve.schemas import Conversing, Function
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
 
-AUTO = "auto"
+AUTO, OFF = "auto", "none"
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 P = TypeVar("P", ToolParser, ReasoningParser)
 
@@ -52,6 +55,33 @@ class Parsers:
         elif body.reasoning_parser is not None:
             _pick("reasoning_parser", self._reasoning, body.reasoning_parser, template)
         return OutputParsing(offered, tool_parser, reasoning_parser, body.parallel_tool_calls is not False, prompt)
+
+
+def check_chosen(config: ServeConfig, composition: Composition) -> None:
+    """Raise ConfigError for a parser that does not exist, or whose format the model's chat template lacks although it
+    has that of another parser. Reads the model's folder alone."""
+    for kind, chosen in (("tool_parser", config.tool_parser), ("reasoning_parser", config.reasoning_parser)):
+        parsers = _build(composition, kind, chosen)
+        if chosen in (AUTO, OFF) or (found := _chat_template(config, composition)) is None:
+            continue
+        where, template = found
+        other = fitting(parsers, template)
+        if other is not None and not parsers[chosen].fits(template):
+            raise ConfigError(
+                f"serve.{kind}={chosen}: {where} has a chat template of the format {other}. Would work: "
+                f"serve.{kind}={other} or {AUTO}, or another template with serve.chat_template=FILE"
+            )
+
+
+def _chat_template(config: ServeConfig, composition: Composition) -> tuple[str, str] | None:
+    """Return (its file or folder, its source)."""
+    if config.chat_template is not None:
+        file = Path(config.chat_template).expanduser()
+        template = ChatTemplate.load(None, file) if file.is_file() else None
+        return None if template is None else (config.chat_template, template.source)
+    path = getattr(composition.part("model").facts(), "checkpoint", None)
+    template = None if path is None else ChatTemplate.load(open_checkpoint(path))
+    return None if template is None else (path, template.source)
 
 
 def _build(composition: Composition, kind: str, chosen: str) -> dict[str, Any]:

@@ -135,6 +135,7 @@ class SymmMemCollective(NcclCollective):
             bundle, summed = copies.boundary(x.values, own, fused.weight, fused.eps, emit, first)
             return bundle, RowShard(summed, len(x.values))
         if fused is None:
+            note(f"collective=symm_mem: {type(norm).__name__} runs in a kernel of its own after sums over ranks")
             return super().boundary(x, residual, norm, emit, after)
         # A sharded residual stays sharded to the end of the forward pass.
         algorithm = self._boundary_algorithm(x.values, emit)

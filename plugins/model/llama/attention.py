@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
+from functools import partial
+from typing import Any
 
 from dovetail.core.interfaces import (
     ActFormat,
@@ -15,12 +17,12 @@ from dovetail.core.interfaces import (
     QKNorm,
     Rope,
 )
-from dovetail.core.layers import KVScales, Linear, QKVParallel, RMSNorm, RowParallel, Sinks, Taker
+from dovetail.core.layers import KVScales, Linear, QKVParallel, RMSNorm, RowParallel, Sinks, Taker, WideQKNorm
 from dovetail.plugins.model.llama.family import Layout
 
 
 class Attention:
-    def __init__(self, index: int, build: BuildContext, layout: Layout, group: KVGroup, rope: Rope) -> None:
+    def __init__(self, index: int, build: BuildContext, layout: Layout, group: KVGroup, rope: Rope | None) -> None:
         spec, names = build.spec, layout.names
         prefix, path = names.layer.format(index), f"layers.{index}.attn"
         self.qkv = QKVParallel(
@@ -44,6 +46,11 @@ class Attention:
             if layout.qk_norm
         ]
         self.qk_norm = QKNorm(self.norms[0].weight, self.norms[1].weight, layout.eps) if self.norms else None
+        self.collective = build.collective
+        self.wide_norm: WideQKNorm | None = None
+        if layout.wide_qk_norm:
+            q_norm, k_norm = (f"{prefix}.{name}" for name in names.qk_norm)
+            self.wide_norm = WideQKNorm((q_norm, k_norm), build, self.qkv, layout.eps)
         self.backend, self.rope = build.attention, rope
         attention = f"{prefix}.{names.o.rpartition('.')[0]}"
         self.kv_scales = KVScales(attention, index, build, spec.kv_heads, self.qkv.kv_heads)
@@ -82,13 +89,21 @@ class Attention:
         """All but those of `linears`."""
         for norm in self.norms:
             yield from norm.weights()
+        if self.wide_norm is not None:
+            yield from self.wide_norm.weights()
         yield from self.kv_scales.weights()
         if self.sinks is not None:
             yield from self.sinks.weights()
 
-    def __call__(self, x: Bundle, ctx: ForwardContext) -> Partial:
+    def calls(self, x: Bundle, ctx: ForwardContext) -> Generator[Callable[[], Any], Any, Partial]:
+        """Run the layer, yielding collective calls as `Model.layers` does."""
         attn = ctx.attn[self.layer.group]
         qkv = self.qkv(x)
+        if self.wide_norm is not None:
+            squares_T2 = None
+            if self.collective.size > 1:
+                squares_T2 = yield partial(self.collective.all_reduce, self.wide_norm.squares(qkv))
+            qkv = self.wide_norm(qkv, squares_T2)
         return self.o(self.backend.write_and_attend(self.layer, attn, qkv, self.rope, self.qk_norm, self.o.inputs))
 
 

@@ -40,6 +40,7 @@ from dovetail.core.layers import (
     LayerNorm,
     Linear,
     LMHead,
+    NoNorm,
     RMSNorm,
     RowParallel,
     Taker,
@@ -138,7 +139,7 @@ class Block:
         build: BuildContext,
         layout: Layout,
         group: KVGroup,
-        rope: Rope,
+        rope: Rope | None,
         before: RMSNorm | LayerNorm | None,
         uniform: bool,
     ) -> None:
@@ -150,9 +151,13 @@ class Block:
         self.mlp_boundary = self.boundary
         # LayerNorm adds the two outputs of a parallel block, except before a sum over ranks.
         self.adds_later = layout.norm == "layer" and build.collective.size == 1
-        self.norms = [_norm(f"{prefix}.{name}", build, layout) for name in layout.block.norms + layout.block.after]
-        after: list[Any] = self.norms[2:] if layout.block.after else [None, None]
-        self.after_attention, self.after = after
+        own = [_norm(f"{prefix}.{name}", build, layout) for name in layout.block.norms]
+        after = [_norm(f"{prefix}.{name}", build, layout) for name in layout.block.after]
+        self.norms = [*own, *after]
+        before_both: tuple[Any, Any] = (own[0], own[-1]) if own else (NoNorm(), NoNorm())
+        after_both: tuple[Any, Any] = (after[0], after[1]) if after else (None, None)
+        self.before_attention, self.before_mlp = before_both
+        self.after_attention, self.after = after_both
         self.attention: Attention | LatentAttention
         if build.spec.mla is None:
             self.attention = Attention(index, build, layout, group, rope)
@@ -172,10 +177,12 @@ class Block:
         return (self._parallel if self.parallel else self._sequential)(x, residual, ctx)
 
     def _sequential(self, x: torch.Tensor | Partial, residual: Residual | None, ctx: ForwardContext) -> BlockCalls:
-        normed, residual = yield lambda: self.boundary(x, residual, self.norms[0], self.attention.inputs, self.before)
-        x = self.attention(normed, ctx)
+        normed, residual = yield lambda: self.boundary(
+            x, residual, self.before_attention, self.attention.inputs, self.before
+        )
+        x = yield from self.attention.calls(normed, ctx)
         normed, residual = yield lambda: self.mlp_boundary(
-            x, residual, self.norms[1], self.mlp.inputs, self.after_attention
+            x, residual, self.before_mlp, self.mlp.inputs, self.after_attention
         )
         if isinstance(self.mlp, SparseMLP):
             return (yield from self.mlp.calls(normed, ctx)), residual
@@ -183,11 +190,12 @@ class Block:
 
     def _parallel(self, x: torch.Tensor | Partial, residual: Residual | None, ctx: ForwardContext) -> BlockCalls:
         """Run attention and MLP on the same input: one sum over ranks per layer in place of two."""
-        wanted = self.attention.inputs + self.mlp.inputs * (len(self.norms) == 1)
-        normed, residual = yield lambda: self.boundary(x, residual, self.norms[0], tuple(dict.fromkeys(wanted)))
-        x = self.attention(normed, ctx)
-        if len(self.norms) == 2:
-            normed, _ = yield lambda: self.boundary(residual, None, self.norms[1], self.mlp.inputs)
+        one_norm = self.before_mlp is self.before_attention
+        wanted = tuple(dict.fromkeys(self.attention.inputs + self.mlp.inputs * one_norm))
+        normed, residual = yield lambda: self.boundary(x, residual, self.before_attention, wanted)
+        x = yield from self.attention.calls(normed, ctx)
+        if not one_norm:
+            normed, _ = yield lambda: self.boundary(residual, None, self.before_mlp, self.mlp.inputs)
         assert isinstance(self.mlp, MLP), "no family has experts in parallel blocks"
         y = self.mlp(normed, ctx)
         return Partial(x.values, plus=y.values) if self.adds_later else Partial(x.values + y.values), residual
@@ -210,7 +218,7 @@ class Llama(Model):
         embeddings = VocabTable(layout.names.embedding, build, spec.vocab, spec.hidden, logits=spec.tied and spec.head)
         self.tables = [embeddings]
         # Rounded as the model's training did.
-        scale = float(torch.tensor(layout.embed_scale, dtype=build.dtype, device="cpu"))
+        scale = float(torch.tensor(layout.embed_scale, dtype=build.dtype, device="cpu")) * layout.factors.embedding
         self.embedding = VocabParallelEmbedding(embeddings, scale)
         self.head: LMHead | None = None
         if spec.head:
@@ -219,12 +227,12 @@ class Llama(Model):
                     VocabTable(layout.names.head, build, spec.vocab, spec.hidden, lookup=False, logits=True)
                 )
             bias = f"{layout.names.head}.bias" if layout.head_bias else None
-            self.head = LMHead(self.tables[-1], build, bias, layout.logit_cap)
+            self.head = LMHead(self.tables[-1], build, bias, layout.logit_cap, layout.factors.logits)
         self._routes_uniformly = config.routing == "uniform"
         self.blocks: list[Block] = []
         for index in range(spec.layers):
             group, before = group_of[index], self.blocks[-1].after if self.blocks else None
-            rope = local if group.window else full
+            rope = local if group.window else full if layout.rotates_full else None
             self.blocks.append(Block(index, build, layout, group, rope, before, self._routes_uniformly))
         self.norm = _norm(layout.names.norm, build, layout)
 
@@ -279,8 +287,9 @@ class Llama(Model):
         return run_layers(self.layers(embeds_TC, ctx, taps))
 
     def layers(self, embeds_TC: torch.Tensor, ctx: ForwardContext, taps: tuple[int, ...] = ()) -> Layers:
-        collective = self.build.collective
-        x: torch.Tensor | Partial = embeds_TC
+        collective, factor = self.build.collective, self.layout.factors.block
+        # Residuals are divided by the factor of what blocks add, which thus needs no product. Norms undo the division.
+        x: torch.Tensor | Partial = embeds_TC if factor == 1.0 else embeds_TC / factor
         residual, tapped = None, {}
         indices = one_of_each(self._kinds, taps) if rehearsing() else range(len(self.blocks))
         for index in indices:
@@ -293,7 +302,8 @@ class Llama(Model):
                 whole_TC = yield partial(collective.whole, residual)
                 after = self.blocks[index].after
                 added_TC = x_TC if after is None else after(x_TC)[0][PLAIN].values
-                x, tapped[index] = x_TC, added_TC + whole_TC
+                states_TC = added_TC + whole_TC
+                x, tapped[index] = x_TC, states_TC if factor == 1.0 else states_TC * factor
         after = self.blocks[-1].after
         states, _ = yield lambda: collective.boundary(x, residual, self.norm, (PLAIN,), after)
         return Hidden(states[PLAIN].values, tapped)
@@ -357,9 +367,11 @@ def _shared_mlp(index: int, layout: Layout, build: BuildContext, matrices: tuple
 
 
 def _norm(name: str, build: BuildContext, layout: Layout) -> RMSNorm | LayerNorm:
+    # Residuals are divided by the factor: see Llama.layers.
+    eps = layout.eps / layout.factors.block**2
     if layout.norm == "layer":
-        return LayerNorm(name, build, build.spec.hidden, layout.eps)
-    return RMSNorm(name, build, build.spec.hidden, layout.eps, layout.norm_offset)
+        return LayerNorm(name, build, build.spec.hidden, eps, layout.norm_bias)
+    return RMSNorm(name, build, build.spec.hidden, eps, layout.norm_offset, layout.norm_fp32)
 
 
 def _renamed(tensors: Iterable[tuple[str, Tensor]], layout: Layout) -> Iterator[tuple[str, Tensor]]:

@@ -13,7 +13,7 @@ from dovetail.core.errors import ConfigError, shown
 from dovetail.core.interfaces import EmbeddingSpec, ModelSpec
 from dovetail.core.rope import RopeConfig, read_longrope, read_rope
 from dovetail.plugins.model.config import LlamaConfig
-from dovetail.plugins.model.llama import deepseek, gemma, gpt_oss
+from dovetail.plugins.model.llama import cohere, deepseek, gemma, gpt_oss, granite, olmo
 from dovetail.plugins.model.llama.family import BlockLayout, ConfigKeys, Family, Layout, Names, attention_bias, no
 from dovetail.plugins.model.llama.moe import (
     MOST_EXPERTS,
@@ -185,6 +185,9 @@ FAMILIES: dict[str, Family] = {
         experts=read_glm4,
     ),
     **gpt_oss.FAMILIES,
+    **olmo.FAMILIES,
+    **granite.FAMILIES,
+    **cohere.FAMILIES,
     **deepseek.FAMILIES,
 }
 """Families by architectures[0] in config.json."""
@@ -248,11 +251,14 @@ def read_model(hf: HF, where: str) -> tuple[ModelSpec, Layout]:
         ignored=family.ignored,
         block=family.block(config),
         embed_scale=hidden**0.5 if family.embed_scaled else 1.0,
+        factors=family.factors(config),
         score_scale=family.score_scale(config, head_dim) * (1.0 if mla is None else rope.score_factor),
         soft_cap=soft_cap,
         logit_cap=logit_cap,
         norm=family.norm,
         norm_offset=family.norm_offset,
+        norm_fp32=family.norm_fp32,
+        norm_bias=family.norm_bias,
         eps=config.number(keys.eps, family.eps, at_most=1.0),
         activation=_activation(config, family),
         qkv_bias=family.qkv_bias(config),
@@ -261,8 +267,10 @@ def read_model(hf: HF, where: str) -> tuple[ModelSpec, Layout]:
         head_bias=family.head_bias,
         sinks=family.sinks,
         qk_norm=family.qk_norm(config),
+        wide_qk_norm=family.wide_qk_norm,
         rope=rope,
         window_rope=window_rope,
+        rotates_full=family.rotates_full,
         interleaved=family.interleaved,
         experts=experts,
     )

@@ -56,6 +56,16 @@ class BlockLayout:
     """Norms of the outputs of attention and MLP, before they are added to the residual (Gemma 2, 2024); () = none."""
 
 
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """Constants that multiply activations."""
+
+    embedding: float = 1.0
+    block: float = 1.0
+    """Factor of the outputs of attention and MLP, before they are added to the residual (Granite, 2024)."""
+    logits: float = 1.0
+
+
 def no(config: ConfigJson) -> bool:
     return False
 
@@ -87,6 +97,7 @@ class Family:
     """Whether embeddings are multiplied by the root of the hidden size."""
     score_scale: Callable[[ConfigJson, int], float] = lambda config, head_dim: head_dim**-0.5
     """Reads the factor of scores, given head_dim."""
+    factors: Callable[[ConfigJson], Factors] = lambda config: Factors()
     caps: Callable[[ConfigJson], tuple[float, float]] = lambda config: (0.0, 0.0)
     """Reads the caps of scores and of logits; 0 = none."""
     ropes: Callable[[ConfigJson, int, int], tuple[RopeConfig, RopeConfig]] | None = None
@@ -94,6 +105,10 @@ class Family:
     all layers have the same, as usual."""
     norm_offset: float = 0.0
     """Added to the stored weights of RMSNorms."""
+    norm_fp32: bool = False
+    """Whether weights of RMSNorms multiply before the result is rounded, also without an offset."""
+    norm_bias: bool = True
+    """Whether LayerNorms have a bias."""
     norm: Literal["rms", "layer"] = "rms"
     eps: float = 1e-6
     """Default for a missing key, like `max_len`, `tied` and the first of `activations`."""
@@ -117,6 +132,10 @@ class Family:
     """Whether each head has a score that counts in the softmax's sum alone (gpt-oss, 2025)."""
     qk_norm: Read = no
     """Whether every head's query and key pass an RMSNorm."""
+    wide_qk_norm: bool = False
+    """Whether all heads of q together, and those of k, pass an RMSNorm (OLMo 2, 2025)."""
+    rotates_full: bool = True
+    """Whether layers without a window have rotary positions (Command R7B, 2024, has none there)."""
     rotary_dim: Callable[[ConfigJson, int], int] | None = None
     """Reads the rotary dimension, given head_dim; None = partial_rotary_factor, usually 1."""
     interleaved: bool = False
@@ -137,11 +156,14 @@ class Layout:
     ignored: tuple[str, ...]
     block: BlockLayout
     embed_scale: float
+    factors: Factors
     score_scale: float
     soft_cap: float
     logit_cap: float
     norm: Literal["rms", "layer"]
     norm_offset: float
+    norm_fp32: bool
+    norm_bias: bool
     eps: float
     activation: str
     qkv_bias: bool
@@ -150,9 +172,11 @@ class Layout:
     head_bias: bool
     sinks: bool
     qk_norm: bool
+    wide_qk_norm: bool
     rope: RopeConfig
     window_rope: RopeConfig
     """Rotary settings of layers with a window."""
+    rotates_full: bool
     interleaved: bool
     experts: ExpertLayout | None
     """None = every layer has a plain MLP."""

@@ -6,11 +6,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dovetail.core.config_json import ConfigJson
-from dovetail.core.rope import RopeConfig, has_kinds, read_rope
+from dovetail.core.rope import RopeConfig
+from dovetail.plugins.model.llama import layer_types
 from dovetail.plugins.model.llama.family import BlockLayout, ConfigKeys, Family, attention_bias
-
-LARGEST_PATTERN = 2**10
-LAYER_TYPES = {"sliding_attention", "full_attention"}
 
 
 def _gemma_scale(config: ConfigJson, head_dim: int) -> float:
@@ -25,32 +23,17 @@ def _gemma2_windows(config: ConfigJson, layers: int) -> tuple[int, ...]:
 
 def _gemma3_windows(config: ConfigJson, layers: int) -> tuple[int, ...]:
     """Every sixth layer is full, unless sliding_window_pattern states another number."""
-    return _windows(config, layers, config.count("sliding_window_pattern", 6, at_most=LARGEST_PATTERN))
+    return _windows(config, layers, layer_types.pattern(config, 6))
 
 
 def _windows(config: ConfigJson, layers: int, pattern: int) -> tuple[int, ...]:
     if config.flag("use_bidirectional_attention"):
         raise config.wrong("use_bidirectional_attention", "attention to later tokens is not supported")
-    window = config.count("sliding_window", 4096)
-    kinds = config.get("layer_types")
-    if kinds is None:
-        return tuple(window if (layer + 1) % pattern else 0 for layer in range(layers))
-    if not isinstance(kinds, list) or len(kinds) != layers or not LAYER_TYPES.issuperset(map(str, kinds)):
-        raise config.wrong("layer_types", f"it must be a list of {layers} of {', '.join(sorted(LAYER_TYPES))}")
-    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    return layer_types.windows(config, layers, config.count("sliding_window", 4096), pattern)
 
 
 def _gemma3_ropes(config: ConfigJson, head_dim: int, max_len: int) -> tuple[RopeConfig, RopeConfig]:
-    """Read the rotary settings of full layers and of those with a window. Files of transformers 4 state rope_theta and
-    rope_scaling for full layers, and rope_local_base_freq for the others."""
-    by_kind = has_kinds(config.section("rope_parameters"))
-    if by_kind and config.get("rope_scaling"):
-        raise config.wrong("rope_scaling", "rope_parameters has settings for each kind of layer; remove one of the two")
-    full = read_rope(config, head_dim, max_len, layer_type="full_attention", theta=1e6)
-    if not by_kind:
-        return full, RopeConfig(head_dim, config.number("rope_local_base_freq", 10000.0))
-    local = read_rope(config, head_dim, max_len, layer_type="sliding_attention", theta_key="rope_local_base_freq")
-    return full, local
+    return layer_types.ropes(config, head_dim, max_len, 1e6, "rope_local_base_freq", 10000.0)
 
 
 def _cap(config: ConfigJson, key: str, default: float) -> float:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from dovetail.core.config_json import ConfigJson
 from dovetail.core.rope import RopeConfig, read_rope
+from dovetail.plugins.model.llama import layer_types
 from dovetail.plugins.model.llama.family import Family
 from dovetail.plugins.model.llama.moe import read_gpt_oss
 
-KINDS = ("full_attention", "sliding_attention")
 YARN = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -21,13 +21,7 @@ YARN = {
 
 def _windows(config: ConfigJson, layers: int) -> tuple[int, ...]:
     """The first layer of two has a window, unless layer_types states the kind of each."""
-    window = config.count("sliding_window", 128)
-    kinds = config.get("layer_types")
-    if kinds is None:
-        return tuple(0 if layer % 2 else window for layer in range(layers))
-    if not isinstance(kinds, list) or len(kinds) != layers or not set(KINDS).issuperset(map(str, kinds)):
-        raise config.wrong("layer_types", f"it must be a list of {layers} of {', '.join(KINDS)}")
-    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    return layer_types.windows(config, layers, config.count("sliding_window", 128), 2)
 
 
 def _ropes(config: ConfigJson, head_dim: int, max_len: int) -> tuple[RopeConfig, RopeConfig]:

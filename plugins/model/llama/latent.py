@@ -7,8 +7,9 @@ Shapes: T tokens, H heads of this rank, L kv rank, O nope + v rows of a head's u
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -46,7 +47,7 @@ class UpProjection(Linear):
 
 class LatentAttention:
     def __init__(
-        self, index: int, build: BuildContext, layout: Layout, group: KVGroup, rope: Rope, defers: bool
+        self, index: int, build: BuildContext, layout: Layout, group: KVGroup, rope: Rope | None, defers: bool
     ) -> None:
         """`defers`: as in RowParallel."""
         spec = build.spec
@@ -115,7 +116,9 @@ class LatentAttention:
         for norm in self.norms:
             yield from norm.weights()
 
-    def __call__(self, x: Bundle, ctx: ForwardContext) -> Partial:
+    def calls(self, x: Bundle, ctx: ForwardContext) -> Generator[Callable[[], Any], Any, Partial]:
+        """Run the layer. It makes no collective call."""
+        yield from ()
         attn = ctx.attn[self.layer.group]
         q, latents = self.down(x).split(self.widths, dim=1)
         if self.q is not None:

@@ -17,7 +17,7 @@ def count_parameters(spec: ModelSpec, layout: Layout) -> Parameters:
     matrices = len(layout.names.up) + 1
     mlp = dense_layers * matrices * spec.hidden * spec.intermediate
     attention, attention_rest = _attention(spec, layout)
-    norm = spec.hidden * (2 if layout.norm == "layer" else 1)
+    norm = spec.hidden * (2 if layout.norm == "layer" and layout.norm_bias else 1)
     mlp_biases = layout.mlp_bias * (len(layout.names.up) * spec.intermediate + spec.hidden)
     norms = len(layout.block.norms + layout.block.after) * norm
     rest = spec.layers * (norms + attention_rest) + dense_layers * mlp_biases + norm
@@ -62,4 +62,5 @@ def _attention(spec: ModelSpec, layout: Layout) -> tuple[int, int]:
         return q + kv + spec.heads * mla.v_dim * spec.hidden, mla.q_rank + mla.kv_rank
     inner, qkv = spec.heads * spec.head_dim, (spec.heads + 2 * spec.kv_heads) * spec.head_dim
     biases = layout.qkv_bias * qkv + layout.o_bias * spec.hidden
-    return spec.hidden * (qkv + inner), biases + layout.qk_norm * 2 * spec.head_dim + layout.sinks * spec.heads
+    norms = layout.qk_norm * 2 * spec.head_dim + layout.wide_qk_norm * (inner + spec.kv_heads * spec.head_dim)
+    return spec.hidden * (qkv + inner), biases + norms + layout.sinks * spec.heads

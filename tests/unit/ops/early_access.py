@@ -13,6 +13,7 @@ UNKNOWN = "an address that was read from memory"
 
 CONSTANTS = {
     "dovetail.core.ops.kernels.norm:_rms_norm": {"weight_ptr", "after_ptr"},
+    "dovetail.core.ops.kernels.wide_norm:_wide_qk_norm": {"weight_ptr"},
     "dovetail.core.ops.kernels.layernorm:_layer_norm": {"weight_ptr", "bias_ptr"},
     "dovetail.core.ops.kernels.matmul:_matmul": {"weight_ptr"},
     "dovetail.core.ops.kernels.matmul:_rescale": {"weight_scale_ptr", "bias_ptr"},

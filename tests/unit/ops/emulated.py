@@ -1,4 +1,4 @@
-"""What launches of all kernels share: tensors on an emulated GPU, number formats, whether to launch everything."""
+"""Shared by the launches of all kernels: tensors on an emulated GPU, number formats, whether to launch everything."""
 
 from __future__ import annotations
 

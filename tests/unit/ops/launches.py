@@ -34,6 +34,7 @@ from dovetail.core.ops.logprobs import best_logprobs, logprobs_of
 from dovetail.core.ops.matmul import int8_matmul, matmul, scaled_matmul
 from dovetail.core.ops.norm import rms_norm
 from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
+from dovetail.core.ops.wide_norm import wide_qk_norm
 from dovetail.core.testing.compiling import resources
 from dovetail.core.testing.formats import SCALED_ROWS
 from dovetail.plugins.adapter.lora.kernel import lora_triton
@@ -98,6 +99,9 @@ def norms() -> None:
                 rms_norm(x, residual, weight, 1e-5, emit)
         wide = cuda(columns, dtype=FP32)
         rms_norm(x, x, wide, 1e-5, after=(wide, 1e-5))
+        rms_norm(x, x, None, 0.0, (PLAIN, eight_bits()), after=(wide, 1e-5))
+        for squares in (None, cuda(64, 2, dtype=FP32)):
+            wide_qk_norm(x, wide, (columns // 2, columns // 4), 1e-5, squares)
         layer_norm(x, x, weight, weight, 1e-5, (PLAIN, eight_bits()))
         layer_norm(x, None, weight, weight, 1e-5)
         layer_norm(x, x, weight, weight, 1e-5, plus_TC=x)
@@ -284,7 +288,7 @@ def more_functions() -> None:
     x, weight = cuda(64, 4096), cuda(4096)
     rms_norm(x, None, weight, 1e-5, (PLAIN, eight_bits()))
     encode(x, (INT8_TOKEN, ordered(4096)[0]))
-    gelu(x, True)
+    gelu(cuda(64, 1440, dtype=FP16), True, (PLAIN, eight_bits()))
     for rule in RULES[1:]:
         choose(rule)
     multiply_experts(64, 128, 8, 2048, 768, E4M3, blocks=True)

@@ -44,12 +44,14 @@ from dovetail.core.ops.kernels.kv_write import rope_kv_write_triton  # noqa: E40
 from dovetail.core.ops.kernels.layernorm import layer_norm_triton  # noqa: E402
 from dovetail.core.ops.kernels.matmul import matmul_triton, rescale_triton  # noqa: E402
 from dovetail.core.ops.kernels.norm import rms_norm_triton  # noqa: E402
+from dovetail.core.ops.kernels.wide_norm import wide_qk_norm_triton  # noqa: E402
 from dovetail.core.ops.kv_write import rope_kv_write_reference  # noqa: E402
 from dovetail.core.ops.layernorm import layer_norm_reference  # noqa: E402
 from dovetail.core.ops.matmul import matmul_reference  # noqa: E402
 from dovetail.core.ops.norm import rms_norm_reference  # noqa: E402
 from dovetail.core.ops.padding import readable_rows  # noqa: E402
 from dovetail.core.ops.tiles import MatmulTile  # noqa: E402
+from dovetail.core.ops.wide_norm import wide_qk_norm_reference  # noqa: E402
 from dovetail.core.testing.interpreter import mend_interpreter  # noqa: E402
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN  # noqa: E402
 from dovetail.plugins.quant.int4.order import set_order, with_order  # noqa: E402
@@ -158,9 +160,36 @@ def test_rms_norm(dtype, columns, with_residual):
     got, got_sum = rms_norm_triton(x, residual, wide, 1e-5, (PLAIN,), scale, first)
     assert_same_bundle(got, expected, (PLAIN,), dtype)
     assert_near(got_sum, expected_sum, TOLERANCE[dtype])
+    # A sum that is not normalized.
+    for after in (None, first):
+        expected, expected_sum = rms_norm_reference(x, residual, None, 0.0, (PLAIN, INT8_TOKEN), after=after)
+        got, got_sum = rms_norm_triton(x, residual, None, 0.0, (PLAIN, INT8_TOKEN), after=after)
+        assert_same_bundle(got, expected, (PLAIN, INT8_TOKEN), dtype)
+        assert_near(got_sum, expected_sum, TOLERANCE[dtype])
     alone, _ = rms_norm_triton(x, residual, weight, 1e-5, (INT8_TOKEN,))
     with pytest.raises(KeyError, match="plain"):
         alone[PLAIN]
+
+
+@pytest.mark.parametrize("norm", (wide_qk_norm_triton, wide_qk_norm_reference))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_over_all_heads_of_q_and_of_k(norm, dtype):
+    """Against float64, for all heads, and for the half of them that one of two ranks has."""
+    q, k, v, eps = 72, 24, 24, 1e-5
+    qkv, weight = random(5, q + k + v, dtype=dtype), random(q + k, dtype=torch.float32)
+    parts = qkv.double().split((q, k, v), dim=1)
+    normed = [part * (part.square().mean(1, keepdim=True) + eps).rsqrt() for part in parts[:2]]
+    expected = [*(x * w.double() for x, w in zip(normed, weight.split((q, k)), strict=True)), parts[2]]
+
+    got = norm(qkv.clone(), weight, (q, k), eps).split((q, k, v), dim=1)
+    squares = torch.stack([part.square().sum(1) for part in parts[:2]], 1).float()
+    half = torch.cat([part[:, : part.shape[1] // 2] for part in qkv.split((q, k, v), dim=1)], 1)
+    weights = torch.cat([part[: len(part) // 2] for part in weight.split((q, k))])
+    on_rank = norm(half, weights, (q // 2, k // 2), eps, squares, (q, k)).split((q // 2, k // 2, v // 2), dim=1)
+
+    for whole, own, value in zip(got, on_rank, expected, strict=True):
+        assert_near(whole, value.to(dtype), TOLERANCE[dtype])
+        assert_near(own, value[:, : value.shape[1] // 2].to(dtype), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-import pytest
+import json
 
-from dovetail.core.interfaces import Content, Reasoning, Tool, ToolCallArguments, ToolCallBegin, ToolCallEnd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dovetail.core.interfaces import (
+    Content,
+    ParserEvent,
+    Reasoning,
+    Tool,
+    ToolCallArguments,
+    ToolCallBegin,
+    ToolCallEnd,
+)
 from dovetail.core.parsing import OutputStream
-from dovetail.core.testing.parsers import run
+from dovetail.core.testing.parsers import cuts, joined, run
 from dovetail.plugins.reasoning_parser.config import HarmonyConfig as ReasoningConfig
 from dovetail.plugins.reasoning_parser.harmony import HarmonyReasoningParser
 from dovetail.plugins.tool_parser.config import HarmonyConfig
@@ -47,3 +59,59 @@ def test_outputs(text, expected):
 def test_the_prompt_may_open_the_reasoning():
     stream = HarmonyReasoningParser(ReasoningConfig()).stream("<|start|>assistant<|channel|>analysis<|message|>")
     assert run(stream, ["Look it up.<|end|>", FINAL]) == [REASONED, Content("Rain <|a|>.")]
+
+
+TEXTS = st.text(st.sampled_from('ab <|>{}\n"é😀'), min_size=1, max_size=8).filter(
+    lambda text: text.strip() and "<|" not in text
+)
+VALUES = st.dictionaries(TEXTS, TEXTS | st.integers(0, 9), max_size=2)
+MESSAGES = st.one_of(
+    st.tuples(st.just("analysis"), TEXTS),
+    st.tuples(st.just("commentary"), TEXTS),
+    st.tuples(st.sampled_from(["weather", "stop"]), VALUES),
+    st.tuples(st.sampled_from(["in the role", "without a type"]), VALUES),
+)
+
+
+def written(kind: str, value: object) -> str:
+    """Return a message as gpt-oss writes it, without the <|start|> that comes before all but the first."""
+    if kind in ("analysis", "commentary", "final"):
+        return f"assistant<|channel|>{kind}<|message|>{value}{'<|return|>' if kind == 'final' else '<|end|>'}"
+    text = f"<|message|>{json.dumps(value)}<|call|>"
+    if kind == "in the role":
+        return f"assistant to=functions.weather<|channel|>commentary <|constrain|>json{text}"
+    if kind == "without a type":
+        return f"assistant<|channel|>commentary to=functions.weather{text}"
+    return f"assistant<|channel|>commentary to=functions.{kind} <|constrain|>json{text}"
+
+
+def of_kinds(events: list[ParserEvent], kinds: tuple[type, ...]) -> list[ParserEvent]:
+    return joined([event for event in events if isinstance(event, kinds)])
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_random_messages_cut_anywhere(data: st.DataObject) -> None:
+    """Reasoning, text to the user and several calls in any order, then a final answer; all in pieces."""
+    messages = [*data.draw(st.lists(MESSAGES, max_size=5)), ("final", data.draw(TEXTS))]
+    expected: list[ParserEvent] = []
+    calls = 0
+    for kind, value in messages:
+        if kind == "analysis":
+            expected.append(Reasoning(str(value)))
+        elif kind in ("commentary", "final"):
+            expected.append(Content(str(value)))
+        else:
+            name = kind if kind == "stop" else "weather"
+            expected += [ToolCallBegin(calls, name), ToolCallArguments(calls, json.dumps(value)), ToolCallEnd(calls)]
+            calls += 1
+    text = "<|start|>".join(written(*message) for message in messages).removeprefix("assistant")
+    # A call in the role begins before the first channel, which only a prompt without <|start|>assistant leaves open.
+    if messages[0][0] == "in the role":
+        text = f"<|start|>assistant{text}"
+    reasoning = HarmonyReasoningParser(ReasoningConfig()).stream("Hi<|start|>assistant")
+    tools = HarmonyToolParser(HarmonyConfig()).stream([Tool("weather"), Tool("stop")])
+    found = run(OutputStream(reasoning, tools), data.draw(cuts(text)))
+    # Content that may begin a mark is held back, while reasoning passes it.
+    for kinds in ((Reasoning,), (Content, ToolCallBegin, ToolCallArguments, ToolCallEnd)):
+        assert of_kinds(found, kinds) == of_kinds(expected, kinds)

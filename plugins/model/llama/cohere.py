@@ -1,0 +1,44 @@
+"""Command R and R7B, Command A (Cohere, 2024): parallel blocks with one LayerNorm that has no bias, and a factor of
+logits. Cohere 2 has windows, and its full layers have no rotary positions. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dovetail.core.config_json import ConfigJson
+from dovetail.core.rope import RopeConfig, read_rope
+from dovetail.plugins.model.llama import layer_types
+from dovetail.plugins.model.llama.family import BlockLayout, ConfigKeys, Factors, Family, attention_bias
+
+THETA = 500000.0
+
+
+def _ropes(config: ConfigJson, head_dim: int, max_len: int) -> tuple[RopeConfig, RopeConfig]:
+    rope = read_rope(config, head_dim, max_len, theta=THETA)
+    return rope, rope
+
+
+def _windows(config: ConfigJson, layers: int) -> tuple[int, ...]:
+    return layer_types.windows(config, layers, config.count("sliding_window", 4096), layer_types.pattern(config, 4))
+
+
+_COHERE = Family(
+    keys=ConfigKeys(eps="layer_norm_eps"),
+    block=lambda config: BlockLayout(norms=("input_layernorm",), parallel=True),
+    # Command R+ has a norm for each head of q and k, with weights of its own.
+    native=lambda config: not config.flag("use_qk_norm"),
+    norm="layer",
+    norm_bias=False,
+    eps=1e-5,
+    max_len=8192,
+    tied=True,
+    qkv_bias=attention_bias,
+    o_bias=attention_bias,
+    interleaved=True,
+    ropes=_ropes,
+    factors=lambda config: Factors(logits=config.number("logit_scale", 0.0625)),
+)
+FAMILIES = {
+    "CohereForCausalLM": _COHERE,
+    "Cohere2ForCausalLM": replace(_COHERE, windows=_windows, rotates_full=False),
+}
