@@ -43,7 +43,7 @@ class CheckApp(App):
         with bar(console, "tests"), phases_in_lines(console, "check") as progress:
             progress("tests", None)
             chosen = groups(package.name if package else None, found, engine=config.engine)
-            card["groups"] = run(chosen, config.timeout)
+            card["groups"] = run(chosen, config.timeout, progress)
             if config.rounds and not failed(card):
                 progress("benchmark", None)
                 card["benchmarks"] = [measure(each, composition, config.rounds, config.beside) for each in found]

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -16,9 +17,12 @@ from typing import Any
 
 from dovetail.core.compose import ENGINE_NODES, Registered
 from dovetail.core.errors import ConfigError
+from dovetail.core.interfaces import Progress
 
 LOG = "DOVETAIL_REPORT_LOG"
 """core.testing.report_log.FILE, which needs pytest to be imported."""
+POLL_SECONDS = 5.0
+"""Interval at which the test that runs is read from the log."""
 OUTPUT_LINES = 20
 """Last lines of pytest's output that are shown if it ends before the tests do."""
 
@@ -81,15 +85,15 @@ def groups(package: str | None, components: Sequence[Registered], *, engine: boo
     return found
 
 
-def run(chosen: Sequence[Group], timeout: float) -> list[dict[str, Any]]:
-    """Run the groups and return each with its outcomes."""
+def run(chosen: Sequence[Group], timeout: float, progress: Progress) -> list[dict[str, Any]]:
+    """Run the groups and return each with its outcomes. `progress`: called with the test that runs."""
     if missing := [module for module in ("pytest", "hypothesis") if find_spec(module) is None]:
         raise ConfigError(f"app=check needs {' and '.join(missing)}: pip install 'dovetail[test]'")
     with tempfile.TemporaryDirectory(prefix="dovetail-check-") as place:
         folder = Path(place)
         for group in chosen:
             (folder / group.file).write_text(group.source, encoding="utf-8")
-        ended = _pytest(folder, [group.file for group in chosen], timeout)
+        ended = _pytest(folder, [group.file for group in chosen], timeout, progress)
         outcomes = _read(folder / "log.jsonl", ended)
     return [
         {"title": group.title, "tests": [asdict(one) for one in outcomes.get(group.file, [_not_run(ended)])]}
@@ -97,7 +101,7 @@ def run(chosen: Sequence[Group], timeout: float) -> list[dict[str, Any]]:
     ]
 
 
-def _pytest(folder: Path, files: Sequence[str], timeout: float) -> str:
+def _pytest(folder: Path, files: Sequence[str], timeout: float, progress: Progress) -> str:
     """Run pytest and return "" if it ran all tests, else how it ended and the end of its output."""
     how = ["-q", "--import-mode=importlib", "--continue-on-collection-errors", "-p", "no:cacheprovider"]
     how += ["-p", "dovetail.core.testing.report_log"]
@@ -114,7 +118,7 @@ def _pytest(folder: Path, files: Sequence[str], timeout: float) -> str:
         process_group=0,
     )
     try:
-        out, _ = process.communicate(timeout=timeout)
+        out = _output(process, timeout, folder / "log.jsonl", progress)
     except subprocess.TimeoutExpired:
         how_ended = f"was ended after check.timeout={timeout:g} s"
         out = ""
@@ -129,6 +133,25 @@ def _pytest(folder: Path, files: Sequence[str], timeout: float) -> str:
             process.wait()
     last = "\n".join(out.splitlines()[-OUTPUT_LINES:])
     return f"the process {how_ended}" + (f"; its last output:\n{last}" if last else "")
+
+
+def _output(process: subprocess.Popen[str], timeout: float, log: Path, progress: Progress) -> str:
+    """Wait for the end of a process and return its output. Raises subprocess.TimeoutExpired."""
+    deadline = time.monotonic() + timeout
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            return process.communicate(timeout=max(min(left, POLL_SECONDS), 0.0))[0]
+        except subprocess.TimeoutExpired:
+            if left <= POLL_SECONDS:
+                raise
+            progress(_newest(log), None)
+
+
+def _newest(log: Path) -> str:
+    """Return the test of the log's last whole line."""
+    lines = log.read_text(encoding="utf-8").rpartition("\n")[0].splitlines() if log.exists() else []
+    return json.loads(lines[-1])["test"].rpartition("::")[2] if lines else "tests"
 
 
 def _read(log: Path, ended: str) -> dict[str, list[Outcome]]:
