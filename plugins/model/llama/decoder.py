@@ -220,7 +220,7 @@ class Llama(Model):
                 )
             bias = f"{layout.names.head}.bias" if layout.head_bias else None
             self.head = LMHead(self.tables[-1], build, bias, layout.logit_cap)
-        uniform = config.routing == "uniform"
+        self._uniform = uniform = config.routing == "uniform"
         self.blocks: list[Block] = []
         for index in range(spec.layers):
             group, before = group_of[index], self.blocks[-1].after if self.blocks else None
@@ -306,9 +306,9 @@ class Llama(Model):
         return self.head.local(states_BC)
 
     def mtp_layer(self, build: BuildContext) -> MTPLayer:
-        index, uniform = self.build.spec.layers, self.config.routing == "uniform"
+        index = self.build.spec.layers
         groups = tuple(replace(group, layers=(index,)) for group in _kv_groups(build))
-        block = Block(index, build, self.layout, groups[0], self._rope, None, uniform)
+        block = Block(index, build, self.layout, groups[0], self._rope, None, self._uniform)
         return LlamaMTPLayer(build, self.layout, index, groups, block)
 
     @property
