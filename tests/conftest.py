@@ -79,28 +79,12 @@ FIRST = (
 their tests alternate with those that compute."""
 
 
-LONG = (
-    "docs/test_pages.py",
-    "numerics/test_quality.py",
-    "third_party/test_new.py",
-    "unit/ops/test_compiled.py",
-    "unit/ops/test_architectures.py",
-    "unit/benchmarks/test_simulator_error.py",
-    "unit/engine/test_guided_drafts.py",
-    "unit/spec_decode/test_trees.py",
-    "unit/spec_decode/test_parallel.py",
-    "unit/app/test_plan_load.py",
-)
-"""Files that take too long for every change; `.ci/nightly` runs them with DOVETAIL_LONG=1."""
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
-    if "DOVETAIL_LONG" not in os.environ:
-        long = {here / name for name in LONG}
+    if "DOVETAIL_NIGHTLY" not in os.environ:
         for item in items:
-            if item.path in long:
-                item.add_marker(pytest.mark.skip(reason="DOVETAIL_LONG is not set"))
+            if item.get_closest_marker("nightly"):
+                item.add_marker(pytest.mark.skip(reason="takes long: .ci/nightly runs it, with DOVETAIL_NIGHTLY=1"))
     first = {here / name: place for place, name in enumerate(FIRST)}
     items.sort(key=lambda item: first.get(item.path, len(first)))
     folders = tuple(f"{here / folder}{os.sep}" for folder in CLOCKED)

@@ -18,6 +18,16 @@ from dovetail.core.errors import CapabilityError
 
 
 @dataclass(frozen=True, slots=True)
+class Lane:
+    """A replica's place among those that share its routed experts (data-parallel attention, DeepSeek-V3, 2024)."""
+
+    number: int
+    count: int
+    address: str
+    """host:port at which the ranks of all lanes connect."""
+
+
+@dataclass(frozen=True, slots=True)
 class Composition:
     registry: Registry
     overrides: tuple[str, ...]
@@ -31,6 +41,8 @@ class Composition:
     """Absolute paths of the user's folders with presets and variants. Workers and replicas compose the same again."""
     choices: Mapping[str, str] = field(default_factory=dict)
     """Kind -> the name that selected its part, on the command line or in a preset: a component or a variant."""
+    lane: Lane | None = None
+    """None = this replica shares its experts with no other one."""
 
     @property
     def app(self) -> str:
@@ -45,6 +57,16 @@ class Composition:
     @property
     def takes_prompts(self) -> bool:
         return isinstance(self.app_part.config, AppConfig) and self.app_part.config.takes_prompts
+
+    @property
+    def lanes(self) -> int:
+        """Number of replicas that share routed experts; 1 = each replica has all experts."""
+        return self.engine.lanes if self.lane is None else self.lane.count
+
+    @property
+    def expert_ranks(self) -> int:
+        """Number of ranks over which routed experts can be placed: those of all lanes."""
+        return self.engine.tp * self.lanes
 
     def part(self, kind: str) -> Selected:
         """Return the part of a kind that allows one part."""

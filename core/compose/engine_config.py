@@ -16,10 +16,13 @@ class EngineConfig(Config):
     """Groups of layers that run one after another on separate ranks (pipeline parallelism)."""
     dp: int = Field(1, ge=1)
     """Replicas of the model on this host (data parallelism). Each has tp x pp ranks, a scheduler and a KV cache, in
-    separate processes; `router` distributes requests over them."""
+    separate processes; `router` distributes requests over them. With `ep` > `tp` they are lanes, which share routed
+    experts."""
     ep: int | None = Field(None, ge=1)
-    """Groups of the `tp` ranks that have different routed experts (expert parallelism). The tp / ep ranks of a group
-    have the same experts, each some of their channels. null: `tp` if `experts` spreads experts, else 1."""
+    """Groups of ranks that have different routed experts (expert parallelism). Up to `tp`, they are groups of each
+    replica's `tp` ranks; more are groups of the ranks of all `dp` replicas, which run in lockstep then (lanes). The
+    ranks of a group have the same experts, each some of their channels. null: `tp` if `experts` spreads experts,
+    else 1."""
     max_len: int | None = Field(None, ge=1)
     """Maximum sequence length in tokens, prompt and output together, never more than the model's limit; null: that
     limit."""
@@ -81,3 +84,8 @@ class EngineConfig(Config):
     record_tokens: bool = False
     """Record token ids, stop strings and grammars too, which are the text of prompts and outputs. false: ids are
     replaced by keyed hashes that only show which prompts share a prefix."""
+
+    @property
+    def lanes(self) -> int:
+        """Number of replicas that share routed experts; 1 = each replica has all experts."""
+        return self.dp if (self.ep or 1) > self.tp else 1

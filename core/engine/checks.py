@@ -12,6 +12,7 @@ from dovetail.core.compose.config import part_fields
 from dovetail.core.compose.former import former, load
 from dovetail.core.engine.adapters import check_folders
 from dovetail.core.engine.cost import bind_cost, number_format
+from dovetail.core.engine.lane_checks import lane_conflicts
 from dovetail.core.engine.stored_weights import stored_formats, table_formats
 from dovetail.core.errors import CapabilityError, CapacityError, DovetailError
 from dovetail.core.interfaces import ExpertPlacement, Formats, Model
@@ -32,7 +33,7 @@ def check_fit(composition: Composition) -> None:
     composition.check(here, host.model_facts(spec))
     found = [*_depth_conflicts(composition, here), *_overlap_conflicts(composition), *_launch_conflicts(composition)]
     found += [*_former_conflicts(composition), *expert_conflicts(composition, spec)]
-    found += _tree_conflicts(composition, here)
+    found += [*_tree_conflicts(composition, here), *lane_conflicts(composition, here)]
     if found:
         raise CapabilityError(found)
     check_weights_fit(composition, spec, here)
@@ -134,10 +135,10 @@ def _tree_conflicts(composition: Composition, here: Host) -> Iterator[str]:
             f"spec_decode={name} drafts trees of {drafter.lookahead} tokens, and the limit is {MOST_NODES}: the "
             f"ancestors of a draft are the bits of one number. Would work: {MOST_NODES}."
         )
-    if drafter.verify != "draws":
+    if drafter.verify == "typical":
         yield (
-            f"spec_decode={name} drafts trees, which are verified by the model's own draws, and its verification is "
-            f"{drafter.verify}. Would work: spec_decode.verify=draws, or chains."
+            f"spec_decode={name} drafts trees, which are verified by the model's own draws or by rejection, and its "
+            "verification is typical. Would work: spec_decode.verify=draws, or chains."
         )
     attention = composition.part("attention")
     if not attention.capabilities(here).provides.get("tree"):
@@ -184,10 +185,14 @@ def expert_conflicts(composition: Composition, spec: ModelSpec) -> list[str]:
     if spec.moe is None:
         has = f"engine.ep={engine.ep} spreads experts, and {spec.architecture} has none. Would work: engine.ep=null."
         return [has] if (engine.ep or 1) > 1 else []
-    ep = expert_ranks(placement, engine.ep, engine.tp)
-    if engine.tp % ep:
-        works = [f"engine.ep={ranks}" for ranks in range(1, engine.tp + 1) if engine.tp % ranks == 0]
-        return [f"engine.ep={ep} does not divide engine.tp={engine.tp} ranks. Would work: {', '.join(works)}."]
+    all_ranks = composition.expert_ranks
+    ep = expert_ranks(placement, engine.ep, all_ranks)
+    if all_ranks % ep:
+        works = [f"engine.ep={ranks}" for ranks in range(1, all_ranks + 1) if all_ranks % ranks == 0]
+        there = f"engine.tp={engine.tp} ranks"
+        if composition.lanes > 1:
+            there = f"the {all_ranks} ranks of {composition.lanes} lanes with engine.tp={engine.tp} each"
+        return [f"engine.ep={ep} does not divide {there}. Would work: {', '.join(works)}."]
     if not placement.spreads and ep > 1:
         spread = ", ".join(f"experts={name}" for name in spreading(composition))
         return [

@@ -78,7 +78,7 @@ def with_expert_ranks(composition: Composition) -> EngineConfig:
     if "experts" not in composition.parts:
         return engine
     placement: ExpertPlacement = composition.build("experts")
-    return engine.model_copy(update={"ep": expert_ranks(placement, engine.ep, engine.tp)})
+    return engine.model_copy(update={"ep": expert_ranks(placement, engine.ep, composition.expert_ranks)})
 
 
 def _part_of(spec: ModelSpec, share: float) -> ModelSpec:

@@ -42,6 +42,7 @@ from dovetail.core.interfaces import (
     StepPlan,
     StepRecord,
     StepResult,
+    StepShape,
 )
 from dovetail.core.interfaces.plan import LATE, SAMPLE
 from dovetail.core.memory.page_ledger import PageLedger
@@ -50,6 +51,7 @@ from dovetail.core.recording.recorder import make_recorder, recording_path
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
+    from dovetail.core.parallel.lanes import Lanes
 
 
 _PLAIN = RequestOptions()
@@ -74,8 +76,16 @@ class _Launched:
 class Engine:
     """Rank 0's loop over one running executor. Made by `start_engine`."""
 
-    def __init__(self, composition: Composition, executor: Any, info: ExecutorInfo, record: Path | None = None) -> None:
-        """`executor`: an Executor that has started and described itself by `info`. `record`: new file to record to."""
+    def __init__(
+        self,
+        composition: Composition,
+        executor: Any,
+        info: ExecutorInfo,
+        record: Path | None = None,
+        lanes: Lanes | None = None,
+    ) -> None:
+        """`executor`: an Executor that has started and described itself by `info`. `record`: new file to record to.
+        `lanes`: the other lanes, with which it launches in lockstep; None = there are none."""
         engine = composition.engine
         self.composition, self.executor, self.info = composition, executor, info
         self.counters = Counters()
@@ -125,6 +135,7 @@ class Engine:
         self._grammars = build_grammars(composition, info.spec, patient=patient, drafts=info.lookahead > 0)
         self._results = Results(self._tracked, self._grammars)
         self._recorder = make_recorder(record, composition, info, self.limits, self.scheduler, self._now)
+        self._lanes = lanes
 
     def interrupt(self) -> None:
         """Interrupt a step that hangs. Call it from another thread than `step`; only `shutdown` may follow."""
@@ -136,6 +147,8 @@ class Engine:
         if self._grammars is not None:
             self._grammars.close()
         self.executor.shutdown()
+        if self._lanes is not None:
+            self._lanes.close()
 
     def add(
         self,
@@ -198,7 +211,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._tracked) or bool(self._launched)
+        """Whether `step` has something to do: for its own sequences, or for those of other lanes."""
+        return bool(self._tracked) or bool(self._launched) or (self._lanes is not None and self._lanes.awake)
 
     def reset_cache(self) -> bool:
         """Drop cached prefixes. False = this allocator cannot."""
@@ -270,7 +284,7 @@ class Engine:
         plan = self.scheduler.schedule(ctx)
         if plan is None:
             self._recorder.planned(ctx, None)
-            return False
+            return self._serve_lanes()
         self._steps += 1
         if self._host_drafter is not None or self._follows_grammars:
             in_flight = (launched.plan for launched in self._launched)
@@ -280,15 +294,30 @@ class Engine:
         late = self._mark_late(plan) if self._follows_grammars else {}
         self._check(plan, bool(late))
         blobs = self._join_blobs(plan)
+        if self._lanes is not None:
+            plan.shape = self._lanes.agree(StepShape.of(plan.rows), active=True)
         decided = self._now()
         self.executor.submit(plan, blobs)
         self.counters.schedule_seconds += decided - began
         submitted = self._now()
         self.counters.submit_seconds += submitted - decided
-        self._recorder.planned(ctx, plan, decided - began)
+        self._recorder.planned(ctx, plan, decided - began, submitted - decided)
         delayed = self._launch_timer is not None and self._launch_timer.launched(plan, submitted - began)
         self._launched.append(_Launched(plan, decided - began, late, bool(late), self._had_work, delayed))
         self._had_work = True
+        return True
+
+    def _serve_lanes(self) -> bool:
+        """Launch a plan without rows if other lanes have some. Return whether one was launched."""
+        if self._lanes is None or not self._lanes.awake:
+            return False
+        shape = self._lanes.agree(StepShape.of(()), active=bool(self._tracked))
+        if shape is None or not shape.tokens:
+            return False
+        plan = StepPlan(self._steps, [], shape=shape)
+        self._steps += 1
+        self.executor.submit(plan, {})
+        self._launched.append(_Launched(plan, 0.0))
         return True
 
     def _check(self, plan: StepPlan, waits: bool) -> None:
@@ -369,6 +398,8 @@ class Engine:
         arrived = self._now()
         self.counters.wait_seconds += arrived - began
         launched = self._launched.popleft()
+        if not launched.plan.rows:
+            return []
         events, ended = self._results.take(launched.plan, result)
         self.scheduler.update(result)
         self._recorder.resulted(result, arrived)
@@ -426,15 +457,19 @@ def _salt(given: str, adapter: str) -> str:
 
 
 def start_engine(
-    composition: Composition, progress: Progress = lambda phase, share: None, *, again: bool = False
+    composition: Composition,
+    progress: Progress = lambda phase, share: None,
+    *,
+    again: bool = False,
+    lanes: Lanes | None = None,
 ) -> Engine:
     """Check that the parts fit each other, then load everything. Releases everything if that fails. `again`: the engine
-    replaces one that ended."""
+    replaces one that ended. `lanes`: see Engine."""
     check_fit(composition)
     record = recording_path(composition, again=again)
     executor: Executor = composition.build("executor", composition=composition)
     try:
-        return Engine(composition, executor, executor.start(progress), record)
+        return Engine(composition, executor, executor.start(progress), record, lanes)
     except BaseException:
         executor.shutdown()
         raise

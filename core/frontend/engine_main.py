@@ -18,6 +18,7 @@ from dovetail.core.frontend.engine_loop import EngineLoop, check_clock, describe
 from dovetail.core.frontend.zmq_link import ZmqCommands
 from dovetail.core.interfaces import RequestOptions, SamplingParams
 from dovetail.core.parallel.channel import ChannelClosed
+from dovetail.core.parallel.lanes import Lanes
 from dovetail.core.parallel.process import enter, recompose, report
 
 log = logging.getLogger(__name__)
@@ -36,12 +37,13 @@ def main(control_fd: int, parent: int) -> None:
         def progress(phase: str, share: float | None = None) -> None:
             control.send({"op": "progress", "phase": phase, "share": share})
 
-        engine = start_engine(composition, progress, again=order["again"])
+        lanes = None if order["lanes"] is None else Lanes(**order["lanes"])
+        engine = start_engine(composition, progress, again=order["again"], lanes=lanes)
         if order["adapters"] is not None:
             _restore_adapters(engine, order["adapters"])
         progress("warm up")
         _warm_up(engine)
-        loop = EngineLoop(engine, ZmqCommands(control, **order["link"]))
+        loop = EngineLoop(engine, ZmqCommands(control, **order["link"], lanes=lanes))
         info = describe_engine(composition, engine, time.perf_counter() - began)
         control.send({"op": "ready", "info": msgspec.to_builtins(info)})
         # Loaded objects live as long as the process, so the collector need not traverse them repeatedly.

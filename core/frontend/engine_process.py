@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from dovetail.core.frontend.lanes import LaneGroup
 from dovetail.core.frontend.messages import Command, EngineInfo, Reply, StepMessage
 from dovetail.core.frontend.zmq_link import Link
 from dovetail.core.parallel.channel import Channel, ChannelClosed
 from dovetail.core.parallel.failure import StartHung, describe_exit, traceback_of
+from dovetail.core.parallel.lane_ranks import LOST
 from dovetail.core.parallel.process import end_hung, order_for, start_process
 
 if TYPE_CHECKING:
@@ -52,10 +54,13 @@ class EngineProcess:
         environment: Mapping[str, str] | None = None,
         adapters: Mapping[str, str] | None = None,
         again: bool = False,
+        lanes: LaneGroup | None = None,
     ) -> None:
         """`timeout`: seconds without a message after which an engine that has work is killed as hung; while it starts,
         the limit is engine.start_timeout. `environment`: None = that of this process. `adapters`: name -> folder of
-        the initial adapters; None = those of the composition. `again`: it replaces one that ended."""
+        the initial adapters; None = those of the composition. `again`: it replaces one that ended. `lanes`: the
+        group of its composition's lane, if it has one."""
+        self._lanes = lanes
         self._composition, self._listener = composition, listener
         self._environment, self._adapters, self._again = environment, adapters, again
         engine = composition.engine
@@ -130,13 +135,15 @@ class EngineProcess:
 
     def _serve(self) -> str:
         try:
-            self._popen, self._channel = start_process(_MAIN, environment=self._environment)
+            inherited, lanes = ((), None) if self._lanes is None else self._lanes.access(self._composition)
+            self._popen, self._channel = start_process(_MAIN, inherited, self._environment)
             wanted = None if self._adapters is None else dict(self._adapters)
             order = {
                 **order_for(self._composition),
                 "link": self._link.addresses,
                 "adapters": wanted,
                 "again": self._again,
+                "lanes": lanes,
             }
             self._channel.send(order)
             if self._stopping:
@@ -165,6 +172,8 @@ class EngineProcess:
             self.hung_at_start = True
             phase = f" in phase {self._phase!r}" if self._phase else ", before any phase"
             self._failure = f"hangs: no progress for {seconds:g} s while starting{phase} (engine.start_timeout)"
+        elif late := [] if self._lanes is None else self._lanes.waits_for(self._composition):
+            self._failure = f"{LOST}: it waited {seconds:g} s for replica {', '.join(map(str, late))}"
         else:
             self._failure = f"hangs: it had work and sent nothing for {seconds:g} s, so it was killed"
         end_hung(self._popen)

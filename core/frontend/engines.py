@@ -18,7 +18,7 @@ from dovetail.core.engine.requests import RequestBuilder
 from dovetail.core.errors import DovetailError, EngineStopped, RequestError
 from dovetail.core.frontend.engine_process import EngineProcess
 from dovetail.core.frontend.messages import EngineInfo, EngineStats, Reply, StepMessage
-from dovetail.core.frontend.replicas import CheckedRouter, replica_compositions, replica_environment
+from dovetail.core.frontend.replicas import CheckedRouter, make_lanes, replica_compositions, replica_environment
 from dovetail.core.frontend.request_table import NewRequest, RequestTable
 from dovetail.core.interfaces import ModelSpec, Progress
 from dovetail.core.parallel.failure import for_user, remote_cause
@@ -180,13 +180,15 @@ class EngineProcesses(Engines):
     def __init__(self, composition: Composition) -> None:
         super().__init__(composition)
         self.processes: list[EngineProcess] = []
+        self.lanes = make_lanes(composition)
+        """The engines' group if they share experts."""
 
     def _start(self, progress: Progress) -> None:
         events: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
         environment = replica_environment(self.composition)
-        for number, one in enumerate(replica_compositions(self.composition)):
+        for number, one in enumerate(replica_compositions(self.composition, self.lanes)):
             listener = _ProcessListener(number, self, events.put)
-            self.processes.append(EngineProcess(one, listener, environment=environment))
+            self.processes.append(EngineProcess(one, listener, environment=environment, lanes=self.lanes))
         for process in self.processes:
             process.start()
         infos: dict[int, EngineInfo] = {}
@@ -205,8 +207,12 @@ class EngineProcesses(Engines):
 
     def _stop(self) -> None:
         self._fail(DovetailError("closed while requests ran"))
+        if self.lanes is not None:
+            self.lanes.end()
         with ThreadPoolExecutor(max(len(self.processes), 1)) as pool:
             list(pool.map(EngineProcess.stop, self.processes))
+        if self.lanes is not None:
+            self.lanes.close()
 
 
 class _ProcessListener:
@@ -228,8 +234,11 @@ class _ProcessListener:
         self._engines.table.receive(self._replica, message)
 
     def on_death(self, process: EngineProcess, cause: str) -> None:
-        error = ReplicaError(f"replica {self._replica} {cause}")
-        error.__cause__ = remote_cause(process.traceback)
+        replica, traceback = self._replica, process.traceback
+        if (lanes := self._engines.lanes) is not None:
+            replica, cause, traceback = lanes.death(replica, cause, traceback)
+        error = ReplicaError(f"replica {replica} {cause}")
+        error.__cause__ = remote_cause(traceback)
         self._starting((self._replica, "death", error))
         self._engines._fail(error)
 

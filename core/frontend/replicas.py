@@ -11,19 +11,25 @@ from typing import TYPE_CHECKING
 
 from dovetail.core.compose import compose
 from dovetail.core.errors import PluginError
+from dovetail.core.frontend.lanes import LaneGroup
 from dovetail.core.interfaces import Arrival, ReplicaLoad, RequestOptions, Router
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
 
 
-def replica_compositions(composition: Composition) -> list[Composition]:
-    """Return the composition of each replica: the same parts on consecutive GPUs."""
+def make_lanes(composition: Composition) -> LaneGroup | None:
+    """Return a group for the replicas if they share routed experts."""
+    return LaneGroup(composition.engine.dp) if composition.engine.lanes > 1 else None
+
+
+def replica_compositions(composition: Composition, lanes: LaneGroup | None = None) -> list[Composition]:
+    """Return the composition of each replica: the same parts on consecutive GPUs. `lanes`: the replicas' group."""
     engine = composition.engine
     if engine.dp == 1:
         return [composition]
     gpus = engine.tp * engine.pp
-    return [
+    found = [
         compose(
             [
                 *composition.overrides,
@@ -36,6 +42,7 @@ def replica_compositions(composition: Composition) -> list[Composition]:
         )
         for replica in range(engine.dp)
     ]
+    return found if lanes is None else [lanes.place(one, number) for number, one in enumerate(found)]
 
 
 def _record(path: str | None, replica: int) -> list[str]:

@@ -15,8 +15,9 @@ from dovetail.core.errors import EngineDown
 from dovetail.core.frontend.client import EngineClient, tokenizer_of
 from dovetail.core.frontend.engine_process import EngineProcess
 from dovetail.core.frontend.fleet import Fleet
+from dovetail.core.frontend.lanes import LaneGroup
 from dovetail.core.frontend.messages import EngineInfo, Reply, StepMessage
-from dovetail.core.frontend.replicas import replica_compositions, replica_environment
+from dovetail.core.frontend.replicas import make_lanes, replica_compositions, replica_environment
 from dovetail.core.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -36,12 +37,15 @@ class SupervisedEngine(EngineClient):
         timeout: float = math.inf,
         adapters: Callable[[], Mapping[str, str] | None] = lambda: None,
         environment: Mapping[str, str] | None = None,
+        lanes: LaneGroup | None = None,
         **client: Any,
     ) -> None:
         """`max_restarts`: restarts within an hour; after them the state is "failed". `timeout`: seconds without a
         message after which an engine that has work counts as hung. `adapters` returns the adapters with which an engine
-        starts (name -> folder; None = those of the composition). `client`: see EngineClient."""
+        starts (name -> folder; None = those of the composition). `lanes`: its group, if it shares experts with other
+        engines. `client`: see EngineClient."""
         super().__init__(**client)
+        self._lanes = lanes
         self.composition = composition
         self._timeout, self._environment, self._adapters = timeout, environment, adapters
         self.incarnation = 0
@@ -92,6 +96,7 @@ class SupervisedEngine(EngineClient):
             environment=self._environment,
             adapters=self._adapters(),
             again=self.incarnation > 1,
+            lanes=self._lanes,
         )
         self._process.start()
 
@@ -127,6 +132,10 @@ class SupervisedEngine(EngineClient):
         self._receive(message)
 
     def on_death(self, process: EngineProcess, cause: str) -> None:
+        if self._lanes is not None and self.state != "stopped":
+            first = self._lanes.death(self.replica, cause, process.traceback)
+            if first.replica != self.replica:
+                cause = f"ended with replica {first.replica}, which {first.cause}"
         self._call_soon(self._on_death, process, cause)
 
 
@@ -134,9 +143,12 @@ class SupervisedFleet(Fleet):
     def __init__(
         self, composition: Composition, *, max_restarts: int = 0, timeout: float = math.inf, **fleet: Any
     ) -> None:
-        """`max_restarts`, `timeout`: per replica, see SupervisedEngine. If a replica fails for good, the fleet fails
-        too if max_restarts=0, if not all were ready once, or if it was the last. `fleet`: see Fleet."""
+        """`max_restarts`, `timeout`: per replica, see SupervisedEngine; replicas that share experts are not restarted,
+        since all end with one. If a replica fails for good, the fleet fails too if max_restarts=0, if not all were
+        ready once, or if it was the last. `fleet`: see Fleet."""
         super().__init__(composition, **fleet)
+        self._lanes = make_lanes(composition)
+        max_restarts = max_restarts if self._lanes is None else 0
         self._max_restarts = max_restarts
         self._adapting = asyncio.Lock()
         self._unloads: set[asyncio.Future[None]] = set()
@@ -147,10 +159,19 @@ class SupervisedFleet(Fleet):
                 timeout=timeout,
                 adapters=lambda: self._adapters if self.complete else None,
                 environment=replica_environment(composition),
+                lanes=self._lanes,
                 **self._client_options(replica),
             )
-            for replica, one in enumerate(replica_compositions(composition))
+            for replica, one in enumerate(replica_compositions(composition, self._lanes))
         ]
+
+    async def close(self) -> None:
+        if self._lanes is not None:
+            self._lanes.end()
+        await super().close()
+        if self._lanes is not None:
+            self._lanes.close()
+            self._lanes = None
 
     def _changed(self, replica: int) -> None:
         client = self.clients[replica]

@@ -30,6 +30,7 @@ from dovetail.core.frontend.messages import (
     encode_output,
 )
 from dovetail.core.parallel.channel import Channel
+from dovetail.core.parallel.lanes import Lanes
 
 _NAP = 2e-4
 """Seconds between polls if less than a millisecond, the unit of zmq's poll, is left."""
@@ -166,13 +167,17 @@ class ZmqCommands:
 
     delays_launches = True
 
-    def __init__(self, control: Channel, *, commands: str, outputs: str) -> None:
-        """`commands` and `outputs`: addresses of the first link, which has the number 0."""
+    def __init__(self, control: Channel, *, commands: str, outputs: str, lanes: Lanes | None = None) -> None:
+        """`commands` and `outputs`: addresses of the first link, which has the number 0. `lanes`: other lanes, which
+        end a wait for commands when they have work."""
         self.stopped = False
         self._control = control
         self._context = zmq.Context[zmq.Socket[bytes]]()
         self._poller = zmq.Poller()
         self._poller.register(control.fileno(), zmq.POLLIN)
+        self._lanes = lanes
+        if lanes is not None:
+            self._poller.register(lanes.alarm, zmq.POLLIN)
         self._links: dict[int, EngineEnd] = {}
         """Number -> link."""
         self._by_socket: dict[zmq.Socket[bytes], EngineEnd] = {}
@@ -188,6 +193,8 @@ class ZmqCommands:
                 yield from self._take_order()
                 if self.stopped:
                     return
+            elif self._lanes is not None and source == self._lanes.alarm:
+                self._lanes.silence()
             elif (link := self._by_socket.get(source)) is not None:
                 # None if an order detached the link after the poll.
                 for command in link.receive():

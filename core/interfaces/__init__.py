@@ -88,6 +88,7 @@ from dovetail.core.interfaces.plan import (
     Row,
     RowFlag,
     StepPlan,
+    StepShape,
 )
 from dovetail.core.interfaces.quant import LinearMethod, LinearShape, Quantizer
 from dovetail.core.interfaces.records import (
@@ -236,6 +237,7 @@ __all__ = [
     "StepPlan",
     "StepRecord",
     "StepResult",
+    "StepShape",
     "StepTerms",
     "TargetView",
     "TensorHeader",

@@ -103,7 +103,9 @@ class Executor(ABC):
     def submit(self, plan: StepPlan, blobs: Blobs) -> None:
         """Enqueue a plan. On an asynchronous device this returns before the device is done. The executor owns plan and
         blobs from now on, so the caller must not change them. For a plan with LATE rows only the forward half is
-        enqueued, and `complete` must be called before the next `submit`."""
+        enqueued, and `complete` must be called before the next `submit`. A plan without rows has a result without
+        rows. If it has a shape, an executor that states the capability `lanes` runs its layers with padding, since
+        other lanes need the experts of its ranks."""
 
     @abstractmethod
     def complete(self, late: LateInputs) -> None:

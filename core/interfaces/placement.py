@@ -84,13 +84,18 @@ class ExpertPlacement(ABC):
     def __init__(self, config: object) -> None:
         self.config = config
         self.ranks: Collective
-        """The ranks that share the model. Written by `bind`."""
+        """The ranks that share the experts: those of the model, or of all lanes (`engine.ep` > `engine.tp`). Written by
+        `bind`."""
         self.size = 1
         """Number of expert ranks. Written by `bind`."""
+        self.lane_rows: int | None = None
+        """Written by the engine before each step without a graph: the greatest number of own rows of any rank, to which
+        `Experts` pads those that it gives to `dispatch`. None = every rank has as many."""
 
     def bind(self, ranks: Collective, size: int) -> None:
         """Take the ranks and the number of expert ranks (`engine.ep`), which divides theirs. The ranks may not be
-        connected yet; their rank and size are valid."""
+        connected yet; their rank and size are valid. With lanes they are the ranks of all lanes, each lane's in
+        succession; only placements of own rows are bound to these."""
         self.ranks, self.size = ranks, size
 
     @abstractmethod

@@ -13,6 +13,8 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -49,7 +51,42 @@ class Row(NamedTuple):
     """Bitwise or of RowFlag. Other per-row facts (greedy, penalties, logprobs) are in the JoinBlob."""
 
 
-_FLAGS = itemgetter(Row._fields.index("flags"))
+_FLAGS, _DRAFT = itemgetter(Row._fields.index("flags")), itemgetter(Row._fields.index("draft"))
+
+
+class StepShape(NamedTuple):
+    """Bounds of a step's rows, on which the choice of a CUDA graph depends. Lanes agree on the greatest of each, and
+    so run the same graph."""
+
+    tokens: int
+    decodes: int
+    """Decode rows."""
+    chunks: int
+    """Other rows, or rows that do not sample, whichever are more."""
+    width: int
+    """1 + most drafts of any row; 0 = there are no rows."""
+    pairs: int
+    """Pairs of a prompt token and a key that it may attend to."""
+    guided: int
+    """1 = a row with late inputs may verify drafts, so that the host reads drafts before the layers end."""
+
+    @staticmethod
+    def of(rows: Sequence[Row]) -> StepShape:
+        """Return the shape of rows in canonical order."""
+        if not rows:
+            return StepShape(0, 0, 0, 0, 0, 0)
+        decodes = sum(1 for row in rows if row.flags & DECODE)
+        moved = sum(1 for row in rows if not row.flags & SAMPLE)
+        pairs, width = sum(row.count * row.bound for row in rows[decodes:]), 1 + max(map(_DRAFT, rows))
+        late = width > 1 and max(map(_FLAGS, rows)) >= LATE
+        return StepShape(
+            sum(row.count for row in rows), decodes, max(len(rows) - decodes, moved), width, pairs, int(late)
+        )
+
+    @staticmethod
+    def greatest(shapes: Iterable[StepShape]) -> StepShape:
+        """Return the greatest of each bound."""
+        return StepShape(*map(max, zip(*shapes, strict=True)))
 
 
 class Join(NamedTuple):
@@ -101,7 +138,9 @@ class HostDraft(NamedTuple):
 @dataclass(slots=True)
 class StepPlan:
     """One step. The scheduler builds it, core.parallel.encoding encodes it, and every rank applies plans in `step`
-    order. It has at least one row. Row order is canonical: decode rows by slot, then prefill chunks by slot."""
+    order. Row order is canonical: decode rows by slot, then prefill chunks by slot. A scheduler's plan has at least one
+    row. The engine launches a plan with nothing but a step and a shape while other lanes have rows and its own has
+    none: the ranks then only serve their experts."""
 
     step: int
     rows: list[Row]
@@ -112,6 +151,8 @@ class StepPlan:
     ops: list[PageOp] = field(default_factory=list)
     drafts: list[HostDraft] = field(default_factory=list)
     lane: int = 0
+    shape: StepShape | None = None
+    """Greatest bounds over all lanes. The engine sets it; None = no lanes share experts with this one."""
 
     @property
     def num_tokens(self) -> int:

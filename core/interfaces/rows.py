@@ -62,3 +62,11 @@ def share_of_bundle(bundle: Bundle, rank: int, ranks: int) -> Bundle:
             mine = with_scale(mine, share_of(item.scale.contiguous(), rank, ranks, value=1))
         items.append(mine)
     return Bundle(tuple(items))
+
+
+def padded_activation(x: Activation, rows: int) -> Activation:
+    """Append rows of zeros up to `rows`."""
+    more = replace(x, values=padded(x.values.contiguous(), rows))
+    if x.scale is not None and scaled_by_row(x):
+        more = with_scale(more, padded(x.scale.contiguous(), rows, value=1))
+    return more

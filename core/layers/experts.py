@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from dovetail.core.checkpoint import LazyTensor
+from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import (
     PLAIN,
     SWIGLU,
@@ -25,6 +26,7 @@ from dovetail.core.interfaces import (
     RoutingRule,
 )
 from dovetail.core.interfaces.expert import PARTS
+from dovetail.core.interfaces.rows import padded, padded_activation
 from dovetail.core.interfaces.tensor_record import TensorRecord
 from dovetail.core.layers.expert_slots import layouts_of, slots_of
 from dovetail.core.layers.linear import share_of_channels
@@ -96,7 +98,8 @@ class Experts:
     ) -> None:
         """`names`: checkpoint prefixes of each expert's gate, up, down. `intermediate`: channels of whole experts."""
         self.placement = build.placement
-        rank, size = build.collective.rank, build.collective.size
+        ranks = build.collective if self.placement is None else self.placement.ranks
+        rank, size = ranks.rank, ranks.size
         groups = 1 if self.placement is None else self.placement.size
         parts = size // groups
         ids: Sequence[int] = range(len(names))
@@ -121,6 +124,8 @@ class Experts:
             ids=tuple(ids),
         )
         self.method = build.quantizer.experts(path, self.shape) or LoopedExperts(build.quantizer, path, self.shape)
+        if size > build.collective.size:
+            _check_own_scales(self.method.input, path)
         self.params = self.method.create(self.shape, build.device)
         self.bias: ExpertBias | None = None
         self.loads_down_bias = rank % parts == 0  # The sum over the parts of an expert would count it once per part.
@@ -136,16 +141,19 @@ class Experts:
 
     def dispatch(self, x: Bundle, routing: Routing) -> Dispatched:
         """Return the rows that this rank multiplies: all, or those of `routing` that the placement sends here."""
+        given = x[self.input]
         if self.placement is None:
-            return Dispatched(x[self.input], routing)
-        return self.placement.dispatch(x[self.input], routing, self.slots)
+            return Dispatched(given, routing)
+        if (rows := self.placement.lane_rows) is not None:
+            given, routing = padded_activation(given, rows), _padded_routing(routing, rows)
+        return self.placement.dispatch(given, routing, self.slots)
 
     def multiply(self, sent: Dispatched) -> torch.Tensor:
         """Return [R, C]: the weighted sum of each row's experts on this rank."""
         return self.method.apply(self.params, sent.x, sent.routing, self.activation, self.bias)
 
     def combine(self, y_RC: torch.Tensor, sent: Dispatched) -> Partial | torch.Tensor:
-        """Return the sums for the rows that `dispatch` got."""
+        """Return the sums for the rows that `dispatch` got. With lanes, rows of padding may follow them."""
         return Partial(y_RC) if self.placement is None else self.placement.combine(y_RC, sent)
 
     def weights(self) -> Iterator[Taker]:
@@ -192,3 +200,17 @@ class Experts:
                 (gate if part == "gate" else up).copy_(lazy[self.channels])
             elif self.loads_down_bias:
                 bias.down[slot].copy_(lazy[:])
+
+
+def _padded_routing(routing: Routing, rows: int) -> Routing:
+    """Append rows without experts."""
+    return Routing(padded(routing.experts_TK, rows, value=-1), padded(routing.weights_TK, rows))
+
+
+def _check_own_scales(fmt: ActFormat, path: str) -> None:
+    """Raise ConfigError for an input format with one scale for all rows of a step, since lanes have different ones."""
+    if fmt.group == "tensor" and fmt.static_scale is None:
+        raise ConfigError(
+            f"{path}: its input has one scale for all rows of a step ({fmt.name}), and lanes have rows of their "
+            "own. Set engine.ep to at most engine.tp, or choose a quantizer with scales per token"
+        )

@@ -2,7 +2,7 @@
 exactly what was encoded or raises ValueError.
 
     plan = magic 4s | version u16 | 0 u16 | crc32 u32 of the rest | 0 u32 | int64 ...
-           int64: step, lane, state, then the seven counts of _COUNTS, then the sections in that order, row by row
+           int64: step, lane, state, then the eight counts of _COUNTS, then the sections in that order, row by row
     blob = magic 4s | version u16 | 0 u16 | crc32 u32 of the rest | JSON bytes u32 | int32 token ids ... | JSON
     late = magic 4s | version u16 | 0 u16 | crc32 u32 of the int64s | rows u32
            | int64 step, words, row ..., drafts of each row ... | uint32 mask words, row by row ...
@@ -19,7 +19,7 @@ import struct
 import sys
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from itertools import chain, repeat
 from operator import mul
 from typing import Any
@@ -37,15 +37,18 @@ from dovetail.core.interfaces import (
     Row,
     SamplingParams,
     StepPlan,
+    StepShape,
 )
 
-VERSION = 6
+VERSION = 7
 PLAN_MAGIC, BLOB_MAGIC, LATE_MAGIC = b"DVTP", b"DVTB", b"DVTL"
 
 _PREFIX = struct.Struct("<4sHHII")
 _FIRST = ("step", "lane", "state")
-_COUNTS = ("rows", "joins", "leaves", "pages", "ops", "drafts", "draft tokens")
-_WIDTHS = (len(Row._fields), len(Join._fields), 1, len(PageDelta._fields), len(PageOp._fields), 2, 1)
+_COUNTS = ("rows", "joins", "leaves", "pages", "ops", "drafts", "draft tokens", "shapes")
+_RECORDS = Row, Join, PageDelta, PageOp, StepShape
+_ROW, _JOIN, _PAGE, _OP, _SHAPE = (len(record._fields) for record in _RECORDS)
+_WIDTHS = (_ROW, _JOIN, 1, _PAGE, _OP, 2, 1, _SHAPE)
 _HEAD = len(_FIRST) + len(_COUNTS)
 _flatten = chain.from_iterable
 
@@ -55,10 +58,12 @@ def encode_plan(plan: StepPlan, state: int = 0) -> bytes:
     rows, joins, leaves, pages, ops, drafts = plan.rows, plan.joins, plan.leaves, plan.pages, plan.ops, plan.drafts
     heads: list[tuple[int, int]] = [(draft.slot, len(draft.tokens)) for draft in drafts]
     draft_tokens = [token for draft in drafts for token in draft.tokens]
-    counts = (len(rows), len(joins), len(leaves), len(pages), len(ops), len(drafts), len(draft_tokens))
+    shape = [] if plan.shape is None else [plan.shape]
+    sized: tuple[Sized, ...] = rows, joins, leaves, pages, ops, drafts, draft_tokens, shape
+    counts = tuple(map(len, sized))
     first = (plan.step, plan.lane, state)
     size = _HEAD + sum(map(mul, counts, _WIDTHS))
-    numbers = _flatten((first, counts, *rows, *joins, leaves, *pages, *ops, *heads, draft_tokens))
+    numbers = _flatten((first, counts, *rows, *joins, leaves, *pages, *ops, *heads, draft_tokens, *shape))
     try:
         body = struct.pack(f"<{size}q", *numbers)
     except struct.error as error:
@@ -83,7 +88,7 @@ def decode_plan(data: bytes | memoryview) -> tuple[StepPlan, int]:
         end = at + 8 * width * count
         sections.append(struct.iter_unpack(f"<{width}q", body[at:end]))
         at = end
-    rows, joins, leaves, pages, ops, drafts, tokens = sections
+    rows, joins, leaves, pages, ops, drafts, tokens, shapes = sections
     plan = StepPlan(
         step=step,
         rows=_records(Row, rows),
@@ -93,6 +98,7 @@ def decode_plan(data: bytes | memoryview) -> tuple[StepPlan, int]:
         ops=_records(PageOp, ops),
         drafts=_drafts(list(drafts), [token for (token,) in tokens]),
         lane=lane,
+        shape=_shape(_records(StepShape, shapes)),
     )
     return plan, state
 
@@ -100,6 +106,12 @@ def decode_plan(data: bytes | memoryview) -> tuple[StepPlan, int]:
 def _records(kind: Any, section: Iterable[tuple[int, ...]]) -> list[Any]:
     # tuple.__new__ skips the Python frame that NamedTuple's constructor costs for each record.
     return list(map(tuple.__new__, repeat(kind), section))
+
+
+def _shape(found: list[StepShape]) -> StepShape | None:
+    if len(found) > 1:
+        raise ValueError(f"a plan has one shape or none, and this one has {len(found)}")
+    return found[0] if found else None
 
 
 def _drafts(heads: list[tuple[int, ...]], tokens: list[int]) -> list[HostDraft]:

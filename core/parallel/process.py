@@ -14,11 +14,12 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from dovetail.core.compose import KINDS, Package, compose, discover
-from dovetail.core.compose.composition import selected_in
+from dovetail.core.compose.composition import Lane, selected_in
 from dovetail.core.compose.registry import Source
 from dovetail.core.errors import ConfigError
 from dovetail.core.parallel.channel import Channel, ChannelClosed
@@ -133,6 +134,7 @@ def order_for(composition: Composition) -> dict[str, Any]:
             for source in composition.registry.sources
         ],
         "identity": identity(composition),
+        "lane": None if (lane := composition.lane) is None else [lane.number, lane.count, lane.address],
     }
 
 
@@ -153,7 +155,7 @@ def recompose(order: Mapping[str, Any]) -> Composition:
             f"composing {' '.join(order['overrides'])} again gave options that differ from rank 0's: it reads configs "
             "that only rank 0 can find"
         )
-    return composition
+    return composition if order["lane"] is None else replace(composition, lane=Lane(*order["lane"]))
 
 
 def _check_packages(wanted: Mapping[str, str]) -> None:

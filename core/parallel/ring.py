@@ -77,7 +77,7 @@ class RingWriter(_Shared):
         rest = memoryview(_LENGTH.pack(len(message)) + message)
         head = self._words[_HEAD]
         while rest:
-            _wait(lambda: self._slowest() + self.capacity > self._words[_HEAD], idle)
+            wait_until(lambda: self._slowest() + self.capacity > self._words[_HEAD], idle)
             n = min(len(rest), self._slowest() + self.capacity - head)
             at = head % self.capacity
             first = min(n, self.capacity - at)
@@ -109,7 +109,7 @@ class RingReader(_Shared):
         cursor = self._words[self._mine]
         done = 0
         while done < count:
-            _wait(lambda: self._words[_HEAD] > self._words[self._mine], idle)
+            wait_until(lambda: self._words[_HEAD] > self._words[self._mine], idle)
             n = min(count - done, self._words[_HEAD] - cursor)
             self._order()
             at = cursor % self.capacity
@@ -123,7 +123,7 @@ class RingReader(_Shared):
         return taken
 
 
-def _wait(ready: Callable[[], bool], idle: Idle) -> None:
+def wait_until(ready: Callable[[], bool], idle: Idle) -> None:
     """Yield the CPU, then sleep for a small fraction of the time waited: short delay after a step, low cost later."""
     if ready():
         return

@@ -18,7 +18,7 @@ import torch
 
 from dovetail.core.compose import Composition, compose
 from dovetail.core.errors import DovetailError, RequestError
-from dovetail.core.interfaces import Executor, ExecutorInfo, Join, Row, StepResult
+from dovetail.core.interfaces import Executor, ExecutorInfo, Join, Row, StepPlan, StepResult
 from dovetail.core.interfaces.plan import SAMPLE
 from dovetail.core.testing.executor_scripts import (
     MAX_LEN,
@@ -161,6 +161,9 @@ class ExecutorContract:
                     count = int(bool(row.flags & SAMPLE))
                     assert len(found.tokens) == count, f"{row} must give {count} tokens, got {found.tokens}"
                 assert result.device_seconds >= 0 and result.idle_seconds >= 0, "seconds must not be negative"
+            executor.submit(StepPlan(script.plans[-1].step + 1, []), {})
+            result = executor.collect()
+            assert result.rows == (), f"a plan without rows must have a result without rows, got {result.rows}"
 
     def test_tokens_are_those_of_the_plans_in_order(self) -> None:
         """Tokens equal those of the core's runner, whether or not each result is collected before the next plan."""

@@ -8,10 +8,21 @@ from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from operator import mul
 
 import torch
 
-from dovetail.core.interfaces import Adapters, AttentionBackend, AttnCtx, BatchMeta, HostBounds, KVGroup, Row, TreeMask
+from dovetail.core.interfaces import (
+    Adapters,
+    AttentionBackend,
+    AttnCtx,
+    BatchMeta,
+    HostBounds,
+    KVGroup,
+    Row,
+    StepShape,
+    TreeMask,
+)
 from dovetail.core.interfaces.plan import DECODE, SAMPLE
 from dovetail.core.ops.step import TokenLayout, lay_out_pages, lay_out_tokens
 from dovetail.core.ops.trees import count_bits, place_tree
@@ -22,7 +33,7 @@ class Rows:
     """A plan's rows by column: one call per question for hundreds of rows. The plan must be in canonical order."""
 
     def __init__(self, rows: Seq[Row]) -> None:
-        columns: Seq[tuple[int, ...]] = tuple(zip(*rows, strict=True))
+        columns: Seq[tuple[int, ...]] = tuple(zip(*rows, strict=True)) or ((),) * len(Row._fields)
         self.slots, self.uids, self.epochs, self.counts, self.bounds, self.drafts, self.flags = columns
         self.decodes = bisect_left(self.flags, True, key=lambda flags: not flags & DECODE)
         """Number of decode rows; they come first."""
@@ -44,7 +55,14 @@ class Rows:
     @property
     def width(self) -> int:
         """W: 1 + most drafts of any row."""
-        return 1 + max(self.drafts)
+        return 1 + max(self.drafts, default=0)
+
+    @property
+    def shape(self) -> StepShape:
+        """Bounds that decide which graph serves the rows."""
+        decodes, moved = self.decodes, len(self) - len(self.sampled)
+        pairs = sum(map(mul, self.counts[decodes:], self.bounds[decodes:]))
+        return StepShape(sum(self.counts), decodes, max(len(self) - decodes, moved), self.width, pairs, 0)
 
     @property
     def max_len(self) -> int:

@@ -24,6 +24,7 @@ from dovetail.core.interfaces import (
 )
 from dovetail.core.interfaces.placement import expert_ranks
 from dovetail.core.interfaces.tuning import Tunable
+from dovetail.core.parallel.lane_ranks import LaneRanks
 from dovetail.core.tuning.startup import MOST_ROWS
 from dovetail.core.worker.dtypes import resolve_dtype, resolve_kv_dtype
 from dovetail.core.worker.fill import read_headers
@@ -85,11 +86,24 @@ def model_without_weights(
     collective = composition.build("collective")
     # Shapes depend on the rank and the number of ranks only; nothing is sent.
     collective.rank, collective.size = rank, size
+    ranks = lane_ranks(composition, collective)
     attention, drafter = composition.build("attention"), composition.build("spec_decode")
     dtype = resolve_dtype(engine.dtype, spec.dtype, device)
-    build = build_context(composition, spec, quantizer, torch.device("meta"), dtype, collective, attention, drafter)
+    device = torch.device("meta")
+    build = build_context(composition, spec, quantizer, device, dtype, collective, attention, drafter, ranks=ranks)
     model: Model = model_class(selected.config, build)
     return model
+
+
+def lane_ranks(composition: Composition, collective: Collective) -> Collective | None:
+    """Build a collective for the ranks of all lanes, not connected yet; None = there is one lane. `collective`: that of
+    this lane's ranks."""
+    lane = composition.lane
+    if lane is None:
+        return None
+    ranks: Collective = composition.build("collective")
+    ranks.rank, ranks.size = lane.number * collective.size + collective.rank, lane.count * collective.size
+    return LaneRanks(ranks)
 
 
 def build_context(
@@ -102,12 +116,15 @@ def build_context(
     attention: AttentionBackend,
     drafter: Drafter,
     adapters: Adapters | None = None,
+    ranks: Collective | None = None,
 ) -> BuildContext:
+    """`ranks`: those of all lanes, if there are several."""
     engine = composition.engine
     placement: ExpertPlacement | None = None
     if "experts" in composition.parts:
         placement = composition.build("experts")
-        placement.bind(collective, expert_ranks(placement, engine.ep, collective.size))
+        ranks = collective if ranks is None else ranks
+        placement.bind(ranks, expert_ranks(placement, engine.ep, ranks.size))
     return BuildContext(
         spec=spec,
         device=device,

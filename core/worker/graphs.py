@@ -19,7 +19,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import mul
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,6 +35,7 @@ from dovetail.core.interfaces import (
     LogitsProcessor,
     Model,
     Progress,
+    StepShape,
 )
 from dovetail.core.interfaces.records import MOST_LOGPROBS
 from dovetail.core.ops.logprobs import best_logprobs
@@ -115,6 +115,8 @@ class ForwardGraph:
     """Layout of input_N."""
     input_N: torch.Tensor
     """int64"""
+    padding_N: torch.Tensor
+    """Input of a step that has padding only."""
     replay: Replay
     tokens: TokenLayout
     hidden: Hidden
@@ -195,7 +197,10 @@ class StepGraphs:
 
     def width(self, rows: Rows) -> int:
         """Return W of the graphs that serve these rows' drafts."""
-        return next(width for width in self.widths if width >= rows.width)
+        return self._width(rows.width)
+
+    def _width(self, least: int) -> int:
+        return next(width for width in self.widths if width >= least)
 
     @torch.inference_mode()
     def capture(self, record: Record, progress: Progress) -> None:
@@ -211,7 +216,7 @@ class StepGraphs:
             progress("capture graphs", done * share)
             sections, input_N = capacity.sections, self._padding(capacity)
             replay, (tokens, hidden) = record(partial(self._run, capacity, input_N))
-            self._forward.insert(0, ForwardGraph(capacity, sections, input_N, replay, tokens, hidden))
+            self._forward.insert(0, ForwardGraph(capacity, sections, input_N, input_N.clone(), replay, tokens, hidden))
         for done, size in enumerate(drawn, len(ordered)):
             progress("capture graphs", done * share)
             for draw in self.draws:
@@ -305,14 +310,13 @@ class StepGraphs:
             return self._ragged_inputs.first(size.rows, size.tokens)
         return self.inputs[size.width].first(size.rows)
 
-    def pick(self, rows: Rows, adapted: bool = False, *, drafts: bool = True) -> ForwardGraph | None:
-        """Return the smallest graph that serves these rows, if any. `adapted`: some row has an adapter. `drafts`:
-        whether the graph may begin with the drafter's work."""
-        decodes, moved = rows.decodes, len(rows) - len(rows.sampled)
-        chunks = max(len(rows) - decodes, moved)
-        tokens, width = sum(rows.counts), self.widths[-1] if chunks else self.width(rows)
-        if sum(map(mul, rows.counts[decodes:], rows.bounds[decodes:])) > MOST_PAIRS:
+    def pick(self, shape: StepShape, adapted: bool = False, *, drafts: bool = True) -> ForwardGraph | None:
+        """Return the smallest graph that serves a step, if any. `adapted`: some row has an adapter. `drafts`: whether
+        the graph may begin with the drafter's work."""
+        tokens, decodes, chunks = shape.tokens, shape.decodes, shape.chunks
+        if shape.pairs > MOST_PAIRS:
             return None
+        width = self.widths[-1] if chunks else self._width(shape.width)
         for graph in self._forward:
             capacity = graph.capacity
             if (
@@ -342,8 +346,11 @@ class StepGraphs:
     def samples(self, rows: Rows, starts: Seq[int], graph: ForwardGraph | None = None) -> NDArray[np.int64]:
         """Pack the sample rows, flat, with padding up to the size of the graph that draws. `graph`: that of the layers;
         None = they run without one."""
-        sampled = len(rows.sampled)
-        padding = self.draw_size(rows, graph).rows - sampled if sampled else 0
+        sampled, size = len(rows.sampled), self.draw_size(rows, graph).rows
+        if graph is not None and not (graph.capacity.chunks or graph.capacity.ragged):
+            # These are all rows of the graph, which may have more than this lane needs.
+            size = graph.capacity.samples
+        padding = size - sampled if sampled else 0
         return np.concatenate((pack_samples(rows, starts), self._padding_R3[:padding])).reshape(-1)
 
     def forward(self, graph: ForwardGraph, rows: Rows, section: torch.Tensor) -> tuple[Batch, Hidden]:
@@ -351,6 +358,11 @@ class StepGraphs:
         graph.input_N[: len(section)].copy_(section)
         graph.replay()
         return Batch(rows, graph.tokens, {}), graph.hidden
+
+    def forward_padding(self, graph: ForwardGraph) -> None:
+        """Run the layers for a lane without rows."""
+        graph.input_N.copy_(graph.padding_N)
+        graph.replay()
 
     def gather(self, step: Batch, hidden: Hidden, section: torch.Tensor) -> None:
         """Write `draw`'s inputs after layers with no graph or a wider one. `section`: as `samples` packs it."""

@@ -30,6 +30,7 @@ from dovetail.core.worker.build import (
     build_context,
     build_quantizer,
     check_weights,
+    lane_ranks,
     target_view,
     tunables_of,
     tuned_sizes,
@@ -148,9 +149,13 @@ def _connect(
         torch.cuda.set_device(device)
         keep_shared_memory(device)
     progress("connect ranks", None)
-    connection = Connection(rank, size, device, composition.build("collective"))
+    collective = composition.build("collective")
+    collective.rank, collective.size = rank, size
+    connection = Connection(rank, size, device, collective, lane_ranks(composition, collective))
     on_connect(connection)
     connection.collective.connect(rank, size, address, device)
+    if (ranks := connection.lane_ranks) is not None and composition.lane is not None:
+        ranks.connect(ranks.rank, ranks.size, composition.lane.address, device)
     return connection
 
 
@@ -168,8 +173,8 @@ def _build_parts(
         note(f"engine.max_len={engine.max_len}, and the model was made for {max_len}: sequences end there")
     attention, drafter = composition.build("attention"), composition.build("spec_decode")
     adapters = _build_adapters(composition, device, dtype)
-    collective = connection.collective
-    build = build_context(composition, spec, quantizer, device, dtype, collective, attention, drafter, adapters)
+    some = connection.collective, attention, drafter, adapters, connection.lane_ranks
+    build = build_context(composition, spec, quantizer, device, dtype, *some)
     progress("build model", None)
     model = model_class(selected.config, build)
     if adapters is not None:

@@ -29,9 +29,12 @@ from dovetail.core.interfaces import (
     LateInputs,
     LogitsProcessor,
     Model,
+    Row,
     StepPlan,
     StepResult,
+    StepShape,
 )
+from dovetail.core.interfaces.rows import shard_rows
 from dovetail.core.memory.pools import HostPool, apply_page_ops, make_pools
 from dovetail.core.worker.batch import Batch, Rows, adapting, build_batch
 from dovetail.core.worker.device_state import DeviceState
@@ -65,13 +68,19 @@ class Connection:
     size: int
     device: torch.device
     collective: Collective
+    lane_ranks: Collective | None = None
+    """Connection to the ranks of all lanes, which share experts; None = there is one lane."""
 
     def abort(self) -> None:
         """End calls that wait for a rank that died. May be called from another thread, and while connecting."""
         self.collective.abort()
+        if self.lane_ranks is not None:
+            self.lane_ranks.abort()
 
     def close(self) -> None:
         """Leave the collective, and return free device memory to the driver."""
+        if self.lane_ranks is not None:
+            self.lane_ranks.close()
         self.collective.close()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -169,6 +178,7 @@ class Runner:
             parts.adapters,
         )
         self.results = ResultCopies(device)
+        self._set_lane_rows(None)
         self.graphs: StepGraphs | None = None
         if capture is not None:
             self.graphs = make_graphs(parts, self.state, self.drafts)
@@ -179,6 +189,9 @@ class Runner:
         """Enqueue a plan. If the plan has late inputs, only its forward half is enqueued; `complete` must follow. On
         CUDA this returns while the device still runs earlier plans."""
         self._use_device()
+        if not plan.rows:
+            self._serve_experts(plan)
+            return
         step = self._forward(plan, blobs)
         if plan.late:
             self._waiting = plan, step
@@ -218,8 +231,7 @@ class Runner:
         graphs = self.graphs
         adapted = not self.slots.adapted.isdisjoint(rows.slots)
         guided = plan.late and rows.width > 1
-        # The host reads drafts of rows with masks before the layers end, so no graph may do both.
-        graph = None if graphs is None else graphs.pick(rows, adapted, drafts=not guided)
+        graph = self._pick(plan.shape or rows.shape, adapted, guided)
         if graph is not None:
             starts = graphs.starts(graph, rows)
             sections = [graphs.section(graph, rows, starts)]
@@ -270,6 +282,43 @@ class Runner:
         advance_chunks(step.chunks_N, state.computed_S)
         return _ForwardedStep(began, batch, hidden, starts, step.samples_N, None, drafted)
 
+    def _pick(self, shape: StepShape, adapted: bool = False, guided: bool = False) -> ForwardGraph | None:
+        """Return the graph that runs the layers, if any: on all lanes alike."""
+        # The host reads drafts of rows with masks before the layers end, so no graph may do both.
+        drafts = not (guided or shape.guided)
+        graph = None if self.graphs is None else self.graphs.pick(shape, adapted, drafts=drafts)
+        # Ranks with the same graph have equally many rows.
+        rows = None if graph is not None else shard_rows(max(shape.tokens, 1), self.parts.connection.size)
+        self._set_lane_rows(rows)
+        return graph
+
+    def _set_lane_rows(self, rows: int | None) -> None:
+        """Set ExpertPlacement.lane_rows if there are other lanes."""
+        if self.parts.connection.lane_ranks is not None and (placement := self.parts.model.build.placement) is not None:
+            placement.lane_rows = rows
+
+    def _serve_experts(self, plan: StepPlan) -> None:
+        """Run the layers of a plan without rows: this lane's experts get rows of other lanes."""
+        began, none = self.results.clock.mark(), Rows(())
+        if plan.shape is not None:
+            graph = self._pick(plan.shape)
+            if graph is not None:
+                self.graphs.forward_padding(graph)
+            else:
+                self._forward_padding()
+        if self.parts.connection.rank == 0:
+            self.results.send(plan.step, began, none, {}, None, {}, None)
+
+    def _forward_padding(self) -> None:
+        """Run the layers with one token of the scratch slot."""
+        parts, state = self.parts, self.state
+        rows = Rows((Row(state.scratch, 0, 0, 1, 1, 0, 0),))
+        slots_B = torch.full((1,), state.scratch, device=state.device)
+        row_start_B1 = torch.arange(2, device=state.device)
+        batch = build_batch(rows, slots_B, row_start_B1, state, parts.groups, parts.attention)
+        ctx = ForwardContext(batch.tokens.positions_T, batch.attn, batch.tokens.live_T)
+        parts.model.forward(parts.model.embed(batch.tokens.ids_T), ctx, parts.drafter.taps)
+
     def _draft(self, rows: Rows, draft_rows_N: torch.Tensor, *, captured: bool) -> None:
         """Draft for the decode rows."""
         if captured:
@@ -288,7 +337,7 @@ class Runner:
         state, on_device = self.state, self.drafts.on_device
         for slot in plan.leaves:
             self.slots.leave(slot)
-            if on_device:
+            if self.drafts.takes_leave:
                 self.drafts.drafter.leave(slot, state.tokens_SL[slot], state.computed_S[slot] + 1)
         joined = []
         for join in plan.joins:

@@ -24,6 +24,7 @@ from dovetail.core.worker.sampler import (
     sample,
     sample_over_ranks,
     verify_rejection,
+    verify_rejection_tree,
     verify_typical,
 )
 from dovetail.core.worker.simulated_acceptance import simulate
@@ -144,6 +145,9 @@ def sample_step(
         if masks is None:  # Drafts that a mask forbids cannot be accepted.
             drawn_RW = simulate(drawn_RW, at.slots_R, at.base_R, state, model.build.spec.vocab)
         verified = verify_draws(drawn_RW, at, state, keep)
+    elif state.trees is not None:
+        drawn_RW = _draw_by_rejection(logits_NV, at, position_RW, params, state)
+        verified = verify_draws(drawn_RW, at, state, keep)
     else:
         drawn_RW, accepted = _verify(logits_NV, at, position_RW, params, state, verify)
         verified = VerifiedDraws(drawn_RW, accepted, None)
@@ -221,3 +225,20 @@ def _verify(
     lengths = state.tokens_SL, state.computed_S, state.drafts_S
     commit(verified.tokens_RW, verified.accepted_R, at.slots_R, at.base_R, *lengths)
     return verified.tokens_RW, Accepted(verified.accepted_R, at.base_R + verified.accepted_R + 1, count_R)
+
+
+def _draw_by_rejection(
+    logits_NV: torch.Tensor, at: SamplePositions, position_RW: torch.Tensor, params: SampleParams, state: DeviceState
+) -> torch.Tensor:
+    """Return the draws with which trees are verified by rejection, [R, W]."""
+    assert state.trees is not None
+    rows, width = position_RW.shape
+    slots_R1, step_K = at.slots_R[:, None], torch.arange(width - 1, device=state.device)
+    vocab = logits_NV.shape[-1]
+    draft_RK = state.tokens_SL[slots_R1, at.base_R[:, None] + step_K].long().clamp(0, vocab - 1)
+    trees = state.trees.parents_SK[slots_R1, step_K], state.drawn_SK[slots_R1, step_K]
+    count_R = torch.minimum(state.drafts_S[at.slots_R], at.limit_R)
+    p_RWV = probabilities(logits_NV, params).view(rows, width, -1)
+    own_RW = sample(logits_NV, position_RW.reshape(-1), params).view(rows, width)
+    q_RKV = state.draft_probs_SKV[at.slots_R]
+    return verify_rejection_tree(p_RWV, q_RKV, own_RW, draft_RK, *trees, count_R, state.key_S[at.slots_R], position_RW)

@@ -61,6 +61,8 @@ def warmup_steps(budget: int, most: int, longest: int, lookahead: int = 0) -> li
     chunks = ceil_div(tokens, longest)
     few, short = min(longest, 512), min(longest, 2)
     mixed = [(few, 2, 1, short), (few, 2, 1, longest), (tokens, most, most - chunks, short)] if most > 1 else []
+    between = [count for count in installed().turns() if 1 < count < min(most - chunks, tokens - 1)]
+    mixed += [(min(tokens, few + count), count + 1, count, short) for count in between]
     counts = sorted({min(count, longest) for count in (1, *tuned_rows(), longest)})
     alone = [(count, 1) for count in counts if (count, 1) != (tokens, chunks)]
     drafts = min(lookahead, budget - 1, longest - short)

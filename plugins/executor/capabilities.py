@@ -6,10 +6,10 @@ from dovetail.core.compose import Capabilities, Host, Requires
 from dovetail.plugins.executor.config import InprocConfig, MultiprocConfig, SimulatedConfig
 
 _DESCRIPTORS = "workers inherit shared memory and a socket as file descriptors"
-_LANES = "it runs one replica; LLM, app=generate, app=bench and app=serve start engine.dp of them"
+_REPLICAS = "it runs one replica; LLM, app=generate, app=bench and app=serve start engine.dp of them"
 _ONE_PIPELINE = (
     Requires(kind="engine", key="pp", allowed=(1,), reason="no built-in executor splits layers over ranks yet"),
-    Requires(kind="engine", key="dp", allowed=(1,), reason=_LANES),
+    Requires(kind="engine", key="dp", allowed=(1,), reason=_REPLICAS),
 )
 
 _NO_DRAFTS = Requires(
@@ -22,7 +22,7 @@ _NO_DRAFTS = Requires(
 
 def inproc(config: InprocConfig, host: Host) -> Capabilities:
     return Capabilities(
-        provides={"processes": "one", "adapters": True},
+        provides={"processes": "one", "adapters": True, "lanes": config.delay == 0},
         requires=(
             Requires(kind="engine", key="tp", allowed=(1,), reason="it runs one rank; executor=multiproc runs more"),
             *_ONE_PIPELINE,
@@ -32,7 +32,7 @@ def inproc(config: InprocConfig, host: Host) -> Capabilities:
 
 def multiproc(config: MultiprocConfig, host: Host) -> Capabilities:
     return Capabilities(
-        provides={"processes": "many", "adapters": True},
+        provides={"processes": "many", "adapters": True, "lanes": True},
         requires=(
             Requires(kind="host", key="platform", allowed=("linux", "darwin"), reason=_DESCRIPTORS),
             *_ONE_PIPELINE,

@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import os
-import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -27,6 +25,7 @@ from dovetail.core.interfaces import (
     StepPlan,
     StepResult,
 )
+from dovetail.core.parallel.address import free_address
 from dovetail.core.parallel.channel import ChannelClosed
 from dovetail.core.parallel.encoding import encode_blob, encode_late, encode_plan
 from dovetail.core.parallel.failure import RankError
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_HOST = "127.0.0.1"
 _ABORT_SECONDS = 1.0
 """Seconds for an abort to end this rank's calls, before it closes the memory shared with other ranks."""
 
@@ -86,7 +84,7 @@ class MultiprocExecutor(Executor):
         return self.composition.engine.tp
 
     def start(self, progress: Progress) -> ExecutorInfo:
-        with _free_address() as address:
+        with free_address() as address:
             return self._start(address, progress)
 
     def _start(self, address: str, progress: Progress) -> ExecutorInfo:
@@ -286,12 +284,3 @@ class MultiprocExecutor(Executor):
                 if self._threads is not None:
                     torch.set_num_threads(self._threads)
                     self._threads = None
-
-
-@contextmanager
-def _free_address() -> Iterator[str]:
-    """Reserve an address for rank 0, since engines may start together and ranks take seconds to connect."""
-    with socket.socket() as reserved:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind((_HOST, 0))
-        yield f"{_HOST}:{reserved.getsockname()[1]}"

@@ -17,7 +17,7 @@ import pytest
 from .commands import Command, blocks, commands, scripts, with_blocks
 
 # Everything runs in two processes before the first test; this takes less than a minute on two free cores.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.nightly]
 
 COMMANDS = commands()
 TO_RUN = [c for c in COMMANDS if not c.why_not_run and not c.is_pytest]

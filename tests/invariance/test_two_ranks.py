@@ -25,7 +25,7 @@ def tokens(*overrides: str) -> list[list[list[int]]]:
 # Long steps are sharded over the ranks by rows, short steps are not.
 MIXED = ("collective.shard_rows=12", "engine.depth=2", "spec_decode=ngram", "engine.kv_pages=16")
 CHOICES = {"nccl, sharded": ["collective=nccl", *MIXED]}
-if "DOVETAIL_RANKS" in os.environ:
+if "DOVETAIL_NIGHTLY" in os.environ:
     CHOICES |= {
         "nccl": ["collective=nccl", "spec_decode=draft_model"],
         "nccl, sharded, features": ["collective=nccl", "collective.shard_rows=12", "spec_decode=eagle3_tiny"],
@@ -39,7 +39,7 @@ def test_two_processes_equal_one(overrides: list[str]) -> None:
     assert tokens("executor=multiproc", "engine.tp=2", *overrides) == tokens()
 
 
-@pytest.mark.skipif("DOVETAIL_RANKS" not in os.environ, reason="eight processes: .ci/nightly runs it")
+@pytest.mark.nightly
 def test_eight_processes_equal_one() -> None:
     """There are twice as many processes as kv heads: each head is on two ranks."""
     greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -52,6 +52,7 @@ def test_eight_processes_equal_one() -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.nightly
 def test_adapters_over_two_processes_equal_one(save_lora: Callable[..., str]) -> None:
     """Each rank reads the adapters itself, while steps run, into one slot; all ranks refuse an invalid one."""
     first, second, wide = (save_lora(name, seed=seed, rank=seed * 8) for seed, name in enumerate("abc", 1))

@@ -79,7 +79,7 @@ def test_they_equal_one(two: LLM) -> None:
     assert all(one["steps"] > 20 and one["pages_owned"] == one["pages_cached"] == 0 for one in each)
 
 
-@pytest.mark.skipif("DOVETAIL_RANKS" not in os.environ, reason="four processes of one: .ci/nightly runs it")
+@pytest.mark.nightly
 def test_two_replicas_of_two_ranks_equal_one() -> None:
     ranks = [*BASE, "executor=multiproc", "engine.tp=2"]
     with LLM("tiny", overrides=ranks) as one:

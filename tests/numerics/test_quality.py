@@ -19,6 +19,8 @@ from dovetail.plugins.model import bundled
 
 from .checkpoints import in_blocks
 
+pytestmark = pytest.mark.nightly
+
 
 class Gate(NamedTuple):
     rise: float

@@ -21,6 +21,7 @@ LONG = dict(model="tiny", prompt="x = 1\n", max_tokens=2000, stream=True, extra_
 SHORT = dict(model="tiny", prompt="x = 1\n", max_tokens=4)
 
 
+@pytest.mark.nightly
 def test_a_dead_rank_fails_its_requests_and_the_engine_restarts_then_it_stops_in_order(start):
     server = start("executor=multiproc", "engine.tp=2", "serve.grace=3").wait_ready()
     client, engine = server.client(), server.engine_pid()
@@ -81,7 +82,7 @@ def test_ctrl_c_ends_what_runs(start):
     assert any("samples are cut off" in line for line in server.log), server.log
 
 
-@pytest.mark.skipif("DOVETAIL_SERVERS" not in os.environ, reason="the next test has an exit, too: .ci/nightly runs it")
+@pytest.mark.nightly
 def test_exit_on_failure(start):
     server = start("serve.on_engine_failure=exit").wait_ready()
     with pytest.raises(openai.APIError, match="SIGKILL"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from importlib import resources
 from pathlib import Path
@@ -16,7 +15,7 @@ TEMPLATE = """{%- for message in messages %}<|start|>{{ message.role }}<|message
 {%- endfor %}<|start|>assistant{# <|channel|> #}"""
 
 
-@pytest.mark.skipif("DOVETAIL_SERVERS" not in os.environ, reason="a start of a server: .ci/nightly runs it")
+@pytest.mark.nightly
 def test_a_folder_of_the_published_layout_answers(start, tmp_path):
     tokenizer = Path(str(resources.files("dovetail.plugins.model.bundled"))) / "tiny"
     save_published(tmp_path, vocab_size=4096, max_position_embeddings=2048, eos_token_id=0)

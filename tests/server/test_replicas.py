@@ -120,7 +120,7 @@ def test_shutdown_leaves_no_process_behind(replicas):
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-@pytest.mark.skipif("DOVETAIL_SERVERS" not in os.environ, reason="three starts of engines: .ci/nightly runs it")
+@pytest.mark.nightly
 def test_a_replica_that_cannot_start_ends_the_server_with_its_reason(start):
     """The server ends even though the other replica could start."""
     with socket.create_server(("127.0.0.1", 0)) as free:

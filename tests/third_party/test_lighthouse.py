@@ -124,6 +124,7 @@ def test_the_preset(ran):
     assert sum(int(line["sampled"]) for line in csv.DictReader((ran.preset / "steps.csv").open())) == 4
 
 
+@pytest.mark.nightly
 def test_its_own_tests_pass(python, lighthouse):
     """Includes the contract suites."""
     how = ["-q", "-p", "no:cacheprovider", str(EXAMPLE / "tests")]

@@ -15,6 +15,8 @@ from dovetail.core.compose import KINDS
 
 from .conftest import pip_install, refusal, run_all, words
 
+pytestmark = pytest.mark.nightly
+
 ALL = os.environ.get("DOVETAIL_KINDS") == "all"
 """The nightly script also runs every kind in engines; CI runs one."""
 LONGEST = 40

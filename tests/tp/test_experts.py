@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from dovetail import LLM, SamplingParams
@@ -15,7 +13,7 @@ PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True),
     SamplingParams(temperature=0.8, seed=3, max_tokens=9, ignore_eos=True, n=2),
 ]
-pytestmark = pytest.mark.skipif("DOVETAIL_RANKS" not in os.environ, reason="DOVETAIL_RANKS is not set")
+pytestmark = pytest.mark.nightly
 CHOICES = [
     ("all_to_all", 2, ("experts.capacity=0.9", "experts.check_rows=8", "engine.depth=2")),
     *((name, 2, ()) for name in ("tensor", "whole", "gather", "all_to_all")),

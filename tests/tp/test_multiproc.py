@@ -25,6 +25,7 @@ from dovetail.plugins.executor import multiproc
 from dovetail.plugins.executor.multiproc import MultiprocExecutor
 
 Gone = Callable[[int], bool]
+NIGHTLY = pytest.mark.nightly
 
 
 def composition(tp: int, *overrides: str) -> Composition:
@@ -86,7 +87,14 @@ def test_one_rank_needs_no_workers() -> None:
 @pytest.mark.parametrize(
     ("runner", "tp", "rank", "cause"),
     [
-        pytest.param(rank_runners.KilledInLoad, 3, 2, "was killed by SIGKILL .* in phase 'weights'", id="killed"),
+        pytest.param(
+            rank_runners.KilledInLoad,
+            3,
+            2,
+            "was killed by SIGKILL .* in phase 'weights'",
+            id="killed",
+            marks=pytest.mark.nightly,
+        ),
         pytest.param(rank_runners.RaisesInLoad, 2, 1, "(?s)failed .*FileNotFoundError: model-00002", id="raises"),
         pytest.param(rank_runners.KilledBeforeConnecting, 2, 1, "was killed by SIGKILL", id="killed before connecting"),
         pytest.param(
@@ -97,7 +105,12 @@ def test_one_rank_needs_no_workers() -> None:
             id="capture, killed",
         ),
         pytest.param(
-            rank_runners.RaisesInCapture, 2, 1, "(?s)'capture graphs'.*MemoryError: no room", id="capture, raises"
+            rank_runners.RaisesInCapture,
+            2,
+            1,
+            "(?s)'capture graphs'.*MemoryError: no room",
+            id="capture, raises",
+            marks=pytest.mark.nightly,
         ),
     ],
 )
@@ -163,7 +176,13 @@ def test_a_slow_rank_is_a_sign_of_life_of_all() -> None:
 @pytest.mark.parametrize(
     ("runner", "ranks", "cause"),
     [
-        pytest.param(rank_runners.KilledInStep, 3, "was killed by SIGKILL .* while serving", id="killed"),
+        pytest.param(
+            rank_runners.KilledInStep,
+            3,
+            "was killed by SIGKILL .* while serving",
+            id="killed",
+            marks=pytest.mark.nightly,
+        ),
         pytest.param(
             rank_runners.RaisesInStep, 2, "(?s)failed while serving.*ZeroDivisionError: third step", id="raises"
         ),
@@ -290,7 +309,7 @@ def test_ranks_find_presets_and_variants_of_the_users_own(tmp_path: Path, monkey
         executor.shutdown()
 
 
-@pytest.fixture(params=["load", "steps"])
+@pytest.fixture(params=[pytest.param("load", marks=NIGHTLY), "steps"])
 def program(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A program with two ranks in a separate process group, as a shell would start it. It loads for a minute, or it
     runs steps."""

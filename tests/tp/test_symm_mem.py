@@ -44,7 +44,7 @@ from dovetail.plugins.quant.int8.format import INT8_TOKEN
 SIZE = int(os.environ.get("DOVETAIL_SUMMANDS", "3"))
 """Three ranks: sums have an order, parts of a row are not a power of two, and a stop can reach a rank through a third
 one."""
-pytestmark = pytest.mark.timeout(130 * SIZE)
+pytestmark = [pytest.mark.timeout(130 * SIZE), pytest.mark.nightly]
 Results = list[dict[tuple[object, ...], torch.Tensor]]
 
 

@@ -83,6 +83,8 @@ class SparseMLP:
         if isinstance(routed, Partial):
             return routed if shared is None else Partial(routed.values + shared)
         if self.own_rows:
+            # Rows of other lanes' steps may make it longer.
+            routed = routed[: len(routing.experts_TK)]
             return RowShard(routed if shared is None else routed + shared, len(ctx.positions_T))
         # Complete rows beside a sum over ranks: rank 0 has them.
         return routed if shared is None else Partial(shared if self.collective.rank else routed + shared)

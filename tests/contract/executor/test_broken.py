@@ -10,7 +10,17 @@ from functools import partial
 import numpy as np
 
 from dovetail.core.compose import Composition
-from dovetail.core.interfaces import Blobs, Executor, ExecutorInfo, LateInputs, Progress, RowFlag, StepPlan, StepResult
+from dovetail.core.interfaces import (
+    Blobs,
+    Executor,
+    ExecutorInfo,
+    LateInputs,
+    Progress,
+    RowFlag,
+    RowResult,
+    StepPlan,
+    StepResult,
+)
 from dovetail.core.testing.executor import ExecutorContract
 from dovetail.core.testing.suite import failures
 from dovetail.plugins.executor.config import InprocConfig
@@ -52,6 +62,14 @@ class LastInFirstOut(Sound):
     def collect(self) -> StepResult:
         self.results += [super(LastInFirstOut, self).collect() for _ in range(super().pending)]
         return self.results.pop() if self.results else super().collect()
+
+
+class AnswersForTheScratchSlot(Sound):
+    """A plan without rows runs padding, which must have no result."""
+
+    def collect(self) -> StepResult:
+        result = super().collect()
+        return result if result.rows else replace(result, rows=(RowResult(0, 0, 0, ()),))
 
 
 class ForgetsTheEpoch(Sound):
@@ -178,6 +196,7 @@ BROKEN: dict[str, list[type[Executor]]] = {
         EatsThePlan,
         LastInFirstOut,
         ForgetsTheEpoch,
+        AnswersForTheScratchSlot,
         fault(
             "NumbersRowsBySlot",
             submit=lambda self, plan, blobs: Sound.submit(self, replace(plan, rows=sorted(plan.rows)), blobs),

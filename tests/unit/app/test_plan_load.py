@@ -12,6 +12,8 @@ import pytest
 
 from dovetail.core.compose.cli import main
 
+pytestmark = pytest.mark.nightly
+
 # Steps of 100 ms, whatever they do, on devices that hold 100 tokens of KV cache for each of few rows.
 SLOW = ("model=tiny", "cost=h200", "cost.step_us=100000", "cost.kernel_us=0", "engine.max_len=64", "engine.depth=2")
 LOAD = ("plan.load=fixed", "plan.options={requests: 16, prompt_tokens: 8, output_tokens: 8}", "plan.quants=[]")

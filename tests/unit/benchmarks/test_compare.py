@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -470,7 +469,7 @@ def test_results_survive_a_server_that_fails(
         compare.main([*servers("poisson", ""), "--", *TINY])
 
 
-@pytest.mark.skipif("DOVETAIL_SERVERS" not in os.environ, reason="four starts of servers: .ci/nightly runs it")
+@pytest.mark.nightly
 def test_servers_under_load(
     compare: ModuleType,
     servers: Callable[..., list[str]],

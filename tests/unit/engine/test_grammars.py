@@ -106,7 +106,7 @@ def test_every_output_fits(llm: LLM) -> None:
     [
         ["engine.depth=4", "executor.delay=3", "spec_decode=ngram"],
         ["engine.depth=2", "engine.mask_wait=0", "engine.kv_pages=8", "engine.token_budget=9"],
-        ["executor=multiproc", "engine.tp=2", "engine.depth=2"],
+        pytest.param(["executor=multiproc", "engine.tp=2", "engine.depth=2"], marks=pytest.mark.nightly),
     ],
     ids=["depth 4, drafts", "impatient, preemption", "two ranks"],
 )
@@ -123,6 +123,7 @@ def test_tokens_are_the_same_in_any_engine(llm: LLM, overrides: list[str]) -> No
             assert other.engine.scheduler.stats().preemptions > 0
 
 
+@pytest.mark.nightly
 def test_rows_wait_for_masks_if_attention_needs_exact_lengths(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row without its mask would be one token shorter than the next plan, already launched, states."""
     known = sdpa.capabilities

@@ -16,6 +16,8 @@ from dovetail.core.interfaces import FinishReason, KVGroup
 from dovetail.core.testing.reference import default_allocator
 from dovetail.core.testing.toy import VOCABULARY, ToyCompiler, ToyComposition, ToyDevice, ToyMatcher
 
+pytestmark = pytest.mark.nightly
+
 OVERRIDES = ["engine.device=cpu", "engine.max_len=96", "engine.max_seqs=8", "grammar.json_whitespace=1"]
 PROMPT = "def area(self):\n"
 CONSTANT = "return self.width * self.height"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -23,12 +22,13 @@ from dovetail.core.ops.routing import route
 from dovetail.core.ops.weight_formats import E2M1
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 
-BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+from .emulated import BF16, E4M3, EVERYTHING, FP16, FP32, cuda, has_fp8
+
 CLAMPED = GatedActivation(1.702, 7.0, 1.0)
 
 
-def experts(cuda: Callable[..., torch.Tensor], has_fp8: Callable[[], bool], everything: bool) -> None:
-    """`everything`: whether to add shapes."""
+def experts() -> None:
+    """EVERYTHING: whether to add shapes."""
     rules = (
         RoutingRule(128, 8, normalize=True),
         RoutingRule(256, 8, "sigmoid", normalize=True, scale=2.5, groups=8, kept_groups=4),
@@ -39,27 +39,26 @@ def experts(cuda: Callable[..., torch.Tensor], has_fp8: Callable[[], bool], ever
         route(logits, rule, cuda(rule.experts, dtype=FP32) if rule.groups > 1 else None, live)
         route(logits, rule)
     # Qwen3-30B-A3B: each pair a tile, tiles of 16 and of 128 rows.
-    for tokens in (1, 64, 512, 8192) if everything else (1, 64, 8192):
-        multiply(cuda, tokens, 128, 8, 2048, 768, BF16)
-        if has_fp8() and (everything or tokens > 1):
-            multiply(cuda, tokens, 128, 8, 2048, 768, E4M3)
-            multiply(cuda, tokens, 128, 8, 2048, 768, E4M3, blocks=True)
+    for tokens in (1, 64, 512, 8192) if EVERYTHING else (1, 64, 8192):
+        multiply(tokens, 128, 8, 2048, 768, BF16)
+        if has_fp8() and (EVERYTHING or tokens > 1):
+            multiply(tokens, 128, 8, 2048, 768, E4M3)
+            multiply(tokens, 128, 8, 2048, 768, E4M3, blocks=True)
     # Tiles of 64 rows, a clamped activation, biases, and channels that no block divides.
-    multiply(cuda, 128, 8, 2, 2880, 1440, BF16, CLAMPED, biased=True)
-    multiply(cuda, 16, 8, 2, 72, 40, FP16)
+    multiply(128, 8, 2, 2880, 1440, BF16, CLAMPED, biased=True)
+    multiply(16, 8, 2, 72, 40, FP16)
     # gpt-oss 120B: each pair a tile, tiles of 16, 64 and 128 rows. ptxas takes ten seconds for some of them.
-    for tokens in (1, 64, 1024, 8192) if everything else (64,):
-        if everything or not has_fp8():
-            multiply_packed(cuda, tokens, 128, 4, 2880, 2880, PLAIN)
+    for tokens in (1, 64, 1024, 8192) if EVERYTHING else (64,):
+        if EVERYTHING or not has_fp8():
+            multiply_packed(tokens, 128, 4, 2880, 2880, PLAIN)
         if has_fp8():
-            multiply_packed(cuda, tokens, 128, 4, 2880, 2880, FP8_TOKEN)
-    if everything:
-        multiply_packed(cuda, 16, 8, 2, 224, 96, PLAIN, FP32)
-        multiply_packed(cuda, 64, 2, 2, 224, 96, PLAIN, FP16)
+            multiply_packed(tokens, 128, 4, 2880, 2880, FP8_TOKEN)
+    if EVERYTHING:
+        multiply_packed(16, 8, 2, 224, 96, PLAIN, FP32)
+        multiply_packed(64, 2, 2, 224, 96, PLAIN, FP16)
 
 
 def multiply(
-    cuda: Callable[..., torch.Tensor],
     tokens: int,
     count: int,
     active: int,
@@ -90,7 +89,6 @@ def multiply(
 
 
 def multiply_packed(
-    cuda: Callable[..., torch.Tensor],
     tokens: int,
     count: int,
     active: int,

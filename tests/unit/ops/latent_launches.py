@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from dovetail.core.interfaces import MLA, AttentionLayer, BatchMeta, HostBounds, KVGroup, LatentNorm, Rope, TreeMask
+from dovetail.core.interfaces import MLA, AttentionLayer, HostBounds, KVGroup, LatentNorm, Rope
 from dovetail.core.memory.pools import make_pools
 from dovetail.core.ops.latents import latent_planes
 from dovetail.plugins.attention.config import TritonConfig
 from dovetail.plugins.attention.triton.backend import Triton
 
-BF16, FP32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+from .emulated import BF16, E4M3, EVERYTHING, FP32, batch, cuda, has_fp8
+
 SIZES = MLA(1536, 512, 64, 128, 128)
 DECODE, DRAFTS, MIXED = (
     HostBounds((1,) * 64, (4096,) * 64, 64),
@@ -21,22 +20,21 @@ DECODE, DRAFTS, MIXED = (
 )
 
 
-def latents(cuda: Callable[..., torch.Tensor], has_fp8: Callable[[], bool], everything: bool) -> None:
-    """`everything`: whether to add shapes, and the kernels for the keys and values of expanded rows."""
+def latents() -> None:
+    """EVERYTHING: whether to add shapes, and the kernels for the keys and values of expanded rows."""
     if has_fp8():
-        attend(cuda, DRAFTS, 16, E4M3)
-    if everything or not has_fp8():
-        attend(cuda, DECODE, 128, BF16)
-    if everything:
-        attend(cuda, DECODE, 16, BF16)
-        attend(cuda, DECODE, 8, FP32, FP32)
-        attend(cuda, MIXED, 16, BF16)
-        attend(cuda, MIXED, 16, BF16, gluon=False)
-        attend(cuda, DRAFTS, 128, BF16, tree=True)
+        attend(DRAFTS, 16, E4M3)
+    if EVERYTHING or not has_fp8():
+        attend(DECODE, 128, BF16)
+    if EVERYTHING:
+        attend(DECODE, 16, BF16)
+        attend(DECODE, 8, FP32, FP32)
+        attend(MIXED, 16, BF16)
+        attend(MIXED, 16, BF16, gluon=False)
+        attend(DRAFTS, 128, BF16, tree=True)
 
 
 def attend(
-    cuda: Callable[..., torch.Tensor],
     host: HostBounds,
     heads: int,
     kv_dtype: torch.dtype,
@@ -45,24 +43,13 @@ def attend(
     gluon: bool = True,
     page: int = 64,
 ) -> None:
-    rows, tokens = len(host.counts), sum(host.counts)
-    meta = BatchMeta(
-        row_start_B1=cuda(rows + 1, dtype=torch.int32),
-        kv_len_B=cuda(rows, dtype=torch.int32),
-        slots_B=cuda(rows, dtype=torch.int64),
-        positions_T=cuda(tokens, dtype=torch.int64),
-        rows_T=cuda(tokens, dtype=torch.int64),
-        page_table_BP=cuda(rows, -(-max(host.bounds) // page), dtype=torch.int32),
-        write_T=cuda(tokens, dtype=torch.int64),
-        page_tokens=page,
-        tree=TreeMask(*(cuda(tokens, dtype=torch.int64) for _ in range(2))) if tree else None,
-    )
+    tokens = sum(host.counts)
     planes = latent_planes(SIZES, kv_dtype, dtype)
     backend = Triton(TritonConfig(gluon=gluon))
     backend.bind(make_pools([KVGroup(0, (0, 1), planes, "mla", page_tokens=page)], {0: 9}, torch.device("cuda")))
     dim = SIZES.nope_dim + SIZES.rope_dim
     layer = AttentionLayer(1, 0, 1, heads, heads, dim, dim**-0.5, mla=SIZES)
-    ctx = backend.plan_device(meta, host, backend.plan_host(host))
+    ctx = backend.plan_device(batch(host, page, tree), host, backend.plan_host(host))
     columns = SIZES.kv_rank + SIZES.rope_dim
     q, x = cuda(tokens, heads * dim + columns, dtype=dtype).split((heads * dim, columns), dim=1)
     norm = LatentNorm(cuda(SIZES.kv_rank, dtype=dtype), 1e-6)

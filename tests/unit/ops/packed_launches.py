@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import product
 
 import torch
@@ -17,15 +16,10 @@ from dovetail.core.ops.packed_matmul import multiplies_e4m3, packed_matmul, pack
 from dovetail.core.ops.packing import words_of_row
 from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
 
-BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
-INT32, INT64 = torch.int32, torch.int64
-Cuda = Callable[..., torch.Tensor]
-"""cuda(*shape, dtype=BF16) allocates on the GPU."""
+from .emulated import BF16, E4M3, EVERYTHING, FP16, FP32, INT32, INT64, cuda, has_fp8
 
 
-def packed_weight(
-    cuda: Cuda, fmt: WeightFormat, outputs: int, inputs: int, group: int, scale: torch.dtype
-) -> PackedWeight:
+def packed_weight(fmt: WeightFormat, outputs: int, inputs: int, group: int, scale: torch.dtype) -> PackedWeight:
     groups = -(-inputs // group) if group else 1
     return PackedWeight(
         fmt,
@@ -69,10 +63,10 @@ def decode_everything(words_ptr, out_ptr):
     tl.store(out_ptr + at, total)
 
 
-def packed_products(cuda: Cuda, has_fp8: Callable[[], bool], everything: bool) -> None:
-    """Few rows, an embedding's lookup and E4M3; all formats and numbers of rows if `everything`."""
+def packed_products() -> None:
+    """Few rows, an embedding's lookup and E4M3; all formats and numbers of rows if EVERYTHING."""
     counts = cuda(MOST_SHARED_TILES, dtype=INT32)
-    weights = [packed_weight(cuda, fmt, 4096, *how) for fmt, *how in PACKED]
+    weights = [packed_weight(fmt, 4096, *how) for fmt, *how in PACKED]
     packed_matmul(cuda(1, 4096), weights[0], cuda(4096), BF16, counts=counts)
     # Where Hopper's kernel runs, too.
     packed_matmul_triton(cuda(1, 4096), weights[0], MatmulTile(16, 64, 256, split=2), counts, cuda(4096), None, BF16)
@@ -81,19 +75,19 @@ def packed_products(cuda: Cuda, has_fp8: Callable[[], bool], everything: bool) -
     # NVFP4, and FP8 with scales of blocks.
     packed_matmul(
         cuda(1, 4096),
-        packed_weight(cuda, weight_formats.E2M1, 4096, 4096, 16, E4M3 if has_fp8() else BF16),
+        packed_weight(weight_formats.E2M1, 4096, 4096, 16, E4M3 if has_fp8() else BF16),
         None,
         BF16,
         counts=counts,
     )
     if has_fp8():
         packed_matmul(cuda(64, 4096, dtype=E4M3), weights[0], None, BF16, cuda(64, 1, dtype=FP32), counts)
-        blocks = packed_weight(cuda, weight_formats.E4M3, 4096, 4096, 128, FP32)
+        blocks = packed_weight(weight_formats.E4M3, 4096, 4096, 128, FP32)
         packed_matmul(cuda(64, 4096, dtype=E4M3), blocks, None, BF16, cuda(64, 1, dtype=FP32), counts)
-    if everything:
+    if EVERYTHING:
         packed_matmul(cuda(512, 4096), weights[0], None, BF16)
         decode_everything[(1,)](cuda(512, dtype=INT32), cuda(512, dtype=FP16))
-    for weight, rows in product(weights, (1, 16, 32, 64, 128, 256)) if everything else ():
+    for weight, rows in product(weights, (1, 16, 32, 64, 128, 256)) if EVERYTHING else ():
         packed_matmul(cuda(rows, weight.inputs), weight, None, BF16, counts=counts)
         packed_rows(weight, cuda(rows, dtype=INT64), BF16)
         if has_fp8() and multiplies_e4m3(weight):

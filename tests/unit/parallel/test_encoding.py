@@ -25,6 +25,7 @@ from dovetail.core.interfaces import (
     RowFlag,
     SamplingParams,
     StepPlan,
+    StepShape,
 )
 from dovetail.core.parallel.encoding import (
     VERSION,
@@ -50,6 +51,7 @@ PLAN = StepPlan(
     ops=[PageOp(int(PageOpKind.COPY), 0, 3, 11)],
     drafts=[HostDraft(0, (17, 4)), HostDraft(5, ())],
     lane=1,
+    shape=StepShape(200, 2, 1, 3, 900, 1),
 )
 STATE = 0x0123_4567_89AB_CDEF
 BLOB = JoinBlob(
@@ -184,14 +186,14 @@ def golden(name: str) -> bytes:
 
 def test_golden_plan() -> None:
     """Different bytes mean a different format: raise encoding.VERSION and write the file again."""
-    data = golden("plan_v6.hex")
+    data = golden("plan_v7.hex")
     assert encode_plan(PLAN, STATE) == data
     assert decode_plan(data) == (PLAN, STATE)
 
 
 def test_golden_blob() -> None:
     """Different bytes mean a different format: raise encoding.VERSION and write the file again."""
-    data = golden("blob_v6.hex")
+    data = golden("blob_v7.hex")
     assert encode_blob(70_000 << 8 | 1, 2, BLOB) == data
     assert decode_blob(data) == (70_000 << 8 | 1, 2, BLOB)
 
@@ -238,12 +240,13 @@ def with_valid_crc(numbers: list[int]) -> bytes:
 @pytest.mark.parametrize(
     ("numbers", "message"),
     [
-        pytest.param([0] * 9, "not whole", id="shorter than its head"),
-        pytest.param([0, 0, 0, 1, 0, 0, 0, 0, 0, 0], "1 rows.*17 int64.*has 10", id="rows missing"),
-        pytest.param([0, 0, 0, 0, 0, 7, 0, 0, 0, 0], "7 leaves.*17 int64.*has 10", id="leaves missing"),
-        pytest.param([0, 0, 0, -1, 0, 7, 0, 0, 0, 0], "-1 rows", id="counts that cancel out"),
-        pytest.param([0, 0, 0, 2**62, 0, 0, 0, 0, 0, 0], "has 10", id="a count beyond memory"),
-        pytest.param([0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 3, 2, 9], "draft tokens", id="draft lengths disagree"),
+        pytest.param([0] * 10, "not whole", id="shorter than its head"),
+        pytest.param([0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0], "1 rows.*18 int64.*has 11", id="rows missing"),
+        pytest.param([0, 0, 0, 0, 0, 7, 0, 0, 0, 0, 0], "7 leaves.*18 int64.*has 11", id="leaves missing"),
+        pytest.param([0, 0, 0, -1, 0, 7, 0, 0, 0, 0, 0], "-1 rows", id="counts that cancel out"),
+        pytest.param([0, 0, 0, 2**62, 0, 0, 0, 0, 0, 0, 0], "has 11", id="a count beyond memory"),
+        pytest.param([0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 3, 2, 9], "draft tokens", id="draft lengths disagree"),
+        pytest.param([0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2, *[1] * 12], "one shape or none", id="two shapes"),
     ],
 )
 def test_a_sealed_plan_with_wrong_counts_is_refused(numbers: list[int], message: str) -> None:

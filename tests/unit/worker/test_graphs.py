@@ -128,7 +128,7 @@ def test_steps_without_drafts_take_no_larger_graphs_if_there_is_a_drafter() -> N
         for chunk in (0, 20, 64):
             rows = [Row(n, n, 0, 1, 50, 0, decode) for n in range(decodes)]
             rows += [Row(90, 90, 0, chunk, chunk, 0, sample)] if chunk else []
-            one, other = (graphs.pick(Rows(rows)) for graphs in both)
+            one, other = (graphs.pick(Rows(rows).shape) for graphs in both)
             assert one is not None and other is not None and one.capacity.tokens == other.capacity.tokens
 
 
@@ -141,7 +141,7 @@ def test_chunks_with_long_contexts_run_without_a_graph() -> None:
     def picked(*chunks: tuple[int, int]) -> bool:
         rows = [Row(0, 0, 0, 1, 1 << 17, 0, decode)]
         rows += [Row(n, n, 0, count, bound, 0, sample) for n, (count, bound) in enumerate(chunks, 1)]
-        return graphs.pick(Rows(rows)) is not None
+        return graphs.pick(Rows(rows).shape) is not None
 
     longest = MOST_PAIRS // 64
     assert picked() and picked((64, longest)) and picked((64, longest // 2), (64, longest // 2))

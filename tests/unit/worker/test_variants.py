@@ -123,6 +123,7 @@ class OneOfEight(SymmMemCollective):
     def barrier(self) -> None: ...
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", RANKS)
 def test_no_step_of_several_ranks_launches_an_uncompiled_kernel(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Large steps run in halves, and sums go through symmetric memory."""

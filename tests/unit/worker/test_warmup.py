@@ -41,6 +41,14 @@ def test_warm_up_steps_are_possible(budget: int, most: int, longest: int, lookah
         assert max(decoding) > 0
 
 
+@temporarily(SHIPPED)
+def test_chunks_run_beside_as_many_decode_rows_as_one_kernel_serves() -> None:
+    """One more decode row may need another kernel of attention."""
+    steps = [step for step in warmup_steps(4096, 160, 1899) if 0 < step.decodes < step.rows]
+    assert {count for count in SHIPPED.turns() if count < 157} | {157} == {step.decodes for step in steps}
+    assert len(steps) > 6 and all(step.tokens > step.decodes for step in steps)
+
+
 @pytest.mark.parametrize("decodes", [0, 1, 4])
 def test_warm_up_steps_have_masks_for_rows_with_grammars(decodes: int) -> None:
     """They run where memory is measured, on a GPU: here by hand."""

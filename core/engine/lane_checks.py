@@ -1,0 +1,91 @@
+"""Checks of what runs in lanes: replicas that share routed experts (`engine.ep` > `engine.tp`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from dovetail.core.compose import Host, Selected
+from dovetail.core.compose.composition import selected_in
+from dovetail.core.errors import DovetailError
+
+if TYPE_CHECKING:
+    from dovetail.core.compose import Composition
+
+
+def lane_conflicts(composition: Composition, here: Host) -> list[str]:
+    """Return what does not work in the lanes of this composition."""
+    if "experts" not in composition.parts or composition.lanes == 1:
+        return []
+    return [
+        *_placement_conflicts(composition),
+        *_option_conflicts(composition),
+        *_executor_conflicts(composition, here),
+        *_drafter_conflicts(composition, here),
+    ]
+
+
+def _placement_conflicts(composition: Composition) -> Iterator[str]:
+    part = composition.part("experts")
+    if part.target().rows != "own":
+        works = [f"experts={name}" for name in _of_own_rows(composition)]
+        yield (
+            f"experts={part.name} needs every row of a step on each rank, and the {composition.lanes} lanes that "
+            f"engine.ep={composition.engine.ep} makes of the replicas have rows of their own. Would work: "
+            f"{', '.join([*works, f'engine.ep of at most engine.tp={composition.engine.tp}'])}."
+        )
+
+
+def _of_own_rows(composition: Composition) -> Iterator[str]:
+    """Yield the names of placements that take a rank's own rows."""
+    registry = composition.registry
+    for name in registry.options("experts"):
+        try:
+            if registry.get("experts", name).target().rows == "own":
+                yield name
+        except DovetailError:
+            continue  # an unusable one is no remedy
+
+
+def _option_conflicts(composition: Composition) -> Iterator[str]:
+    engine = composition.engine
+    if engine.overlap_tokens:
+        yield (
+            f"engine.overlap_tokens={engine.overlap_tokens} splits steps by a lane's own rows, and lanes run alike "
+            "steps. Would work: engine.overlap_tokens=0."
+        )
+    if engine.late_launch:
+        yield ("engine.late_launch delays a launch for which other lanes wait. Would work: engine.late_launch=false.")
+    if engine.record is not None:
+        yield (
+            f"engine.record={engine.record} records the steps of one scheduler, and lanes also launch steps for each "
+            "other. Would work: engine.record=null."
+        )
+    adapter = composition.parts.get("adapter")
+    if isinstance(adapter, Selected) and getattr(adapter.config, "slots", 0):
+        yield (
+            f"adapter={adapter.name} selects CUDA graphs by a lane's own rows, and lanes run the "
+            "same graph. Would work: adapter=none."
+        )
+
+
+def _executor_conflicts(composition: Composition, here: Host) -> Iterator[str]:
+    executor = composition.part("executor")
+    if not executor.capabilities(here).provides.get("lanes"):
+        yield (
+            f"executor={executor.name} with its options does not run lanes, which exchange rows within each step. "
+            "Would work: executor=inproc without delay, executor=multiproc."
+        )
+
+
+def _drafter_conflicts(composition: Composition, here: Host) -> Iterator[str]:
+    """Yield the conflict of a drafter with routed experts: only some lanes draft in a step."""
+    part = composition.part("spec_decode")
+    # Layers of the target, or its layer for multi-token prediction.
+    runs_target = any(demand.key in ("skips_layers", "mtp_layers") for demand in part.capabilities(here).requires)
+    models = [one for one in selected_in(vars(part.config)) if one.component.kind == "model"]
+    if runs_target or any(one.target().spec(one.config).moe is not None for one in models):
+        yield (
+            f"spec_decode={part.name} runs layers with routed experts to draft, and the lanes that share them need "
+            "not draft in the same step. Would work: spec_decode=none, a drafter without routed experts."
+        )
