@@ -60,8 +60,15 @@ def bind_cost(
 
 
 def drafter_facts(composition: Composition, spec: ModelSpec) -> DrafterFacts | None:
-    """Return what the chosen drafter states of itself for a target; None = nothing."""
-    stated: DrafterFacts | None = composition.part("spec_decode").facts()
+    """Return what the chosen drafter states of itself for a target; None = nothing. Raises ConfigError for a target
+    without the layer that the drafter runs."""
+    part = composition.part("spec_decode")
+    stated: DrafterFacts | None = part.facts()
+    if stated is not None and stated.mtp and spec.mtp is None:
+        raise ConfigError(
+            f"spec_decode={part.name} drafts with the checkpoint's layer for multi-token prediction, and "
+            f"{spec.architecture} has none here: set spec_decode=none"
+        )
     return None if stated is None else stated.of(spec)
 
 

@@ -84,7 +84,8 @@ def _executor_conflicts(composition: Composition, here: Host) -> Iterator[str]:
 def _drafter_conflicts(composition: Composition, here: Host) -> Iterator[str]:
     """Yield the conflict of a drafter with routed experts: only some lanes draft in a step."""
     part = composition.part("spec_decode")
-    runs_target = any(demand.key == "skips_layers" for demand in part.capabilities(here).requires)
+    # Layers of the target, or its layer for multi-token prediction.
+    runs_target = any(demand.key in ("skips_layers", "mtp_layers") for demand in part.capabilities(here).requires)
     models = [one for one in selected_in(vars(part.config)) if one.component.kind == "model"]
     if runs_target or any(one.target().spec(one.config).moe is not None for one in models):
         yield (

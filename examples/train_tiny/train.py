@@ -315,6 +315,19 @@ def save(model, corpus, folder):
             **names,
         ),
     )
+    save_tokenizer(corpus, folder, length)
+    weights = {
+        name: tensor.to(torch.bfloat16).contiguous().cpu()
+        for name, tensor in model.state_dict().items()
+        if name != "lm_head.weight"  # tied to the embedding
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)
+
+
+def save_tokenizer(corpus, folder, length):
+    """Write the tokenizer's files, for a context of `length` tokens."""
+    names = dict(bos_token_id=END_OF_TEXT, eos_token_id=END_OF_TEXT, pad_token_id=END_OF_TEXT)
     write_json(folder / "generation_config.json", names)
     write_json(
         folder / "tokenizer_config.json",
@@ -331,13 +344,6 @@ def save(model, corpus, folder):
         ),
     )
     corpus.tokenizer.save(str(folder / "tokenizer.json"))
-    weights = {
-        name: tensor.to(torch.bfloat16).contiguous().cpu()
-        for name, tensor in model.state_dict().items()
-        if name != "lm_head.weight"  # tied to the embedding
-    }
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)
 
 
 def write_json(path, value):

@@ -86,9 +86,13 @@ class Eagle(BuiltinDrafter):
         self.layer, source = self._build(target, shape)
         fill(self.layer, source)
         self.taps = shape.tapped(spec.layers)
+        self._allocate(target, shape.fused * spec.hidden)
+
+    def _allocate(self, target: TargetView, channels: int) -> None:
+        """Allocate the state of slots. `channels`: those of a feature."""
         self.pages = OwnPages(target, self.window, resumes=False)
-        self.features = FeatureStore(target, self.lookahead + 1, shape.fused * spec.hidden)
-        self._last_id = spec.vocab - 1
+        self.features = FeatureStore(target, self.lookahead + 1, channels)
+        self._last_id = target.build.spec.vocab - 1
         self._tree = grower(self.config, target.build.device)
 
     def kv_groups(self) -> tuple[KVGroup, ...]:

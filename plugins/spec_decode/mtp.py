@@ -11,12 +11,10 @@ import torch
 from dovetail.core.checkpoint import located
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import ForwardContext, KVGroup, MTPLayer, TargetView
-from dovetail.core.worker.features import FeatureStore
 from dovetail.core.worker.fill import fill
 from dovetail.plugins.spec_decode.base import BuiltinDrafter
 from dovetail.plugins.spec_decode.config import MTPConfig
 from dovetail.plugins.spec_decode.eagle import Eagle, check_windows
-from dovetail.plugins.spec_decode.own_pages import OwnPages
 
 
 class MTP(Eagle):
@@ -35,9 +33,7 @@ class MTP(Eagle):
         layer = self._built(target)
         fill(layer, target.source)
         self.layer = Recurrent(layer)
-        self.pages = OwnPages(target, self.window, resumes=False)
-        self.features = FeatureStore(target, self.lookahead + 1, target.build.spec.hidden)
-        self._last_id = target.build.spec.vocab - 1
+        self._allocate(target, target.build.spec.hidden)
 
     def _built(self, target: TargetView) -> MTPLayer:
         """Return the layer without weights."""

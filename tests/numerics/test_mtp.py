@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dovetail import LLM, SamplingParams
-from dovetail.core.compose import installed
+from dovetail.core.compose import compose, installed
+from dovetail.core.engine.cost import bind_cost
+from dovetail.core.errors import CapabilityError, ConfigError
 from dovetail.core.interfaces import Draft, DraftContext
 from dovetail.plugins.spec_decode.mtp import MTP
 
@@ -165,10 +167,15 @@ def run(folder: Path, *words: str) -> tuple[list[list[int]], LLM]:
     return found[0], llm
 
 
-def test_drafts_do_not_depend_on_scheduling(folder: Path, proposals: Proposals) -> None:
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> list[list[int]]:
+    """Text of plain decoding."""
+    return run(folder)[0]
+
+
+def test_drafts_do_not_depend_on_scheduling(folder: Path, plain: list[list[int]], proposals: Proposals) -> None:
     """Chunks, prefix hits, forks, preemption and reused slots: the drafts of a sequence that runs alone, token for
     token, and the text of plain decoding."""
-    plain, _ = run(folder)
     words, least = ["spec_decode=mtp", f"spec_decode.lookahead={K}", "engine.drafts=always"], 0
     for variant in VARIANTS.values():
         text, llm = run(folder, *words, *variant)
@@ -177,6 +184,84 @@ def test_drafts_do_not_depend_on_scheduling(folder: Path, proposals: Proposals) 
         assert llm.engine.scheduler.stats().preemptions > 0 or "engine.kv_pages=10" not in variant
         least = least or len(proposals.found)
     assert least > 40 and proposals.proposed > 2 * least
+
+
+def test_trees_change_no_text_and_acceptance_can_be_simulated(folder: Path, plain: list[list[int]]) -> None:
     assert run(folder, "spec_decode=mtp", "spec_decode.lookahead=3", "spec_decode.tree=8")[0] == plain
-    _, llm = run(folder, "spec_decode=mtp", "spec_decode.simulate_acceptance=[1.0]")
-    assert llm.engine.counters.accepted == llm.engine.counters.drafted > 40
+    words = ["spec_decode=mtp", "spec_decode.simulate_acceptance=[1.0]"]
+    with LLM(str(folder), overrides=[*BASE, *words]) as llm:
+        llm.generate(PROMPTS, PARAMS)
+        assert llm.engine.counters.accepted == llm.engine.counters.drafted > 20
+
+
+# Size and time.
+
+
+def test_its_size_and_time_are_planned(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    copies = tuple(f"{LAYER}{name}.weight" for name in ("embed_tokens", "shared_head.head"))
+    own = sum(each.numel() for name, each in tensors.items() if name.startswith(LAYER) and name not in copies)
+    words = [f"model.path={folder}", "engine.dtype=float32", "cost=h200"]
+    composition = compose([*words, "spec_decode=mtp", "spec_decode.lookahead=2"], app="plan")
+    spec = composition.part("model").target().spec(composition.part("model").config)
+    assert spec.mtp is not None and spec.mtp.parameters is not None and spec.mtp.parameters.total == own
+    cost = bind_cost(composition, spec, "cuda")
+    assert cost is not None and cost.drafter is not None
+    # Each pass reads the layer and the model's matrix of logits.
+    read = 4 * (own + SHAPE["vocab_size"] * HIDDEN)
+    assert cost.drafter.step_weight_bytes() == read
+    assert cost.draft_seconds(4, 2, 100) > cost.draft_seconds(4, 1, 100) > 0
+
+
+# Bad input.
+
+
+def changed(folder: Path, into: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor | None]) -> Path:
+    """Save a copy of a folder with entries of config.json and tensors replaced (None = left out)."""
+    into.mkdir()
+    stated = json.loads((folder / "config.json").read_text()) | config
+    (into / "config.json").write_text(json.dumps(stated))
+    kept = {
+        name: each for name, each in {**load_file(folder / "model.safetensors"), **tensors}.items() if each is not None
+    }
+    save_file(kept, into / "model.safetensors")
+    return into
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "words", "says"),
+    [
+        ({"num_nextn_predict_layers": 0}, {}, [], "requires model with mtp_layers 1 .*model=llama has 0"),
+        ({"num_nextn_predict_layers": 2}, {}, [], "requires model with mtp_layers 1 .*model=llama has 2"),
+        ({}, {}, ["model=transformers"], "requires model with mtp_layers 1 .*model=transformers does not state it"),
+        ({}, {f"{LAYER}eh_proj.weight": None}, [], f"/model: .*1 missing .*{LAYER}eh_proj.weight"),
+        ({}, {f"{LAYER}mlp.experts.3.up_proj.weight": None}, [], f"1 missing .*{LAYER}mlp.experts.3.up_proj.weight"),
+        (
+            {},
+            {f"{LAYER}eh_proj.weight": torch.zeros(HIDDEN, HIDDEN)},
+            [],
+            f"model.safetensors: .*eh_proj.weight. has shape .{HIDDEN}, {HIDDEN}.*must be .{HIDDEN}, {2 * HIDDEN}",
+        ),
+        ({}, {f"{LAYER}more.weight": torch.zeros(1)}, [], f"1 unexpected .*{LAYER}more.weight"),
+        ({}, {}, ["engine.tp=3", "executor=multiproc"], "requires engine with tp 1 or 2 or 4 "),
+        ({}, {}, ["spec_decode.lookahead=17"], "lookahead"),
+        ({}, {}, ["spec_decode.path=x"], "spec_decode.path"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_loading(
+    config: dict[str, Any], tensors: dict[str, Any], words: list[str], says: str, folder: Path, tmp_path: Path
+) -> None:
+    path = changed(folder, tmp_path / "model", config, tensors)
+    with pytest.raises((CapabilityError, ConfigError), match=says) as error:
+        LLM(str(path), overrides=[*BASE, "spec_decode=mtp", *words])
+    assert str(error.value).isprintable() or "\n" in str(error.value)
+
+
+def test_a_layer_that_is_not_used_is_noted(folder: Path) -> None:
+    with LLM(str(folder), overrides=BASE) as llm:
+        notes = llm.engine.info.notes
+    assert any(
+        "layer for multi-token prediction is not loaded; spec_decode=mtp drafts with it" in note for note in notes
+    )
+    with LLM(str(folder), overrides=[*BASE, "spec_decode=mtp"]) as llm:
+        assert not any("multi-token prediction" in note for note in llm.engine.info.notes)

@@ -66,11 +66,11 @@ class LlamaMTPLayer(MTPLayer):
         return self._groups
 
     def check_checkpoint(self, checkpoint: Checkpoint) -> None:
-        headers = dict(self._own(checkpoint.tensors().items()))
+        headers = self._own(checkpoint.tensors().items())
         if (experts := self._layout.experts) is not None:
-            each = unstacked_headers(headers.items(), stacks_of(experts.names), experts.rule.experts)
-            headers = dict(without(each, self._elsewhere))
-        check_headers(self._weights(), headers, checkpoint, self._ignored)
+            headers = unstacked_headers(headers, stacks_of(experts.names), experts.rule.experts)
+            headers = without(headers, self._elsewhere)
+        check_headers(self._weights(), dict(headers), checkpoint, self._ignored)
 
     def load(self, weights: Iterable[tuple[str, Callable[[], Any]]]) -> None:
         weights = self._own(weights)

@@ -142,6 +142,15 @@ def test_a_drafter_takes_its_share() -> None:
     assert 0.5 < (fp8["bytes_per_gpu"]["drafter"] - probs) / sizes["drafter"] < 0.6
 
 
+def test_a_layer_for_multi_token_prediction_takes_its_share() -> None:
+    """DeepSeek-V3's has 11.5 B weights in FP8, and a latent of 576 values per token."""
+    words = ["model=deepseek_v3", "quant=fp8", "engine.tp=8", "cost=h200"]
+    plain, drafted = plan(*words), plan(*words, "spec_decode=mtp")
+    assert drafted["bytes_per_gpu"]["drafter"] == pytest.approx(11.5e9 / 8, rel=0.01)
+    assert drafted["draft_kv_bytes_per_token"] == 576 * 2
+    assert drafted["sequences"]["16384"] < plain["sequences"]["16384"]
+
+
 def test_fewer_slots_are_a_remedy() -> None:
     words = ["+preset=h200_bf16_tp1", "adapter=lora", "adapter.slots=64", "adapter.max_rank=64", "cost.memory=40"]
     facts = plan(*words)

@@ -54,7 +54,13 @@ def spec(variant):
 
 def test_every_variant_is_in_the_table():
     files = resources.files("dovetail").joinpath("conf/model").iterdir()
-    assert {file.name.removesuffix(".yaml") for file in files} == {*PUBLISHED, "small_moe", "tiny", "tiny_draft"}
+    assert {file.name.removesuffix(".yaml") for file in files} == {
+        *PUBLISHED,
+        "small_moe",
+        "small_mtp",
+        "tiny",
+        "tiny_draft",
+    }
 
 
 @pytest.mark.parametrize("variant", PUBLISHED)
