@@ -38,7 +38,7 @@ def test_a_whole_tree_is_expected_to_accept_what_it_did(mean: float) -> None:
 
 @pytest.mark.parametrize("planned", [1, 3, 8])
 def test_a_part_of_a_tree_foretells_the_whole(planned: int) -> None:
-    """Of n drafts, log(1 + n) as many are accepted as of others, so drafts of few say what more would bring."""
+    """A tree of n drafts accepts a number that grows with log(1 + n), so few drafts say what more would bring."""
     rate = 0.6
     acceptance = TreeAcceptance(2, K)
     learn(acceptance, planned, rate * np.log1p(planned))
