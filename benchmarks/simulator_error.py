@@ -1,4 +1,4 @@
-"""How far the simulator is from a device: measures three loads, and simulates them before and after a calibration.
+"""How far the simulator is from a device: measures four loads, and simulates them before and after a calibration.
 
     python benchmarks/simulator_error.py --out benchmarks/results/NAME.json -- +preset=h200_fp8_tp1 cost=h100 \
         model.load=dummy engine.max_len=4224
@@ -7,10 +7,12 @@
         cost=cpu engine.dtype=float32 engine.max_len=128 engine.token_budget=128
 
 One start of the engine measures `equal_burst`, requests of equal lengths at once; `chat_burst`, log-normal lengths at
-once; and `chat_poisson`, the same lengths as a Poisson process. The calibration is fitted to the steps of all loads but
-that of --hold-out, whose error is therefore one of prediction. Then each load runs in virtual time with as many KV
-pages, with the cost model that was given and with the calibration. Overrides after `--` choose model, GPU and cost
-model.
+once; `slow_poisson`, the same lengths as a Poisson process of half the rate; and `chat_poisson`, at the whole rate. The
+calibration is fitted to the steps of all loads but that of --hold-out, whose error is therefore one of prediction.
+Without `slow_poisson` no step with one prompt, the first step of a request, would be measured.
+
+Then each load runs in virtual time with as many KV pages, with the cost model that was given and with the calibration.
+Overrides after `--` choose model, GPU and cost model.
 
 The result has the measured run, the calibration and the errors, so --again can simulate it anew without a device, for
 instance after a change of the simulator; it prints the table and writes nothing unless --out is given.
@@ -36,7 +38,7 @@ from dovetail.plugins.app.bench.metrics import at
 from dovetail.plugins.app.tables import console
 
 SCHEMA = "dovetail.simulator_error/1"
-LOADS = ("equal_burst", "chat_burst", "chat_poisson")
+LOADS = ("equal_burst", "chat_burst", "slow_poisson", "chat_poisson")
 FIGURES = {"output_tokens_per_s": "output tokens/s", "tpot_ms.median": "TPOT p50, ms", "ttft_ms.p99": "TTFT p99, ms"}
 """Path in the figures of a run -> heading."""
 GOALS = {
@@ -57,6 +59,7 @@ def variants(args: argparse.Namespace) -> dict[str, str]:
         "equal_burst": f"defaults: [fixed, _self_]\nrequests: {args.requests}\nprompt_tokens: {2 * tokens}\n"
         f"output_tokens: {tokens}\n",
         "chat_burst": chats,
+        "slow_poisson": f"{chats}rates: [{args.rate / 2}]\nseconds: {args.seconds}\n",
         "chat_poisson": f"{chats}rates: [{args.rate}]\nseconds: {args.seconds}\n",
     }
 

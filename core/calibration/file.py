@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from dovetail.core.calibration.launches import Launches
 from dovetail.core.errors import ConfigError, shown
 from dovetail.core.interfaces import StepTerms
 
 if TYPE_CHECKING:
     from dovetail.core.interfaces import Formats, ModelSpec
 
-SCHEMA = "dovetail.calibration/1"
+SCHEMA = "dovetail.calibration/2"
 """Version of the format. A reader takes its own version only."""
 
 SHAPES = ("architecture", "vocab", "layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim")
@@ -76,8 +77,12 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     terms: dict[str, Term]
     drafting: Term | None
     """Time of the drafter's model; None = no step had drafts of one."""
+    host: Launches | None
+    """Host time of launches; None = no launch with a CUDA graph was measured."""
     ranges: dict[str, tuple[int, int]]
     """Least and greatest number of rows, tokens fed and KV tokens read of the fitted steps."""
+    gap: tuple[int, int] | None
+    """Numbers of tokens between which no step was measured, if they are far apart; None = they are not."""
     steps: int
     errors: Errors
     uncalibrated: Errors
@@ -144,6 +149,9 @@ def _check(found: Calibration) -> None:
     if found.terms.keys() != set(StepTerms._fields):
         raise ValueError(f"its terms are {', '.join(found.terms)}, not {', '.join(StepTerms._fields)}")
     terms = {**found.terms, **({"drafting": found.drafting} if found.drafting is not None else {})}
+    times = () if found.host is None else msgspec.structs.astuple(found.host)
+    if not all(math.isfinite(value) and value >= 0 for value in times):
+        raise ValueError(f"a launch takes {times} microseconds")
     for name, term in terms.items():
         if not (math.isfinite(term.factor) and term.factor >= 0):
             raise ValueError(f"the factor of {name} is {term.factor}")

@@ -1,6 +1,8 @@
 """Fits the factors of a cost model's terms to measured steps.
 
-seconds = max(a weights, b products) + c prefill + d decode + e collectives + f launches + g sampling + h drafting
+seconds = |a weights, b products| + c prefill + d decode + e collectives + f launches + g sampling + h drafting
+
+|x, y| is the norm with exponent OVERLAP, nearly the longer of the two.
 
 The terms are those that the cost model predicts, so the factors are measured over predicted time, and what no step
 shows keeps the prediction. Factors are at least 0. The fit is least squares of the logarithms of predicted over
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +22,7 @@ from dovetail.core.calibration.file import Errors, Term
 from dovetail.core.calibration.steps import Step, draft_seconds
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import CostModel, StepTerms
+from dovetail.core.interfaces.cost import OVERLAP
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -31,6 +35,9 @@ LEAST_SHARE, SHOWN_IN = 0.02, 8
 OUTLIER = 0.1
 """Error of the logarithm from which on a step counts less than by its square."""
 LEAST_SECONDS = 1e-7
+WIDE = 4
+"""Ratio of two numbers of tokens from which on a fit between them is a guess: small prompts are like neither decode
+steps nor steps of a full budget."""
 PRIOR = 0.002
 """Root mean square of errors that a factor must save for each unit of its distance from 1."""
 
@@ -40,6 +47,8 @@ class Fit:
     terms: dict[str, Term]
     """Keys: the names of StepTerms, and "drafting"."""
     ranges: dict[str, tuple[int, int]]
+    gap: tuple[int, int] | None
+    """Numbers of tokens between which no step was fitted, if the second is more than WIDE times the first."""
     steps: int
     errors: Errors
     uncalibrated: Errors
@@ -68,7 +77,7 @@ def fit(steps: Sequence[Step], cost: CostModel, lookahead: int) -> Fit:
         for i, name in enumerate(NAMES)
     }
     errors = [_errors(total(predicted, used), measured) for used in (factors, ones)]
-    return Fit(terms, _ranges(steps), len(steps), *errors)
+    return Fit(terms, _ranges(steps), _gap(steps), len(steps), *errors)
 
 
 def _predicted(step: Step, cost: CostModel, lookahead: int) -> list[float]:
@@ -81,15 +90,21 @@ def _predicted(step: Step, cost: CostModel, lookahead: int) -> list[float]:
 def total(predicted: NDArray[np.float64], factors: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the seconds of each step."""
     scaled = predicted * factors
-    return np.maximum(scaled[:, 0], scaled[:, 1]) + scaled[:, 2:].sum(axis=1)
+    found: NDArray[np.float64] = _overlapped(scaled) + scaled[:, 2:].sum(axis=1)
+    return found
+
+
+def _overlapped(scaled: NDArray[np.float64]) -> NDArray[np.float64]:
+    powers: NDArray[np.float64] = (scaled[:, :2] ** OVERLAP).sum(axis=1)
+    return powers ** (1 / OVERLAP)
 
 
 def _taken(scaled: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the terms with 0 for the shorter one of weights and products, which overlap."""
+    """Return the terms, with their parts of the time in which weights and products overlap."""
     taken = scaled.copy()
-    longer = scaled[:, 0] >= scaled[:, 1]
-    taken[longer, 1] = 0.0
-    taken[~longer, 0] = 0.0
+    powers = scaled[:, :2] ** OVERLAP
+    both = np.maximum(powers.sum(axis=1, keepdims=True), np.finfo(np.float64).tiny)
+    taken[:, :2] = powers / both * _overlapped(scaled)[:, None]
     return taken
 
 
@@ -131,3 +146,9 @@ def _ranges(steps: Sequence[Step]) -> dict[str, tuple[int, int]]:
         "kv_tokens": [sum(work.bound * work.times for work in step.works) for step in steps],
     }
     return {name: (min(values), max(values)) for name, values in counts.items()}
+
+
+def _gap(steps: Sequence[Step]) -> tuple[int, int] | None:
+    tokens = sorted({sum(work.tokens * work.times for work in step.works) for step in steps})
+    least, most = max(pairwise(tokens), key=lambda pair: pair[1] / max(pair[0], 1), default=(1, 1))
+    return (least, most) if most > WIDE * least else None

@@ -21,9 +21,13 @@ class Step:
     """Device time, and the time before it in which the device waited for the host although the engine had work."""
     drafts: tuple[int, int]
     """Rows that draft, and the longest context of a row with drafts; (0, 0) = no row verifies drafts."""
+    launch_seconds: float = 0.0
+    """Host time of the decision and the launch; 0 = the recording has none. A CPU runs the step in its launch, and the
+    time of the step is not counted twice."""
 
 
 def measured_steps(recording: Recording) -> Iterator[Step]:
+    on_host = recording.header.device == "cpu"
     launched: deque[tuple[Planned, bool]] = deque()
     live: set[int] = set()
     had_work = False
@@ -44,7 +48,15 @@ def measured_steps(recording: Recording) -> Iterator[Step]:
             if not event.device_seconds:
                 seconds = event.clock - max(free, plan.clock)
             free = event.clock
-            yield Step(plan.clock, tuple(map(RowWork.of, plan.rows)), seconds, _drafts(plan.rows))
+            works = tuple(map(RowWork.of, plan.rows))
+            yield Step(plan.clock, works, seconds, _drafts(plan.rows), _launch_seconds(plan, event, on_host))
+
+
+def _launch_seconds(plan: Planned, result: Resulted, on_host: bool) -> float:
+    if not plan.launch_seconds:
+        return 0.0
+    step = result.device_seconds if on_host else 0.0
+    return plan.seconds + max(plan.launch_seconds - step, 0.0)
 
 
 def _drafts(rows: list[Row]) -> tuple[int, int]:

@@ -135,10 +135,10 @@ def _tree_conflicts(composition: Composition, here: Host) -> Iterator[str]:
             f"spec_decode={name} drafts trees of {drafter.lookahead} tokens, and the limit is {MOST_NODES}: the "
             f"ancestors of a draft are the bits of one number. Would work: {MOST_NODES}."
         )
-    if drafter.verify != "draws":
+    if drafter.verify == "typical":
         yield (
-            f"spec_decode={name} drafts trees, which are verified by the model's own draws, and its verification is "
-            f"{drafter.verify}. Would work: spec_decode.verify=draws, or chains."
+            f"spec_decode={name} drafts trees, which are verified by the model's own draws or by rejection, and its "
+            "verification is typical. Would work: spec_decode.verify=draws, or chains."
         )
     attention = composition.part("attention")
     if not attention.capabilities(here).provides.get("tree"):

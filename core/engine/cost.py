@@ -35,12 +35,15 @@ def bind_cost(
     bound = formats(composition, spec, device or composition.engine.device, here)
     engine = with_expert_ranks(composition)
     cost.bind(spec, engine, bound)
-    facts: DrafterFacts | None = composition.part("spec_decode").facts() if "spec_decode" in composition.parts else None
+    facts = drafter_facts(composition, spec) if "spec_decode" in composition.parts else None
     if facts is not None and facts.target_share and spec.parameters is not None:
         cost.drafter = composition.build("cost")
         cost.drafter.bind(_part_of(spec, facts.target_share), engine, bound)
     elif facts is not None and facts.spec is not None and facts.spec.parameters is not None:
         cost.drafter, cost.drafts_in_one_pass = composition.build("cost"), facts.one_pass
+        if facts.mtp:
+            cost.drafter.bind(_with_head_of(spec, facts.spec), engine, bound)
+            return cost
         bits = 8.0 * bound.dtype_bytes if facts.weight_bits is None else facts.weight_bits
         # Matmuls of narrow weights are those of the model's dtype: the facts do not name a product.
         own = replace(
@@ -54,6 +57,12 @@ def bind_cost(
         )
         cost.drafter.bind(facts.spec, engine, own)
     return cost
+
+
+def drafter_facts(composition: Composition, spec: ModelSpec) -> DrafterFacts | None:
+    """Return what the chosen drafter states of itself for a target; None = nothing."""
+    stated: DrafterFacts | None = composition.part("spec_decode").facts()
+    return None if stated is None else stated.of(spec)
 
 
 def with_expert_ranks(composition: Composition) -> EngineConfig:
@@ -74,6 +83,13 @@ def _part_of(spec: ModelSpec, share: float) -> ModelSpec:
     assert p is not None
     fewer = {name: int(getattr(p, name) * part) for name in ("attention", "mlp", "experts", "active_experts", "rest")}
     return replace(spec, layers=layers, windows=spec.windows[:layers], parameters=replace(p, **fewer))
+
+
+def _with_head_of(target: ModelSpec, layer: ModelSpec) -> ModelSpec:
+    """Return a layer that reads the target's matrix of logits in each pass."""
+    head, own = target.parameters, layer.parameters
+    assert own is not None
+    return layer if head is None else replace(layer, parameters=replace(own, head=head.head or head.embedding))
 
 
 def formats(composition: Composition, spec: ModelSpec, device: str, here: Host | None = None) -> Formats:

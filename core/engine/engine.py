@@ -301,7 +301,7 @@ class Engine:
         self.counters.schedule_seconds += decided - began
         submitted = self._now()
         self.counters.submit_seconds += submitted - decided
-        self._recorder.planned(ctx, plan, decided - began)
+        self._recorder.planned(ctx, plan, decided - began, submitted - decided)
         delayed = self._launch_timer is not None and self._launch_timer.launched(plan, submitted - began)
         self._launched.append(_Launched(plan, decided - began, late, bool(late), self._had_work, delayed))
         self._had_work = True

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain, islice
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any
 
 from dovetail.core.engine.drafting import Drafting
+from dovetail.core.engine.plan_builder import PlanBuilder, page_deltas
+from dovetail.core.engine.waiting_queue import WaitingQueue, never_fits
 from dovetail.core.interfaces import (
     FinishReason,
     Hit,
     Join,
     KVAllocator,
-    PageDelta,
     PageOp,
     Reservation,
     Row,
@@ -35,25 +36,7 @@ from dovetail.core.interfaces import (
 from dovetail.core.interfaces.plan import DECODE_AND_SAMPLE, SAMPLE
 
 _new = tuple.__new__
-_COMPUTED = attrgetter("computed")
-_SLOT = itemgetter(Row._fields.index("slot"))
 _TOKENS = itemgetter(RowResult._fields.index("tokens"))
-
-
-class PlanBuilder:
-    """The step that `schedule` is building. `budget` is the number of tokens left."""
-
-    def __init__(self, step: int, budget: int) -> None:
-        self.step, self.budget = step, budget
-        self.decodes: list[Row] = []
-        self.chunks: list[Row] = []
-        self.joins: list[Join] = []
-        self.pages: list[PageDelta] = []
-
-    def build(self, leaves: list[int], ops: list[PageOp]) -> StepPlan:
-        self.decodes.sort(key=_SLOT)
-        self.chunks.sort(key=_SLOT)
-        return StepPlan(self.step, self.decodes + self.chunks, self.joins, leaves, self.pages, ops)
 
 
 class PolicyScheduler(Scheduler):
@@ -61,9 +44,10 @@ class PolicyScheduler(Scheduler):
 
     def __init__(self, config: object, limits: SchedulerLimits, kv: KVAllocator) -> None:
         super().__init__(config, limits, kv)
-        self.waiting: dict[int, Sequence] = {}
+        self._queue = WaitingQueue(self.rank)
+        self.waiting = self._queue.new
         """Sequences that have never run, in order of arrival."""
-        self.resuming: dict[int, Sequence] = {}
+        self.resuming = self._queue.preempted
         """Preempted sequences, in order of preemption. One may re-enter at inflight == 0."""
         self.running: dict[int, Sequence] = {}
         """Running sequences, in order of admission."""
@@ -76,8 +60,6 @@ class PolicyScheduler(Scheduler):
         sequence that caused one has left."""
         self._rejected: list[tuple[int, str]] = []
         self._preemptions = 0
-        self._ranked: list[tuple[Any, int, int, Sequence]] = []
-        """Heap of (rank, uid, epoch, sequence) if the policy ranks. Stale entries are dropped when they are popped."""
         self._departures = 0
         """Number of times that a sequence left the device and returned its pages."""
         self._failed_entry: tuple[int, int, int] | None = None
@@ -144,7 +126,7 @@ class PolicyScheduler(Scheduler):
         if reason:
             self._rejected.append((seq.uid, reason))
         else:
-            self._enqueue(seq, self.waiting)
+            self._queue.add(seq)
 
     def schedule(self, ctx: SchedulerContext) -> StepPlan | None:
         builder = PlanBuilder(ctx.step, self.limits.token_budget)
@@ -192,8 +174,7 @@ class PolicyScheduler(Scheduler):
         seq = self._sequences.pop(uid, None)
         if seq is None:
             return
-        self.waiting.pop(uid, None)
-        self.resuming.pop(uid, None)
+        self._queue.remove(uid)
         self._leave(seq)
         seq.status = Status.FINISHED
         del seq.tokens[keep_len:]
@@ -203,22 +184,12 @@ class PolicyScheduler(Scheduler):
         return rejected
 
     def stats(self) -> SchedulerStats:
-        return SchedulerStats(len(self.waiting) + len(self.resuming), len(self.running), self._preemptions)
+        return SchedulerStats(len(self._queue), len(self.running), self._preemptions)
 
     # Mechanics.
 
     def _never_fits(self, seq: Sequence) -> str | None:
-        if seq.known_len >= self.limits.max_len:
-            limit = self.limits.max_len
-            return f"prompt of {seq.known_len} tokens leaves no room in a context of {limit} (engine.max_len)"
-        for group, pages in self.kv.pages_needed(seq.limit, self.limits.ahead).items():
-            have = self.kv.num_pages[group]
-            if pages > have:
-                return (
-                    f"{seq.limit} tokens need {pages} KV pages and the cache has {have}: lower max_tokens, shorten the "
-                    "prompt, or raise engine.kv_pages or engine.memory_fraction"
-                )
-        return None
+        return never_fits(seq, self.limits, self.kv)
 
     def _schedule_running(self, builder: PlanBuilder, ctx: SchedulerContext) -> None:
         """Plan decode rows first: they are cheap, and clients stream their tokens."""
@@ -375,8 +346,7 @@ class PolicyScheduler(Scheduler):
         if (reason := self.reject(seq, ctx)) is None:
             return False
         self._rejected.append((seq.uid, reason))
-        self.waiting.pop(seq.uid, None)
-        self.resuming.pop(seq.uid, None)
+        self._queue.remove(seq.uid)
         self._release(seq)
         return True
 
@@ -398,7 +368,7 @@ class PolicyScheduler(Scheduler):
         are free slots. With a lazy order the rest of the queue is not visited."""
         if most is None:
             most = len(self._free_slots) + 64
-        queue = self._queue()
+        queue = self._queue.by_rank()
         found = []
         for seq in self.order(queue, ctx):
             if seq.inflight == 0 and not self._awaits_parent(seq, builder):
@@ -407,36 +377,6 @@ class PolicyScheduler(Scheduler):
                     break
         queue.close()
         return found
-
-    def _queue(self) -> Generator[Sequence, None, None]:
-        """Yield every waiting sequence, by rank or else by arrival. Close the generator: it then restores the heap."""
-        if not self._ranked:
-            yield from self.resuming.values()
-            yield from self.waiting.values()
-            return
-        taken = []
-        try:
-            while self._ranked:
-                entry = heapq.heappop(self._ranked)
-                if self._is_waiting(entry):
-                    taken.append(entry)
-                    yield entry[-1]
-        finally:
-            for entry in taken:
-                heapq.heappush(self._ranked, entry)
-
-    def _is_waiting(self, entry: tuple[Any, int, int, Sequence]) -> bool:
-        _, uid, epoch, seq = entry
-        return seq.epoch == epoch and (uid in self.waiting or uid in self.resuming)
-
-    def _enqueue(self, seq: Sequence, queue: dict[int, Sequence]) -> None:
-        queue[seq.uid] = seq
-        if (rank := self.rank(seq)) is None:
-            return
-        heapq.heappush(self._ranked, (rank, seq.uid, seq.epoch, seq))
-        if len(self._ranked) > 2 * (len(self.waiting) + len(self.resuming)) + 64:
-            self._ranked = [entry for entry in self._ranked if self._is_waiting(entry)]
-            heapq.heapify(self._ranked)
 
     def _awaits_parent(self, seq: Sequence, builder: PlanBuilder) -> bool:
         """Whether the parent's prompt is not yet computed by an earlier plan. Forked pages are copied before a plan's
@@ -478,8 +418,7 @@ class PolicyScheduler(Scheduler):
             return False
         if seq.preemptions == 0:
             seq.cached = hit.tokens
-        self.waiting.pop(seq.uid, None)
-        self.resuming.pop(seq.uid, None)
+        self._queue.remove(seq.uid)
         self.running[seq.uid] = seq
         again = min(self.limits.again, hit.tokens)
         seq.status, seq.slot, seq.computed = Status.RUNNING, heapq.heappop(self._free_slots), hit.tokens - again
@@ -495,7 +434,7 @@ class PolicyScheduler(Scheduler):
         seq.epoch += 1
         seq.preemptions += 1
         self._preemptions += 1
-        self._enqueue(seq, self.resuming)
+        self._queue.add(seq, preempted=True)
 
     def _leave(self, seq: Sequence) -> None:
         """Free slot and pages for reuse at once: plans run in order, so the next owner writes after the last read."""
@@ -506,9 +445,3 @@ class PolicyScheduler(Scheduler):
             self._departures += 1
         self.kv.release(seq)
         self._release(seq)
-
-
-def page_deltas(seq: Sequence, pages: Hit | Reservation) -> list[PageDelta]:
-    """Return the pages of a running sequence as entries of its slot's page tables."""
-    slot = seq.slot
-    return [_new(PageDelta, (group, slot, index, page)) for group, index, page in pages.entries]

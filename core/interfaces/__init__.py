@@ -61,6 +61,7 @@ from dovetail.core.interfaces.model import (
     ModelSource,
     ModelSpec,
     MoE,
+    MTPLayer,
     Parameters,
 )
 from dovetail.core.interfaces.observer import Observer, StepRecord
@@ -189,6 +190,7 @@ __all__ = [
     "LogitsContext",
     "LogitsProcessor",
     "LogprobColumns",
+    "MTPLayer",
     "Matcher",
     "MoE",
     "Model",

@@ -79,13 +79,18 @@ class RowWork(NamedTuple):
         return cls(row.count, row.bound, row.draft + 1 if row.flags & SAMPLE else 0)
 
 
+OVERLAP = 3.0
+"""Exponent of the norm that joins reads of weights and matmuls. Infinity is a perfect overlap, their maximum; 1 is
+none, their sum. Three models on an H100 have 2.3 to 3 (benchmarks/NOTES.md)."""
+
+
 class StepTerms(NamedTuple):
     """Seconds of the parts of a step, which a calibration scales one by one."""
 
     weights: float = 0.0
     """Reads of the weights."""
     products: float = 0.0
-    """Arithmetic of matmuls. It overlaps with the reads of weights."""
+    """Arithmetic of matmuls. It overlaps with the reads of weights, but not entirely where both take long."""
     prefill: float = 0.0
     """Attention of prompt chunks."""
     decode: float = 0.0
@@ -101,7 +106,7 @@ class StepTerms(NamedTuple):
     def seconds(self) -> float:
         """Time of the step."""
         weights, products, *rest = self
-        return max(weights, products) + sum(rest)
+        return float((weights**OVERLAP + products**OVERLAP) ** (1 / OVERLAP)) + sum(rest)
 
     def scaled(self, factors: StepTerms) -> StepTerms:
         return StepTerms(*map(mul, self, factors))
@@ -138,6 +143,11 @@ class CostModel(ABC):
     def seconds(self, plan: StepPlan) -> float:
         """Device time of the plan."""
         return self.step_seconds(self.works(plan.rows))
+
+    def launch_seconds(self, plan: StepPlan) -> float:
+        """Host time from the start of the decision on a plan until the plan is launched. executor=simulated adds it in
+        virtual time. Default 0.0: the host takes no time."""
+        return 0.0
 
     def works(self, rows: Iterable[Row]) -> Iterable[RowWork]:
         """Return the work of a plan's rows. A model may add up rows whose sum it needs alone."""

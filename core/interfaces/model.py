@@ -67,7 +67,7 @@ class MoE:
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Number of weights, by role. Layers for multi-token prediction (MTP) are not counted."""
+    """Number of weights, by role. Layers for multi-token prediction are not counted; ModelSpec.mtp has their own."""
 
     embedding: int
     head: int
@@ -132,6 +132,9 @@ class ModelSpec:
     """None = each kv head has a key and a value of head_dim."""
     moe: MoE | None = None
     """None = every layer has a plain MLP of `intermediate`."""
+    mtp: ModelSpec | None = None
+    """The checkpoint's layer for multi-token prediction (`Model.mtp_layer`), as a model of one layer; its `parameters`
+    count no embedding and no head, which are the model's. None = there is none."""
     parameters: Parameters | None = None
     """None = unknown until the model is built."""
     embedding: EmbeddingSpec | None = None
@@ -266,6 +269,40 @@ Layers = Generator[Callable[[], Any], Any, Hidden]
 """A forward in progress (Model.layers). It yields collective calls, is sent the result of each, and returns Hidden."""
 
 
+class MTPLayer(ABC):
+    """Layer that predicts the token after the next one from a model's last hidden states (multi-token prediction,
+    DeepSeek-V3, 2024). It is part of the model's checkpoint; embedding and logits are the model's. Built by
+    `Model.mtp_layer`, without weights."""
+
+    def __init__(self, build: BuildContext) -> None:
+        self.build = build
+
+    @property
+    @abstractmethod
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        """Its KV groups, whose ids begin at build.first_group. Valid after construction."""
+
+    def check_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Compare the headers of the model's checkpoint with the tensors that `load` takes. Like
+        Model.check_checkpoint."""
+        return None
+
+    @abstractmethod
+    def load(self, weights: Iterable[tuple[str, Callable[[], Any]]]) -> None:
+        """Load the layer's weights from (name, opener) pairs of all tensors of the model's checkpoint. Tensors of other
+        layers are not opened. Like Model.load."""
+
+    @abstractmethod
+    def init_dummy(self, seed: int) -> None:
+        """Fill in random weights. Like Model.init_dummy."""
+
+    @abstractmethod
+    def forward(self, embeds_TC: torch.Tensor, states_TC: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        """Predict the token after each of these. `embeds_TC`: Model.embed of the tokens. `states_TC`: for each token,
+        Hidden.states of the token before it, or for a token that this layer drafted, what this call returned before;
+        zeros for the first token of a sequence. Return states_TC for Model.logits. Capturable; no host sync."""
+
+
 class Model(ABC):
     """Built from BuildContext, without weights. `load` or `init_dummy` then fills them in."""
 
@@ -322,6 +359,11 @@ class Model(ABC):
         its result. The number of calls must not depend on the tokens, and the model must keep no state between two
         calls. Optional: large steps can then run as two interleaved halves (`engine.overlap_tokens`)."""
         raise NotImplementedError(f"{type(self).__name__} has no `layers`: engine.overlap_tokens must be 0")
+
+    def mtp_layer(self, build: BuildContext) -> MTPLayer:
+        """Build the layer of ModelSpec.mtp. `build`: as TargetView.build_context makes it of that spec. Only called on
+        a model with such a layer, which also states the capability `mtp_layers`, the number of them."""
+        raise NotImplementedError(f"{type(self).__name__} has no layer for multi-token prediction")
 
     @abstractmethod
     def logits(self, states_BC: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from dovetail.core.interfaces.kv_cache import KVGroup
-    from dovetail.core.interfaces.model import BuildContext, ForwardContext, Hidden, ModelSource, ModelSpec
+    from dovetail.core.interfaces.model import BuildContext, ForwardContext, Hidden, ModelSource, ModelSpec, MTPLayer
     from dovetail.core.interfaces.quant import Quantizer
     from dovetail.core.interfaces.records import Request
 
@@ -21,7 +21,7 @@ Verify = Literal["draws", "rejection", "typical"]
 - draws: a draft is accepted if it equals the token that plain sampling draws at its position. The text is that of plain
   decoding, seed by seed.
 - rejection: with probability min(1, p/q) (Leviathan et al. 2023). The distribution is that of plain decoding, the text
-  is not. Every draft must come from `DraftContext.draw`.
+  is not. Every draft must come from `DraftContext.draw`, and in trees from `DraftContext.best` (`Draft.drawn_BK`).
 - typical: if the target's probability p is at least min(0.09, 0.3 exp(-entropy of p)) (Medusa, Cai et al. 2024). Not
   lossless: the distribution is sharper than that of plain decoding.
 """
@@ -50,10 +50,21 @@ class DrafterFacts:
     """All drafts come from one pass over the model's layers, instead of one pass per draft."""
     target_share: float = 0.0
     """Share of the target's layers that a pass of the drafter runs; 0 = none."""
+    mtp: bool = False
+    """The model inside the drafter is the target's layer for multi-token prediction (ModelSpec.mtp), in the target's
+    number formats; `spec` is None then."""
+
+    def of(self, target: ModelSpec) -> DrafterFacts:
+        """Return the facts for this target, whose layer for multi-token prediction they name if the drafter runs it."""
+        return replace(self, spec=target.mtp) if self.mtp else self
 
 
 def _no_layers(embeds_TC: torch.Tensor, ctx: ForwardContext) -> Hidden:
     raise NotImplementedError("this TargetView has no layers of the target")
+
+
+def _no_mtp_layer(build: BuildContext) -> MTPLayer:
+    raise NotImplementedError("this TargetView has no layer for multi-token prediction")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +86,8 @@ class TargetView:
     """Model.logits"""
     forward: Callable[[torch.Tensor, ForwardContext], Hidden] = _no_layers
     """Model.forward, for drafters with `on_target_pages`."""
+    mtp_layer: Callable[[BuildContext], MTPLayer] = _no_mtp_layer
+    """Model.mtp_layer"""
 
     def build_context(self, spec: ModelSpec, quantizer: Quantizer) -> BuildContext:
         """Return the inputs of a model inside the drafter: the target's device, dtypes, attention and collective,
@@ -108,7 +121,8 @@ class DraftContext:
     """best(logits_MV, w, n): siblings at depth w of a tree, for M = B * m rows of logits, m of each row. Returns the n
     tokens that sampling, with its noise at this position, would prefer in this order, int64 [M, n], and the logarithm
     of each one's share in the scores, float32, as a confidence. For greedy rows this is log q. -1 and -inf = filters
-    leave fewer tokens, or some logit is NaN or +inf."""
+    leave fewer tokens, or some logit is NaN or +inf. With `Drafter.verify` = "rejection" the noise is of their own, and
+    a proposal has at most `lookahead` rows of logits for each row of the step."""
     lay_out: LayOut
     """Inputs of a forward pass of the drafter's own layers."""
 
@@ -156,6 +170,10 @@ class Draft:
     """Integer: index of each draft's parent, which precedes it; -1 = the row's last token. None = a chain. A row may
     verify only its first drafts, so the most likely ones come first. Drafts end before the first one with an invalid
     parent or of more than `Drafter.depth` levels."""
+    drawn_BK: torch.Tensor | None = None
+    """Integer; for trees with `Drafter.verify` = "rejection": which row of logits each draft was drawn from, counted by
+    row of the step over all calls of `DraftContext.best` of this proposal. Siblings have the order in which `best`
+    returned them, from the first one on. Which drafts exist must not depend on their own ids."""
 
 
 @dataclass(slots=True)
@@ -223,7 +241,7 @@ class Drafter(ABC):
     def depth(self) -> int:
         """Longest path of drafts, and so the most that a step accepts of a row. Less than `lookahead` = drafts are a
         tree of up to 64 (SpecInfer, Miao et al. 2024), which needs an attention backend with capability `tree` and
-        `verify` = "draws". The default is a chain."""
+        a `verify` that is not "typical". The default is a chain."""
         return self.lookahead
 
     def check_files(self, target: TargetView) -> None:

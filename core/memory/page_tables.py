@@ -297,17 +297,17 @@ class PageTables(KVAllocator, Generic[Pages, State]):
 
     def _unused_slots(self, pages: PageList, position: int) -> int:
         """Number of slots past the reserved lengths. For a shared last page, the longest owner counts."""
-        unused = 0
+        # No calls in the loop, since routers ask often. Counting in `reserve` would cost more: it runs for each row.
+        unused, size, window, refs = 0, pages.page_tokens, pages.window, pages.refs
         shared: dict[int, int] = {}
         for state in self._states.values():
-            table, reserved = state.tables[position], self._reserved(pages, state)
-            count = pages.count(reserved)
-            unused += (len(table) - count) * pages.page_tokens
-            gap = count * pages.page_tokens - reserved
-            if gap and pages.refs[table[count - 1]] == 1:
-                unused += gap
-            elif gap:
-                shared[table[count - 1]] = count - 1
+            table, reserved = state.tables[position], state.length
+            if state.ahead > reserved and not window:
+                reserved = state.ahead
+            unused += len(table) * size - reserved
+            if (inside := reserved % size) and refs[page := table[reserved // size]] > 1:
+                unused -= size - inside
+                shared[page] = reserved // size
         for page, index in shared.items():
             lengths = [
                 self._reserved(pages, state)

@@ -19,11 +19,13 @@ def best_tokens(
     random: bool,
     count: int,
     least_N: torch.Tensor | None = None,
+    purpose: Purpose = Purpose.SAMPLE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (the `count` tokens of each row with the highest scores of `core.ops.step.draw`, highest first, int64
     [N, n]; the logarithm of each one's share in the sum of exp(score), float32). -1 and -inf = there is no other token
-    that can be drawn, or some logit is NaN or +inf."""
-    given = logits_NV, position_N, temperature_N, key_N, random, count, least_N
+    that can be drawn, or some logit is NaN or +inf. `purpose`: that of the noise. The tokens of a random row are draws
+    without replacement from its distribution (Gumbel top-k, Kool et al. 2019)."""
+    given = logits_NV, position_N, temperature_N, key_N, random, count, least_N, purpose
     if logits_NV.is_cuda:
         from dovetail.core.ops.kernels.siblings import best_tokens_triton
 
@@ -39,11 +41,12 @@ def best_tokens_reference(
     random: bool,
     count: int,
     least_N: torch.Tensor | None = None,
+    purpose: Purpose = Purpose.SAMPLE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     score_NV = logits_NV.float()
     finite_N1 = (score_NV < float("inf")).all(-1, keepdim=True)
     if random:
-        drawn_NV = scaled(score_NV, temperature_N) + gumbel(key_N, position_N, Purpose.SAMPLE, score_NV.shape[-1])
+        drawn_NV = scaled(score_NV, temperature_N) + gumbel(key_N, position_N, purpose, score_NV.shape[-1])
         if least_N is not None:
             drawn_NV = drawn_NV.masked_fill(score_NV < least_N[:, None], float("-inf"))
         score_NV = torch.where((temperature_N > 0)[:, None], drawn_NV, score_NV)

@@ -9,8 +9,10 @@ import msgspec
 
 from dovetail.core.interfaces import Join, PageDelta, PageOp, Row
 
-FORMAT = 1
-"""Version of the format. A reader takes its own version only."""
+FORMAT = 2
+"""Version of the format."""
+READABLE = (1, FORMAT)
+"""Versions that a reader takes. Version 1 has no Planned.launch_seconds."""
 
 
 class PlaneFacts(msgspec.Struct, frozen=True):
@@ -108,6 +110,8 @@ class Planned(Event, frozen=True, tag="plan"):
     """SchedulerStats after the decision."""
     running: int
     preemptions: int
+    launch_seconds: float = 0.0
+    """Host time of the launch, after the decision."""
 
 
 class Idled(Event, frozen=True, tag="none"):

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any, BinaryIO
 
 from dovetail.core.errors import ConfigError, shown
-from dovetail.core.recording.events import FORMAT
+from dovetail.core.recording.events import FORMAT, READABLE
 
 log = logging.getLogger(__name__)
 
@@ -161,9 +161,10 @@ def read_frames(path: Path, option: str) -> Iterator[bytes]:
         raise ConfigError(f"{where}: it is no recording; engine.record=PATH makes one")
     if not newline:
         raise ConfigError(f"{where}: it was cut off before its header, so there is nothing to replay")
-    if (version := line[len(MAGIC) :]) != b"%d" % FORMAT:
+    if (version := line[len(MAGIC) :]) not in {b"%d" % known for known in READABLE}:
+        known = " and ".join(map(str, READABLE))
         raise ConfigError(
-            f"{where}: format {version.decode(errors='replace')}; this version of Dovetail reads format {FORMAT}"
+            f"{where}: format {version.decode(errors='replace')}; this version of Dovetail reads formats {known}"
         )
     at = len(line) + 1
     while at + _FRAME.size <= len(data):

@@ -67,7 +67,9 @@ class NoRecorder:
     def added(self, seq: Sequence) -> None:
         """Scheduler.add."""
 
-    def planned(self, ctx: SchedulerContext, plan: StepPlan | None, seconds: float = 0.0) -> None:
+    def planned(
+        self, ctx: SchedulerContext, plan: StepPlan | None, seconds: float = 0.0, launch_seconds: float = 0.0
+    ) -> None:
         """Scheduler.schedule. A plan is given after it was launched."""
 
     def resulted(self, result: StepResult, clock: float) -> None:
@@ -124,11 +126,13 @@ class Recorder(NoRecorder):
         parent = None if seq.parent is None else seq.parent.uid
         self._file.put(self._entries.added, seq.uid, seq.sample, parent, seq.limit)
 
-    def planned(self, ctx: SchedulerContext, plan: StepPlan | None, seconds: float = 0.0) -> None:
+    def planned(
+        self, ctx: SchedulerContext, plan: StepPlan | None, seconds: float = 0.0, launch_seconds: float = 0.0
+    ) -> None:
         if plan is None:
             self._file.put(self._entries.idled, ctx.step, ctx.clock)
         else:
-            self._file.put(self._entries.planned, plan, ctx.clock, seconds, self._scheduler.stats())
+            self._file.put(self._entries.planned, plan, ctx.clock, seconds, launch_seconds, self._scheduler.stats())
 
     def resulted(self, result: StepResult, clock: float) -> None:
         self._file.put(self._entries.resulted, result, clock)
@@ -187,10 +191,12 @@ class Entries:
     def idled(self, step: int, clock: float) -> bytes:
         return self._encode(Idled(step, clock))
 
-    def planned(self, plan: StepPlan, clock: float, seconds: float, queue: SchedulerStats) -> bytes:
+    def planned(
+        self, plan: StepPlan, clock: float, seconds: float, launch_seconds: float, queue: SchedulerStats
+    ) -> bytes:
         lists = (plan.rows, plan.joins, plan.leaves, plan.pages, plan.ops)
         counts = queue.waiting, queue.running, queue.preemptions
-        return self._encode(Planned(plan.step, clock, seconds, *lists, *counts))
+        return self._encode(Planned(plan.step, clock, seconds, *lists, *counts, launch_seconds))
 
     def resulted(self, result: StepResult, clock: float) -> bytes:
         tokens = list(map(_TOKENS, result.rows))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _HEADER = msgspec.msgpack.Decoder(tuple[Header])
-_SECONDS = ("clock", "arrival", "seconds", "device_seconds", "idle_seconds")
+_SECONDS = ("clock", "arrival", "seconds", "launch_seconds", "device_seconds", "idle_seconds")
 """Fields of entries that are times."""
 _EVENTS = msgspec.msgpack.Decoder(list[AnyEvent])
 

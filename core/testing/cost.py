@@ -116,6 +116,17 @@ class CostContract:
         backwards = [other.step_seconds(rows) for rows in reversed(self.batches())]
         assert backwards[::-1] == first, "seconds must not depend on earlier calls"
 
+    def test_launches_take_no_negative_time(self) -> None:
+        cost = self.bound()
+        decodes = [Row(slot, slot, 1, 1, 500, 0, int(RowFlag.SAMPLE | RowFlag.DECODE)) for slot in range(8)]
+        prompts = [Row(9, 9, 1, 64, 64, 0, 0), Row(10, 10, 1, 64, 128, 0, int(RowFlag.SAMPLE))]
+        for rows in (decodes, prompts, decodes + prompts):
+            plan = StepPlan(step=0, rows=rows)
+            seconds = cost.launch_seconds(plan)
+            valid = isinstance(seconds, float) and 0 <= seconds < math.inf
+            assert valid, f"launch_seconds must be a finite float of at least 0, got {seconds!r} for {rows}"
+            assert cost.launch_seconds(plan) == seconds, "equal calls must give equal seconds"
+
     # Parts and sums of steps
 
     def test_terms_make_up_the_step(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -42,7 +43,7 @@ class Guesses:
     parents: tuple[int, ...] | None = None
     """Index of each draft's parent, -1 = the last known token; None = a chain."""
     probs_KV: torch.Tensor | None = None
-    """Probabilities from which they were drawn, if they are verified by rejection."""
+    """Probabilities from which each was drawn, if they are verified by rejection."""
 
     @property
     def longest(self) -> list[int]:
@@ -62,15 +63,16 @@ class Guesses:
 
 
 class _Watched(Drafter):
-    """Keeps the latest context and draft of another drafter."""
+    """Keeps the latest draft of another drafter."""
 
     def __init__(self, drafter: Drafter) -> None:
         super().__init__(drafter.config)
         self.inner = drafter
-        self.ctx: DraftContext | None = None
         self.draft: Draft | None = None
         self.observed: tuple[FedTokens, Hidden] | None = None
         """Latest arguments of `observe`."""
+        self.guard: AbstractContextManager[object] = nullcontext()
+        """Context of each proposal."""
         self.changed = False
         """Whether `propose` changed one of its inputs."""
 
@@ -98,7 +100,8 @@ class _Watched(Drafter):
     def propose(self, ctx: DraftContext) -> Draft:
         given = ctx.slots_B, ctx.tokens_SL, ctx.lengths_B, ctx.k_B, ctx.key_S
         before = [tensor.clone() for tensor in given]
-        self.ctx, self.draft = ctx, self.inner.propose(ctx)
+        with self.guard:
+            self.draft = self.inner.propose(ctx)
         now = ctx.slots_B, ctx.tokens_SL, ctx.lengths_B, ctx.k_B, ctx.key_S
         self.changed |= not all(map(torch.equal, before, now))
         return self.draft
@@ -219,7 +222,10 @@ class Bench:
             count = int(state.drafts_S[slot])
             tokens = tuple(state.tokens_SL[slot, length : length + count].tolist())
             parents = None if state.trees is None else tuple(state.trees.parents_SK[slot, :count].tolist())
-            q_KV = None if state.draft_probs_SKV is None else state.draft_probs_SKV[slot, :count].clone()
+            q_KV = None
+            if state.draft_probs_SKV is not None:
+                drawn_K = torch.arange(count) if state.drawn_SK is None else state.drawn_SK[slot, :count]
+                q_KV = state.draft_probs_SKV[slot, drawn_K]
             found.append(Guesses(tokens, parents, q_KV))
         return found
 

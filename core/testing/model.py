@@ -35,6 +35,7 @@ from dovetail.core.interfaces import (
 from dovetail.core.testing.host_sync import NoHostSync
 from dovetail.core.testing.model_doubles import OverwritesOutputs, SpyAttention, TaggingQuantizer, WatchedCollective
 from dovetail.core.testing.model_driver import Driver, build_context
+from dovetail.core.testing.model_mtp import MTPTests
 from dovetail.core.testing.model_weights import Weights, WeightTests, opened
 from dovetail.core.testing.numeric import assert_near, fresh, same_bits, seed_note
 from dovetail.core.worker.two_batch_overlap import OverlappedForward
@@ -45,7 +46,7 @@ MAX_LEN = 48
 PAGE_TOKENS = 4
 
 
-class ModelContract(WeightTests):
+class ModelContract(WeightTests, MTPTests):
     """Tests of the rules in dovetail.core.interfaces.model that a model must follow."""
 
     device = "cpu"

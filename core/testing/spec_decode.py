@@ -14,11 +14,13 @@ import pytest
 import torch
 
 from dovetail.core.interfaces import Drafter, ModelSource, ModelSpec, TargetView
+from dovetail.core.ops.random import Purpose, gumbel
 from dovetail.core.ops.step import accept
+from dovetail.core.ops.trees import TreeState, accept_tree
 from dovetail.core.testing.draft_bench import Bench, Guesses, Histories
 from dovetail.core.testing.host_sync import NoHostSync
 from dovetail.core.testing.model_driver import build_context
-from dovetail.core.worker.sampler import VerifiedDrafts, verify_rejection
+from dovetail.core.worker.sampler import VerifiedDrafts, verify_rejection, verify_rejection_tree
 
 HIDDEN = 8
 FIRST_GROUP = 3
@@ -243,9 +245,8 @@ class DrafterContract:
         bench = self.on_device()
         for histories in self.loads():
             bench.seat(histories)
+            bench.watched.guard = NoHostSync("propose")
             bench.guess()
-            with torch.inference_mode(), NoHostSync("propose"):
-                bench.drafter.propose(bench.watched.ctx)
 
     def test_observe_does_not_wait_for_the_device(self) -> None:
         bench = self.bench()
@@ -324,19 +325,19 @@ class DrafterContract:
     def test_verified_drafts_leave_the_targets_distribution(self) -> None:
         """Chi-square test of tokens verified by rejection against the target's distribution, at each position reached.
 
-        The drafts must be draws of `DraftContext.draw`. Otherwise drafts are compared with the target's own draws, and
-        no drafter can change the distribution. All rows have one history and differ in their keys: over many histories,
-        even fixed drafts look random.
+        The drafts must be draws of `DraftContext.draw`, those of trees of `DraftContext.best`. Otherwise drafts are
+        compared with the target's own draws, and no drafter can change the distribution. All rows have one history and
+        differ in their keys: over many histories, even fixed drafts look random.
         """
         rounds, rows = 6, 512
         if self.make().verify != "rejection":
             pytest.skip("the distribution depends on drafts only if `verify` is rejection")
         bench = self.asked(slots=rows)
-        k = bench.lookahead
+        depth = bench.drafter.depth
         generator = torch.Generator().manual_seed(3)
         rng = random.Random(4)
-        p_WV = (0.7 * torch.randn(k + 1, self.vocab, generator=generator)).softmax(-1)
-        seen_WV = torch.zeros(k + 1, self.vocab)
+        p_WV = (0.7 * torch.randn(depth + 1, self.vocab, generator=generator)).softmax(-1)
+        seen_WV = torch.zeros(depth + 1, self.vocab)
         tried = {slot: self.history(rng) for slot in range(rows)}
         bench.seat(tried)
         offered = bench.guess()
@@ -345,7 +346,7 @@ class DrafterContract:
         for _ in range(rounds):
             bench.seat(dict.fromkeys(range(rows), history), keys=torch.randint(1 << 60, (rows,), generator=generator))
             verdict = _verify(p_WV, bench.guess(), torch.randint(1 << 60, (rows,), generator=generator))
-            for w in range(k + 1):
+            for w in range(depth + 1):
                 reached = verdict.tokens_RW[verdict.accepted_R >= w, w]
                 seen_WV[w] += torch.bincount(reached, minlength=self.vocab)
         for w, (seen_V, p_V) in enumerate(zip(seen_WV, p_WV, strict=True)):
@@ -356,7 +357,8 @@ class DrafterContract:
             p_value = float(torch.special.gammaincc(torch.tensor((self.vocab - 1) / 2), statistic / 2))
             assert p_value > 1e-4, (
                 f"tokens verified by rejection must follow the target's distribution, so drafts must come from "
-                f"DraftContext.draw. Position {w}: expected {p_V.tolist()}, got {(seen_V / total).tolist()}"
+                f"DraftContext.draw, in trees from DraftContext.best. Position {w}: expected {p_V.tolist()}, got "
+                f"{(seen_V / total).tolist()}"
             )
 
 
@@ -371,15 +373,45 @@ def _assert_same(expected: Seq[Guesses], found: Seq[Guesses], what: str) -> None
 
 
 def _verify(p_WV: torch.Tensor, guesses: Seq[Guesses], key_R: torch.Tensor) -> VerifiedDrafts:
-    """Verify by rejection, as the engine does."""
-    rows, (width, vocab) = len(guesses), p_WV.shape
-    draft_RK = torch.tensor([[*g.tokens, *[0] * (width - 1 - len(g.tokens))] for g in guesses])
+    """Verify by rejection, as the engine does. `p_WV`: the target's distribution by position."""
+    rows, vocab = len(guesses), p_WV.shape[1]
+    drafts = max(len(g.tokens) for g in guesses)
+    draft_RK = torch.tensor([[*g.tokens, *[0] * (drafts - len(g.tokens))] for g in guesses])
     count_R = torch.tensor([len(g.tokens) for g in guesses])
-    position_RW = torch.arange(width).expand(rows, width)
-    q_RKV = torch.zeros(rows, width - 1, vocab)
+    q_RKV = torch.zeros(rows, drafts, vocab)
     for row, g in enumerate(guesses):
         q_RKV[row, : len(g.tokens)] = g.probs_KV
-    return verify_rejection(p_WV.expand(rows, width, vocab), q_RKV, draft_RK, count_R, key_R, position_RW)
+    parents = [list(g.parents or ()) for g in guesses]
+    if not any(parents):
+        position_RW = torch.arange(1 + drafts).expand(rows, 1 + drafts)
+        p_RWV = p_WV[: 1 + drafts].expand(rows, 1 + drafts, vocab)
+        return verify_rejection(p_RWV, q_RKV, draft_RK, count_R, key_R, position_RW)
+    parent_RK = torch.tensor([[*row, *[-1] * (drafts - len(row))] for row in parents])
+    position_RW = torch.zeros(rows, 1 + drafts, dtype=torch.int64)
+    for k in range(drafts):
+        position_RW[:, 1 + k] = 1 + position_RW.gather(1, 1 + parent_RK[:, k : k + 1])[:, 0]
+    drawn_RK = torch.arange(drafts).expand(rows, drafts)
+    p_RWV = p_WV[position_RW]
+    noise = gumbel(key_R.repeat_interleave(1 + drafts), position_RW.flatten(), Purpose.SAMPLE, vocab)
+    own_RW = (p_RWV.log() + noise.view_as(p_RWV)).argmax(-1)
+    trees = draft_RK, parent_RK
+    draws_RW = verify_rejection_tree(p_RWV, q_RKV, own_RW, *trees, drawn_RK, count_R, key_R, position_RW)
+    return walk(draws_RW, *trees, count_R, len(p_WV) - 1)
+
+
+def walk(
+    draws_RW: torch.Tensor, draft_RK: torch.Tensor, parent_RK: torch.Tensor, count_R: torch.Tensor, depth: int
+) -> VerifiedDrafts:
+    """Verify trees of at most `depth` levels with the engine's `accept_tree`, by the draws after the root and after
+    each draft, over a device state that holds only the drafts."""
+    rows, drafts = draft_RK.shape
+    tokens_SL = torch.zeros(rows, drafts + depth + 1, dtype=torch.int32)
+    tokens_SL[:, :drafts] = draft_RK
+    trees = TreeState.empty(rows, drafts, depth, draft_RK.device)
+    trees.parents_SK.copy_(parent_RK)
+    at = torch.arange(rows), torch.zeros(rows, dtype=torch.int64), count_R
+    accepted, tokens_RD, _ = accept_tree(draws_RW, *at, tokens_SL, at[1].clone(), count_R.clone(), trees)
+    return VerifiedDrafts(tokens_RD, accepted.accepted_R)
 
 
 def verify_match(target_RW: torch.Tensor, draft_RK: torch.Tensor, count_R: torch.Tensor) -> VerifiedDrafts:

@@ -65,7 +65,10 @@ class DeviceState:
             pages = ceil_div(max_len + 2 * lookahead + 1, group.page_tokens)
             self.tables[group.id] = torch.zeros(rows, pages, dtype=torch.int32, device=device)
         self.draft_probs_SKV: torch.Tensor | None = None
-        """float32: probabilities from which each slot's drafts were drawn; None = no draft is verified by rejection."""
+        """float32: probabilities from which each slot's drafts were drawn, of a chain one for each draft, of a tree in
+        the order of the calls of DraftContext.best; None = no draft is verified by rejection."""
+        self.drawn_SK: torch.Tensor | None = None
+        """int64: for each draft of a tree, the index of its distribution in these probabilities."""
         self.simulated_K: torch.Tensor | None = None
         """float32: acceptance rates by position, if acceptance is simulated."""
         if simulated_rates:
@@ -76,6 +79,8 @@ class DeviceState:
             self.trees = TreeState.empty(rows, lookahead, draft_depth, device)
         if draft_probs and lookahead:
             self.draft_probs_SKV = torch.zeros(rows, lookahead, draft_probs, device=device)
+            if self.trees is not None:
+                self.drawn_SK = torch.zeros(rows, lookahead, dtype=torch.int64, device=device)
 
     def apply(self, plan: StepPlan, joined: Seq[SlotInfo], extra: Seq[Section] = ()) -> list[torch.Tensor]:
         """Apply joins (`joined`: their records) and page tables. Return `extra`, sent along, as int64 tensors."""

@@ -14,6 +14,7 @@ from dovetail.core.interfaces import (
     Adapters,
     AttentionBackend,
     AttnCtx,
+    Collective,
     Draft,
     DraftContext,
     Drafter,
@@ -29,7 +30,7 @@ from dovetail.core.ops.step import TokenLayout, write_drafts
 from dovetail.core.ops.trees import keep_path, write_tree
 from dovetail.core.worker.batch import adapting, lay_out
 from dovetail.core.worker.device_state import DeviceState
-from dovetail.core.worker.sampler import SampleParams, probabilities, sample, siblings
+from dovetail.core.worker.sampler import SampleParams, drawn_siblings, probabilities, sample, siblings
 
 
 class Drafts:
@@ -43,16 +44,21 @@ class Drafts:
         vocab: int,
         target_groups: Seq[KVGroup] = (),
         adapters: Adapters | None = None,
+        collective: Collective | None = None,
     ) -> None:
-        """`target_groups`, `adapters`: the target's, for drafters that run its layers."""
+        """`target_groups`, `adapters`: the target's, for drafters that run its layers. `collective`: that of the ranks
+        that must have the same drafts; None = this is the only one."""
         self.drafter, self.state, self.attention, self.vocab = drafter, state, attention, vocab
         self.groups = drafter.kv_groups() if drafter.lookahead else ()
         self._passes = target_groups if drafter.on_target_pages else self.groups
         """KV groups of the drafter's passes."""
         self._adapters = adapters if drafter.on_target_pages else None
+        self._collective = collective if collective is not None and collective.size > 1 else None
         self.lookahead, self.taps = drafter.lookahead, drafter.taps
         self.on_device = self.lookahead > 0 and not drafter.needs_host_tokens
         """Whether `propose` drafts; otherwise nothing does, or the host."""
+        self.takes_leave = self.on_device and type(drafter).leave is not Drafter.leave
+        """Whether the drafter does something when a sequence leaves; its arguments cost a launch per slot."""
 
     def groups_to_lay_out(self, groups: Seq[KVGroup], *, chunks: bool) -> Seq[KVGroup]:
         """Return those of all KV groups that a step lays out. Without chunks of prompts these are the target's: the
@@ -77,6 +83,7 @@ class Drafts:
         state = self.state
         lengths_B = state.computed_S[slots_B] + 1
         gathered: list[SampleParams] = []
+        given = 0
 
         def draw(logits_BV: torch.Tensor, w: int) -> torch.Tensor:
             if not gathered:  # Many drafters draw nothing.
@@ -93,7 +100,15 @@ class Drafts:
             each = len(logits_MV) // len(slots_B)
             slots_M, position_M = slots_B.repeat_interleave(each), (lengths_B + w).repeat_interleave(each)
             params = SampleParams.of(state, slots_M, random=random, filtered=filtered)
-            return siblings(logits_MV, position_M, params, count)
+            if state.draft_probs_SKV is None or not random:
+                return siblings(logits_MV, position_M, params, count)
+            nonlocal given
+            if given + each > self.lookahead:
+                raise CapabilityError([_too_many_distributions(given + each, self.lookahead)])
+            tokens_Mn, confidence_Mn, q_MV = drawn_siblings(logits_MV, position_M, params, count)
+            state.draft_probs_SKV[slots_B, given : given + each] = q_MV.view(len(slots_B), each, -1)
+            given += each
+            return tokens_Mn, confidence_Mn
 
         def lay_out_rows(
             first_S: torch.Tensor, count: int, bits_BN: torch.Tensor | None = None
@@ -115,7 +130,20 @@ class Drafts:
         # Passes over the target's layers feed one token per row.
         with adapting(self._adapters if adapted else None, state.adapter_S, slots_B):
             draft = self.drafter.propose(ctx)
-        self._write(draft, slots_B, lengths_B, most_B)
+        self._write(self._agreed(draft), slots_B, lengths_B, most_B)
+
+    def _agreed(self, draft: Draft) -> Draft:
+        """Return rank 0's draft. Ranks compute drafts alike, but a bit that differs between their devices, or NaN on
+        one of them, would let them accept different drafts, and then wait for each other for ever."""
+        if self._collective is None:
+            return draft
+        parts = [draft.tokens_BK, draft.count_B[:, None]]
+        parts += [extra for extra in (draft.parents_BK, draft.drawn_BK) if extra is not None]
+        widths = [part.shape[1] for part in parts]
+        sent = self._collective.broadcast(torch.cat([part.long() for part in parts], 1))
+        tokens_BK, count_B1, *extras = sent.split(widths, 1)
+        trees = dict(zip(("parents_BK", "drawn_BK"), extras, strict=False))
+        return Draft(tokens_BK, count_B1[:, 0], **trees)
 
     def _write(self, draft: Draft, slots_B: torch.Tensor, lengths_B: torch.Tensor, most_B: torch.Tensor) -> None:
         state, rows = self.state, (slots_B, lengths_B, most_B)
@@ -132,6 +160,21 @@ class Drafts:
             write_drafts(draft.tokens_BK, draft.count_B, *rows, *into, self.vocab)
         else:
             write_tree(draft.tokens_BK, draft.parents_BK, draft.count_B, *rows, *into, state.trees, self.vocab)
+            self._write_drawn(draft, slots_B)
+
+    def _write_drawn(self, draft: Draft, slots_B: torch.Tensor) -> None:
+        state = self.state
+        if state.drawn_SK is None:
+            return
+        if draft.drawn_BK is None:
+            raise CapabilityError(
+                [
+                    "the drafter returned a tree that is verified by rejection, without the distributions of its "
+                    "drafts. Would work: Draft.drawn_BK, or verify = draws"
+                ]
+            )
+        drawn_BK = draft.drawn_BK.clamp(0, self.lookahead - 1).long()
+        state.drawn_SK[slots_B, : drawn_BK.shape[1]] = drawn_BK
 
     def keep(self, path: AcceptedPath) -> None:
         """Make the accepted path of each row's tree contiguous in the target's pages, and show it to the drafter."""
@@ -172,3 +215,10 @@ class Drafts:
         self.drafter.observe(
             FedTokens(tokens.ids_T, tokens.slots_T, ctx, slots_B, row_start_B1, tokens.kv_len_B, decodes), hidden
         )
+
+
+def _too_many_distributions(found: int, most: int) -> str:
+    return (
+        f"the drafter drew from {found} distributions for a tree of {most} drafts that is verified by rejection, and "
+        f"the limit is {most}. Would work: one row of logits for each draft with children, or verify = draws"
+    )

@@ -176,6 +176,7 @@ class Runner:
             parts.model.build.spec.vocab,
             parts.model.kv_groups,
             parts.adapters,
+            parts.connection.collective,
         )
         self.results = ResultCopies(device)
         self._set_lane_rows(None)
@@ -337,7 +338,7 @@ class Runner:
         state, on_device = self.state, self.drafts.on_device
         for slot in plan.leaves:
             self.slots.leave(slot)
-            if on_device:
+            if self.drafts.takes_leave:
                 self.drafts.drafter.leave(slot, state.tokens_SL[slot], state.computed_S[slot] + 1)
         joined = []
         for join in plan.joins:

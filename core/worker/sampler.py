@@ -4,7 +4,7 @@ sort."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,8 +60,25 @@ def siblings(
     logits_NV: torch.Tensor, position_N: torch.Tensor, params: SampleParams, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the `count` tokens that `sample` would prefer for each row, and their confidence (ops.siblings)."""
-    least_N = least_logit(logits_NV, params)
-    return best_tokens(logits_NV, position_N, params.temperature_N, params.key_N, params.random, count, least_N)
+    return _best(logits_NV, position_N, params, count, Purpose.SAMPLE)
+
+
+def drawn_siblings(
+    logits_NV: torch.Tensor, position_N: torch.Tensor, params: SampleParams, count: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return `count` tokens of each row, drawn without replacement by noise of their own, their confidence, and the
+    distribution that they are drawn from, float32 [N, V]. Greedy rows have their tokens with the highest logits; a
+    tree accepts the one that the target prefers, whatever their distribution."""
+    tokens_Nn, confidence_Nn = _best(logits_NV, position_N, params, count, Purpose.DRAFT)
+    temperature_N = torch.where(params.temperature_N > 0, params.temperature_N, 1.0)
+    return tokens_Nn, confidence_Nn, probabilities(logits_NV, replace(params, temperature_N=temperature_N))
+
+
+def _best(
+    logits_NV: torch.Tensor, position_N: torch.Tensor, params: SampleParams, count: int, purpose: Purpose
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = params.temperature_N, params.key_N, params.random
+    return best_tokens(logits_NV, position_N, *rows, count, least_logit(logits_NV, params), purpose)
 
 
 def warm_up_float32(state: DeviceState, vocab: int) -> None:
@@ -150,6 +167,59 @@ def verify_rejection(
     own = torch.where(best_R.isnan(), -1, own)
     tokens = torch.cat([draft_RK, draft_RK.new_zeros(rows, 1)], dim=1).scatter(1, accepted[:, None], own[:, None])
     return VerifiedDrafts(tokens, accepted)
+
+
+def verify_rejection_tree(
+    p_RWV: torch.Tensor,
+    q_RKV: torch.Tensor,
+    own_RW: torch.Tensor,
+    draft_RK: torch.Tensor,
+    parent_RK: torch.Tensor,
+    drawn_RK: torch.Tensor,
+    count_R: torch.Tensor,
+    key_R: torch.Tensor,
+    position_RW: torch.Tensor,
+) -> torch.Tensor:
+    """Verify trees by lossless rejection. Return draws after the root and after each draft, int64 [R, W], -1 = NaN:
+    the accepted path is the one along which drafts equal these draws.
+
+    Siblings are draws from one distribution without replacement and are tried in their order, each with probability
+    min(1, p(x)/q(x)). After a rejection p becomes max(p - q, 0) normalised and q loses x (SpecInfer, Miao et al. 2024;
+    without replacement: Jeon et al. 2024). If none is accepted, the draw is from the p that is left. Which drafts
+    exist must not depend on their own ids.
+
+    own_RW: plain sampling's draws from p_RWV. parent_RK: index of each draft's parent; -1 = the root. drawn_RK: index
+    in q_RKV of the distribution that each draft was drawn from."""
+    rows, drafts = draft_RK.shape
+    each_R, drawn_RW = torch.arange(rows, device=draft_RK.device), own_RW.clone()
+    p_RV, q_RV = p_RWV[:, 0], torch.zeros_like(p_RWV[:, 0])
+    at_R, tried_R = torch.zeros_like(count_R), torch.zeros_like(count_R, dtype=torch.bool)
+    for k in range(drafts):
+        # Parents precede their children, so one pass visits all siblings of every accepted draft.
+        sibling_R = (parent_RK[:, k] == at_R - 1) & (k < count_R)
+        q_RV = torch.where((sibling_R & ~tried_R)[:, None], q_RKV[each_R, drawn_RK[:, k]], q_RV)
+        at_R1, token_R1 = at_R[:, None], draft_RK[:, k, None]
+        position_R = position_RW.gather(1, at_R1)[:, 0]
+        chance_R = uniform(key_R, position_R, Purpose.ACCEPT, 1, first=k)[:, 0]
+        accepted_R = sibling_R & (chance_R * q_RV.gather(1, token_R1)[:, 0] < p_RV.gather(1, token_R1)[:, 0])
+        rejected_R1 = (sibling_R & ~accepted_R)[:, None]
+        drawn_RW.scatter_(1, at_R1, torch.where(accepted_R[:, None], token_R1, drawn_RW.gather(1, at_R1)))
+        p_RV = torch.where(rejected_R1, _shares((p_RV - q_RV).clamp_min(0), p_RV), p_RV)
+        q_RV = torch.where(rejected_R1, _shares(q_RV.scatter(1, token_R1, 0.0), torch.zeros_like(q_RV)), q_RV)
+        p_RV = torch.where(accepted_R[:, None], p_RWV[:, k + 1], p_RV)
+        at_R = torch.where(accepted_R, k + 1, at_R)
+        tried_R = (tried_R | rejected_R1[:, 0]) & ~accepted_R
+    at_R1 = at_R[:, None]
+    noise_RV = gumbel(key_R, position_RW.gather(1, at_R1)[:, 0], Purpose.RESIDUAL, p_RV.shape[-1])
+    best_R1, token_R1 = (p_RV.log() + noise_RV).max(-1, keepdim=True)
+    left_R1 = torch.where(best_R1.isnan(), -1, token_R1)
+    return drawn_RW.scatter(1, at_R1, torch.where(tried_R[:, None], left_R1, drawn_RW.gather(1, at_R1)))
+
+
+def _shares(weights_RV: torch.Tensor, otherwise_RV: torch.Tensor) -> torch.Tensor:
+    """Normalise rows; `otherwise_RV` replaces those without weight, which rounding can leave where p and q agree."""
+    total_R1 = weights_RV.sum(-1, keepdim=True)
+    return torch.where(total_R1 > 0, weights_RV / total_R1, otherwise_RV)
 
 
 def verify_typical(

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from dovetail.core.interfaces import LateInputs, LogitsContext, LogitsProcessor, Model, Verify
+from dovetail.core.interfaces import Collective, LateInputs, LogitsContext, LogitsProcessor, Model, Verify
 from dovetail.core.interfaces.plan import LATE
 from dovetail.core.ops import apply_bitmask
 from dovetail.core.ops.logprobs import BestLogprobs, best_logprobs, logprobs_of
@@ -24,6 +24,7 @@ from dovetail.core.worker.sampler import (
     sample,
     sample_over_ranks,
     verify_rejection,
+    verify_rejection_tree,
     verify_typical,
 )
 from dovetail.core.worker.simulated_acceptance import simulate
@@ -144,8 +145,11 @@ def sample_step(
         if masks is None:  # Drafts that a mask forbids cannot be accepted.
             drawn_RW = simulate(drawn_RW, at.slots_R, at.base_R, state, model.build.spec.vocab)
         verified = verify_draws(drawn_RW, at, state, keep)
+    elif state.trees is not None:
+        drawn_RW = _draw_by_rejection(logits_NV, at, position_RW, params, state, model.build.collective)
+        verified = verify_draws(drawn_RW, at, state, keep)
     else:
-        drawn_RW, accepted = _verify(logits_NV, at, position_RW, params, state, verify)
+        drawn_RW, accepted = _verify(logits_NV, at, position_RW, params, state, verify, model.build.collective)
         verified = VerifiedDraws(drawn_RW, accepted, None)
     if masks is not None and masks.lacking_X is not None:
         verified.accepted.accepted_R.index_fill_(0, masks.lacking_X, -1)
@@ -205,9 +209,10 @@ def _verify(
     params: SampleParams,
     state: DeviceState,
     verify: Verify,
+    collective: Collective,
 ) -> tuple[torch.Tensor, Accepted]:
-    """Verify by rejection or typical acceptance. Return tokens [R, W] and what was accepted of them; both are already
-    in the device state."""
+    """Verify by rejection or typical acceptance, on all ranks as on rank 0: the distributions of drafts may differ
+    between ranks. Return tokens [R, W] and what was accepted of them; both are already in the device state."""
     rows, width = position_RW.shape
     draft_RK = state.tokens_SL[at.slots_R[:, None], position_RW[:, :-1]].long()
     count_R = torch.minimum(state.drafts_S[at.slots_R], at.limit_R)
@@ -219,5 +224,30 @@ def _verify(
         own_RW = sample(logits_NV, position_RW.reshape(-1), params).view(rows, width)
         verified = verify_typical(p_RWV, own_RW, draft_RK, count_R)
     lengths = state.tokens_SL, state.computed_S, state.drafts_S
-    commit(verified.tokens_RW, verified.accepted_R, at.slots_R, at.base_R, *lengths)
-    return verified.tokens_RW, Accepted(verified.accepted_R, at.base_R + verified.accepted_R + 1, count_R)
+    found_RN = collective.broadcast(torch.cat((verified.tokens_RW, verified.accepted_R[:, None]), 1))
+    tokens_RW, accepted_R = found_RN[:, :-1].contiguous(), found_RN[:, -1].contiguous()
+    commit(tokens_RW, accepted_R, at.slots_R, at.base_R, *lengths)
+    return tokens_RW, Accepted(accepted_R, at.base_R + accepted_R + 1, count_R)
+
+
+def _draw_by_rejection(
+    logits_NV: torch.Tensor,
+    at: SamplePositions,
+    position_RW: torch.Tensor,
+    params: SampleParams,
+    state: DeviceState,
+    collective: Collective,
+) -> torch.Tensor:
+    """Return the draws with which trees are verified by rejection, [R, W], on all ranks those of rank 0."""
+    assert state.trees is not None
+    rows, width = position_RW.shape
+    slots_R1, step_K = at.slots_R[:, None], torch.arange(width - 1, device=state.device)
+    vocab = logits_NV.shape[-1]
+    draft_RK = state.tokens_SL[slots_R1, at.base_R[:, None] + step_K].long().clamp(0, vocab - 1)
+    trees = state.trees.parents_SK[slots_R1, step_K], state.drawn_SK[slots_R1, step_K]
+    count_R = torch.minimum(state.drafts_S[at.slots_R], at.limit_R)
+    p_RWV = probabilities(logits_NV, params).view(rows, width, -1)
+    own_RW = sample(logits_NV, position_RW.reshape(-1), params).view(rows, width)
+    q_RKV = state.draft_probs_SKV[at.slots_R]
+    rows_and_keys = count_R, state.key_S[at.slots_R], position_RW
+    return collective.broadcast(verify_rejection_tree(p_RWV, q_RKV, own_RW, draft_RK, *trees, *rows_and_keys))

@@ -8,6 +8,8 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
+from timeline import Timeline
+
 STYLE = """
   .card { fill: #ffffff; stroke: #c9ced6 } text { font: 13px system-ui, sans-serif; fill: #1f2328 }
   .small { font-size: 11.5px } .head { font-weight: 600 } .mid { text-anchor: middle } .dim { fill: #57606a }
@@ -130,37 +132,13 @@ def house() -> Picture:
     return p
 
 
-def timeline() -> Picture:
+def timeline() -> Timeline:
     """Thirty steps of a stored recording, from the events that `replay.trace` writes."""
     from dovetail.core.recording.recording import Recording
     from dovetail.plugins.app.replay.timeline import trace_events
 
     stored = Path(__file__).parents[2] / "tests" / "unit" / "recording" / "stored" / "priority-prefix_hash.rec"
-    events = list(trace_events(Recording(str(stored), "replay.path")))
-    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    bars = [e for e in events if e["ph"] == "X" and e["dur"] > 0]
-    steps = sorted((e for e in bars if e["name"].startswith("step ")), key=lambda e: e["ts"])
-    begin, end = steps[24]["ts"], steps[54]["ts"]
-    scale, left, height = 720 / (end - begin), 140, 19
-    shown = [e for e in bars if e["ts"] + e["dur"] > begin and e["ts"] < end]
-    rows = {row: i for i, row in enumerate(sorted({(e["pid"], e["tid"]) for e in shown}))}
-    p = Picture(880, 60 + height * len(rows), "Timeline of a recording: host, device, and a row for each request")
-    for row, i in rows.items():
-        p.text(20, 44 + height * i, names[row], "dim small")
-    for e in shown:
-        x, y = left + scale * (max(e["ts"], begin) - begin), 31 + height * rows[e["pid"], e["tid"]]
-        width = left + scale * (min(e["ts"] + e["dur"], end) - begin) - x
-        look = {"waiting": "wait", "schedule": "host", "prefill": "host"}.get(e["name"].partition(" ")[0], "device")
-        p.parts.append(f'<rect x="{x:.1f}" y="{y}" width="{max(width, 0.8):.1f}" height="14" rx="2" class="{look}"/>')
-        if len(e["name"]) * 7 + 8 < width:
-            p.text(round(x + 4, 1), y + 11, e["name"], "small")
-    p.text(
-        left,
-        20,
-        f"{(end - begin) / 1e3:.1f} ms; dashed: waiting, blue: host and prompts, green: device and decode",
-        "small",
-    )
-    return p
+    return Timeline(list(trace_events(Recording(str(stored), "replay.path"))), 24, 54)
 
 
 PICTURES = {"step.svg": step, "timeline.svg": timeline, "house.svg": house}

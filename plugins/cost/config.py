@@ -26,7 +26,7 @@ class MeasuredConfig(Config):
 
 
 class RooflineConfig(Config):
-    """Memory or compute time, whichever is longer, plus a fixed overhead per kernel. The numbers are rates that kernels
+    """Memory time and compute time, which overlap, plus a fixed overhead per kernel. The numbers are rates that kernels
     reach, not peak rates; cost=h200, h100, a100, l40s and cpu set them."""
 
     bandwidth: Positive

@@ -8,7 +8,8 @@ from dovetail.core.calibration.file import Calibration, differences, formats, re
 from dovetail.core.compose import EngineConfig, installed
 from dovetail.core.compose.selected import Selected
 from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces import CostModel, Formats, ModelSpec, Row, RowWork, StepTerms
+from dovetail.core.interfaces import CostModel, Formats, ModelSpec, Row, RowWork, StepPlan, StepTerms
+from dovetail.core.interfaces.plan import DECODE
 from dovetail.plugins.cost.config import MeasuredConfig
 
 
@@ -64,6 +65,14 @@ class Measured(CostModel):
         terms = self._prior.terms(rows)
         assert terms is not None
         return terms.scaled(self._factors)
+
+    def launch_seconds(self, plan: StepPlan) -> float:
+        launches = self._found.host
+        if launches is None:
+            return 0.0
+        rows = plan.rows
+        prompts = sum(row.flags & DECODE == 0 for row in rows)
+        return launches.seconds(len(rows), prompts)
 
     def works(self, rows: Iterable[Row]) -> Iterable[RowWork]:
         return self._prior.works(rows)

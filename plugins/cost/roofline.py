@@ -24,10 +24,11 @@ def _mean_rows(sums: Mapping[tuple[int, int], Sequence[int]]) -> Iterator[RowWor
 class Roofline(CostModel):
     """Linear layers + attention of chunks + attention of decode rows + all-reduces + sampling + kernels x overhead.
 
-    Each of the first three takes the longer of its reads and its matmuls, on one of engine.tp ranks. Pipeline stages
-    add up. Weights are read once per step, KV once per row. Activations stay in cache and are not counted. Experts on
-    different ranks (engine.ep) take as long as those of the busiest rank; their exchange counts as two all-reduces, and
-    between lanes as a gather and a scatter of every lane's rows, of which all have as many.
+    Reads and matmuls of the linear layers overlap as in StepTerms.seconds. Attention takes the longer of both. Times
+    are those of one of engine.tp ranks, and pipeline stages add up. Weights are read once per step, KV once per row.
+    Activations stay in cache and are not counted. Experts on different ranks (engine.ep) take as long as those of the
+    busiest rank; their exchange counts as two all-reduces, and between lanes as a gather and a scatter of every lane's
+    rows, of which all have as many.
     """
 
     config: RooflineConfig

@@ -35,7 +35,8 @@ class SimulatedConfig(Config):
 
     clock: Literal["real", "virtual"] = "real"
     """real: the engine waits as it would for a device. virtual: time jumps to the end of each step, and the work of the
-    host takes none, so a run takes as long as its decisions, and repeats to the bit. For app=bench and app=ablate."""
+    host takes none except for launches that a calibration has measured. So a run takes as long as its decisions, and
+    repeats to the bit. For app=bench and app=ablate."""
     speed: float = Field(1.0, gt=0)
     """Speed relative to the cost model's prediction; 2 = twice as fast."""
     acceptance: float | None = Field(None, ge=0, le=1)

@@ -123,6 +123,8 @@ class SimulatedExecutor(Executor):
             blob = blobs[join.uid, join.epoch]
             self._slots[join.slot] = _Slot(blob.request, blob.tokens[-1])
         seconds = 0.0 if self._cost is None else self._seconds(plan, self._cost) / self.config.speed
+        if self._cost is not None and self.clock.virtual:
+            self.clock.wait_until(self.clock.now() + self._cost.launch_seconds(plan))
         now = self.clock.now()
         free_at = now if self._free_at is None else self._free_at
         idle = max(now - free_at, 0.0)

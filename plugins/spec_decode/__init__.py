@@ -7,6 +7,7 @@ from dovetail.plugins.spec_decode.config import (
     EagleConfig,
     LayerSkipConfig,
     MedusaConfig,
+    MTPConfig,
     NgramConfig,
     NoneConfig,
     ParallelConfig,
@@ -25,5 +26,6 @@ COMPONENTS = tuple(
         ("eagle3", Eagle3Config, "eagle:Eagle3"),
         ("parallel", ParallelConfig, "parallel:Parallel"),
         ("medusa", MedusaConfig, "medusa:Medusa"),
+        ("mtp", MTPConfig, "mtp:MTP"),
     )
 )

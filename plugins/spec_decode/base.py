@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from dovetail.core.interfaces import Drafter
-from dovetail.plugins.spec_decode.config import DraftModelConfig, HeadFiles, LayerSkipConfig, NgramConfig, SuffixConfig
+from dovetail.plugins.spec_decode.config import (
+    DraftModelConfig,
+    HeadFiles,
+    LayerSkipConfig,
+    MTPConfig,
+    NgramConfig,
+    SuffixConfig,
+)
 
 
 class BuiltinDrafter(Drafter):
-    config: NgramConfig | SuffixConfig | DraftModelConfig | LayerSkipConfig | HeadFiles
+    config: NgramConfig | SuffixConfig | DraftModelConfig | LayerSkipConfig | HeadFiles | MTPConfig
 
     @property
     def lookahead(self) -> int:

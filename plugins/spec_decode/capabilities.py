@@ -9,6 +9,7 @@ from dovetail.plugins.spec_decode.config import (
     HeadFiles,
     LayerSkipConfig,
     MedusaConfig,
+    MTPConfig,
     NgramConfig,
     NoneConfig,
     SuffixConfig,
@@ -61,3 +62,13 @@ eagle3 = parallel = eagle
 
 def medusa(config: MedusaConfig, host: Host) -> Capabilities:
     return Capabilities(provides=_drafts(config))
+
+
+def mtp(config: MTPConfig, host: Host) -> Capabilities:
+    layers = Requires(
+        kind="model",
+        key="mtp_layers",
+        allowed=(1,),
+        reason="it drafts with the checkpoint's layer for that, applied again",
+    )
+    return Capabilities(provides=_drafts(config), requires=(_EXACT_LENGTHS, layers))

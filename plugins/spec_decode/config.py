@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from dovetail.core.compose import Config, Part, Selected
 from dovetail.core.interfaces.spec_decode import MOST_NODES
+from dovetail.plugins.spec_decode.shape import Shape, shape_of
 
 Verify = Literal["draws", "rejection", "typical"]
 
@@ -104,17 +106,31 @@ class Trees(DrafterOptions):
 
     lookahead: int = Field(4, ge=1, le=16)
     tree: int = Field(0, ge=0, le=MOST_NODES)
-    """Draft tokens per sequence and step in a tree of `lookahead` levels, those with the highest joint confidence;
-    0 = a chain of `lookahead` tokens. Trees need an attention backend with tree masks, and verify=draws."""
+    """Draft tokens per sequence and step in a tree of at most `lookahead` levels; 0 = a chain of `lookahead` tokens.
+    Trees need an attention backend with tree masks, and verify=draws or verify=rejection."""
     width: int | None = Field(None, ge=1, le=MOST_NODES)
-    """Drafts of each level of a tree that get children, and children of each; null = as many as `tree` has room for in
-    passes of all levels but the last: tree / (lookahead - 1)."""
+    """With tree_shape=joint, drafts of each level that get children, and children of each; null = as many as `tree` has
+    room for in passes of all levels but the last: tree / (lookahead - 1)."""
+    tree_shape: str = "joint"
+    """joint: the drafts with the highest joint confidence, another tree in each step (EAGLE-2). sequoia: a fixed tree,
+    for acceptance that falls with the rank among siblings as is typical (Sequoia). Otherwise a file with the measured
+    acceptance by rank, for the best fixed tree (docs/kinds/spec_decode.md). verify=rejection needs a fixed tree."""
     verify: Verify = "draws"
 
     @property
     def drafts(self) -> int:
         """Draft tokens per sequence and step."""
         return self.tree or self.lookahead
+
+    @property
+    def depth(self) -> int:
+        """Levels of the drafts."""
+        return self.lookahead if self.shape is None else max(self.shape.levels)
+
+    @cached_property
+    def shape(self) -> Shape | None:
+        """Shape of a fixed tree; None = drafts are a chain, or the shape is joint. Raises ConfigError."""
+        return shape_of(self.tree_shape, self.tree, self.lookahead) if self.tree_shape != "joint" else None
 
     @property
     def branches(self) -> int:
@@ -124,16 +140,26 @@ class Trees(DrafterOptions):
     @model_validator(mode="after")
     def _grows(self) -> Trees:
         if not self.tree:
-            if self.width is not None:
-                raise ValueError(f"width={self.width} is that of a tree: set tree to the number of its drafts, too")
+            for name, default in (("width", None), ("tree_shape", "joint")):
+                if (given := getattr(self, name)) != default:
+                    raise ValueError(f"{name}={given} is that of a tree: set tree to the number of its drafts, too")
             return self
         levels, width = self.lookahead, self.branches
         if self.tree <= levels:
             raise ValueError(f"tree={self.tree} drafts in {levels} levels are a chain: set tree=0 or over {levels}")
         if self.simulate_acceptance is not None:
             raise ValueError(f"simulate_acceptance={self.simulate_acceptance} accepts chains alone: set tree=0")
-        if self.verify != "draws":
-            raise ValueError(f"verify={self.verify} verifies chains alone: set verify=draws, or tree=0")
+        if self.verify == "typical":
+            raise ValueError("verify=typical verifies chains alone: set verify=draws, or tree=0")
+        if self.tree_shape != "joint":
+            if self.width is not None:
+                raise ValueError(f"width={self.width} is that of trees with tree_shape=joint: leave it out")
+            return self
+        if self.verify == "rejection":
+            raise ValueError(
+                "verify=rejection is lossless only for trees whose shape does not depend on their drafts: set "
+                "tree_shape=sequoia or a file of measured ranks, or verify=draws"
+            )
         if (least := width * (levels - 1)) > self.tree:
             raise ValueError(
                 f"width={width} drafts with children in {levels - 1} levels need tree={least} or more, and it is "
@@ -221,3 +247,13 @@ class ParallelConfig(HeadFiles):
 
 class MedusaConfig(HeadFiles):
     """Drafts by heads that each predict one of the next tokens from the target's last hidden state (Medusa)."""
+
+
+class MTPConfig(Trees):
+    """Drafts by the checkpoint's own layer for multi-token prediction, with KV pages of its own."""
+
+    lookahead: int = Field(1, ge=1, le=16)
+    """Draft tokens per sequence and step, or levels of a tree of them; each is a pass of the layer, which was trained
+    for the first."""
+    verify: Verify = "draws"
+    """How drafts of requests that are not greedy are verified; as for spec_decode=draft_model."""

@@ -28,7 +28,7 @@ from dovetail.core.worker.fill import fill, read_headers
 from dovetail.plugins.spec_decode.base import BuiltinDrafter
 from dovetail.plugins.spec_decode.config import DraftModelConfig
 from dovetail.plugins.spec_decode.own_pages import OwnPages, last_states
-from dovetail.plugins.spec_decode.tree import Passes, Siblings, Tree, as_draft, children, grow
+from dovetail.plugins.spec_decode.tree import Passes, Siblings, Tree, as_draft, children, grower
 
 
 class DraftModel(BuiltinDrafter):
@@ -41,7 +41,7 @@ class DraftModel(BuiltinDrafter):
 
     @property
     def depth(self) -> int:
-        return self.config.lookahead
+        return self.config.depth
 
     @property
     def window(self) -> int:  # type: ignore[override]
@@ -74,6 +74,7 @@ class DraftModel(BuiltinDrafter):
         fill(self.model, source)
         spec = self.model.build.spec
         self.pages = OwnPages(target, self.window)
+        self._tree = grower(self.config, target.build.device)
         self._last_id = spec.vocab - 1
         self._more_ids = target.build.spec.vocab - spec.vocab
 
@@ -102,14 +103,13 @@ class DraftModel(BuiltinDrafter):
         return Draft(torch.stack(drafts, 1), count_B)
 
     def _grow(self, ctx: DraftContext, states_BC: torch.Tensor) -> Tree:
-        width, passes = self.config.branches, Passes(ctx, self.pages, self.config.branches)
+        passes = Passes(ctx, self.pages)
 
-        def expand(level: int, tokens_BN: torch.Tensor, before_BN: torch.Tensor) -> Siblings:
-            found = self.model.forward(self._embed(tokens_BN.flatten()), passes.lay_out(level, before_BN))
-            return children(ctx, self._logits(found.states), level, width)
+        def expand(level: int, tokens_BN: torch.Tensor, before_BN: torch.Tensor, count: int) -> Siblings:
+            found = self.model.forward(self._embed(tokens_BN.flatten()), passes.lay_out(before_BN))
+            return children(ctx, self._logits(found.states), level, count)
 
-        first = ctx.best(self._logits(states_BC), 0, width)
-        return grow(first, expand, depth=self.depth, width=width, most=self.lookahead)
+        return self._tree(lambda count: ctx.best(self._logits(states_BC), 0, count), expand)
 
     def _embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         # An id may be -1, where logits were NaN, or one that only the target has.

@@ -32,7 +32,7 @@ from dovetail.plugins.spec_decode.eagle_layer import Eagle1Layer, Eagle3Layer, E
 from dovetail.plugins.spec_decode.head import check_head, check_tensors
 from dovetail.plugins.spec_decode.head_files import source_of
 from dovetail.plugins.spec_decode.own_pages import OwnPages, last_states
-from dovetail.plugins.spec_decode.tree import Passes, Siblings, Tree, as_draft, children, grow
+from dovetail.plugins.spec_decode.tree import Passes, Siblings, Tree, as_draft, children, grower
 
 
 class Eagle(BuiltinDrafter):
@@ -50,7 +50,7 @@ class Eagle(BuiltinDrafter):
 
     @property
     def depth(self) -> int:
-        return self.config.lookahead
+        return self.config.depth
 
     @property
     def window(self) -> int:  # type: ignore[override]
@@ -65,7 +65,9 @@ class Eagle(BuiltinDrafter):
         return read_eagle(self.config)
 
     def check_files(self, target: TargetView) -> None:
-        check_tensors(*self._build(target, self.shape()))
+        layer, source = self._build(target, self.shape())
+        check_tensors(layer, source)
+        layer.check_values(source)
 
     def _build(self, target: TargetView, shape: EagleShape) -> tuple[EagleLayer, ModelSource]:
         """Return the layer without weights, and its files."""
@@ -87,6 +89,7 @@ class Eagle(BuiltinDrafter):
         self.pages = OwnPages(target, self.window, resumes=False)
         self.features = FeatureStore(target, self.lookahead + 1, shape.fused * spec.hidden)
         self._last_id = spec.vocab - 1
+        self._tree = grower(self.config, target.build.device)
 
     def kv_groups(self) -> tuple[KVGroup, ...]:
         return self.layer.groups
@@ -126,22 +129,23 @@ class Eagle(BuiltinDrafter):
         self.features.move(path)
 
     def _grow(self, ctx: DraftContext, predicted_BC: torch.Tensor, states_BC: torch.Tensor) -> Tree:
-        width, passes = self.config.branches, Passes(ctx, self.pages, self.config.branches)
+        passes = Passes(ctx, self.pages)
         # Features that the layer predicted, of the drafts that got children in the level before.
-        predicted_BNC = predicted_BC[:, None].expand(-1, width, -1)
+        predicted_BNC = predicted_BC[:, None]
 
-        def expand(level: int, tokens_BN: torch.Tensor, before_BN: torch.Tensor) -> Siblings:
+        def expand(level: int, tokens_BN: torch.Tensor, before_BN: torch.Tensor, count: int) -> Siblings:
             nonlocal predicted_BNC
-            if level > 1:
-                index_BNC = before_BN[:, :, None].expand_as(predicted_BNC)
-                predicted_BNC = predicted_BNC.gather(1, index_BNC)
-            embeds_MC, layout = self._embed(tokens_BN.flatten()), passes.lay_out(level, before_BN)
+            rows, drafts = tokens_BN.shape
+            if level == 1:
+                predicted_BNC = predicted_BNC.expand(-1, drafts, -1)
+            else:
+                predicted_BNC = predicted_BNC.gather(1, before_BN[:, :, None].expand(-1, -1, predicted_BC.shape[1]))
+            embeds_MC, layout = self._embed(tokens_BN.flatten()), passes.lay_out(before_BN)
             predicted_MC, states_MC = self.layer.forward(embeds_MC, predicted_BNC.flatten(0, 1), layout)
-            predicted_BNC = predicted_MC.view_as(predicted_BNC)
-            return children(ctx, self._logits(states_MC), level, width)
+            predicted_BNC = predicted_MC.view(rows, drafts, -1)
+            return children(ctx, self._logits(states_MC), level, count)
 
-        first = ctx.best(self._logits(states_BC), 0, width)
-        return grow(first, expand, depth=self.depth, width=width, most=self.lookahead)
+        return self._tree(lambda count: ctx.best(self._logits(states_BC), 0, count), expand)
 
     def _embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         return self.target.embed(ids_T.clamp(0, self._last_id))  # -1 = logits were NaN.
@@ -167,14 +171,19 @@ class Eagle3(Eagle):
 
 def check_target(name: str, shape: EagleShape, target: TargetView) -> None:
     """Raise ConfigError for a target that no EAGLE head can follow; note one for which this head was not trained."""
+    check_windows(name, target)
+    if shape.spec.max_len < target.max_len:
+        note(
+            f"spec_decode={name}: the head was made for {shape.spec.max_len} positions, and sequences may have "
+            f"{target.max_len}: fewer drafts may be accepted past that. engine.max_len={shape.spec.max_len} avoids it"
+        )
+
+
+def check_windows(name: str, target: TargetView) -> None:
+    """Raise ConfigError for a target with attention windows."""
     if any(target.build.spec.windows):
         raise ConfigError(
             f"spec_decode={name} follows a model without attention windows, and this one has some: a cached prefix may "
             "lack the pages of the last token, which is fed again for its hidden state. Set spec_decode=draft_model or "
             "spec_decode=ngram"
-        )
-    if shape.spec.max_len < target.max_len:
-        note(
-            f"spec_decode={name}: the head was made for {shape.spec.max_len} positions, and sequences may have "
-            f"{target.max_len}: fewer drafts may be accepted past that. engine.max_len={shape.spec.max_len} avoids it"
         )

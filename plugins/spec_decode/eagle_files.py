@@ -11,6 +11,8 @@ from dovetail.core.rope import RopeConfig, read_rope
 from dovetail.plugins.spec_decode.config import HeadFiles
 from dovetail.plugins.spec_decode.head_files import MOST, read_config
 
+MOST_LAYERS = 16
+"""Most layers of a head that drafts with mask tokens."""
 TAPS = "eagle_aux_hidden_state_layer_ids"
 """Key of the layers whose states an EAGLE-3 head fuses. Number n is the output of the first n layers; 0 = embedding."""
 
@@ -20,7 +22,7 @@ class EagleShape:
     """Facts about an EAGLE head."""
 
     spec: ModelSpec
-    """The draft layer: one layer, with the draft vocabulary."""
+    """The draft layers, with the draft vocabulary."""
     rope: RopeConfig
     eps: float
     target_vocab: int
@@ -58,7 +60,7 @@ def read_eagle3(config: HeadFiles) -> EagleShape:
 def read_parallel(config: HeadFiles) -> EagleShape:
     """Read the shape of a head that drafts with mask tokens (P-EAGLE)."""
     stated = read_config(config)
-    shape = _read(stated, "parallel", fused=3)
+    shape = _read(stated, "parallel", fused=3, most_layers=MOST_LAYERS)
     mask = stated.count("ptd_token_id", at_least=0, at_most=shape.target_vocab - 1)
     p = shape.spec.parameters
     assert p is not None
@@ -66,10 +68,11 @@ def read_parallel(config: HeadFiles) -> EagleShape:
     return replace(shape, spec=spec, mask_id=mask)
 
 
-def _read(config: ConfigJson, name: str, fused: int) -> EagleShape:
+def _read(config: ConfigJson, name: str, fused: int, most_layers: int = 1) -> EagleShape:
     layers = config.count("num_hidden_layers", 1, at_most=MOST["layers"])
-    if layers != 1:
-        raise config.wrong("num_hidden_layers", f"spec_decode={name} runs heads of one layer")
+    if layers > most_layers:
+        able = "one layer" if most_layers == 1 else f"at most {most_layers} layers"
+        raise config.wrong("num_hidden_layers", f"spec_decode={name} runs heads of {able}")
     config.choice("hidden_act", ("silu",), "silu")
     hidden = config.count("hidden_size", at_most=MOST["hidden"])
     heads = config.count("num_attention_heads", at_most=MOST["heads"])
@@ -90,11 +93,12 @@ def _read(config: ConfigJson, name: str, fused: int) -> EagleShape:
         if taps is not None and len(taps) != fused:
             raise section.wrong(TAPS, f"spec_decode={name} fuses the states of {fused} layers")
     qkv = (heads + 2 * kv_heads) * head_dim
-    inputs = embeds * hidden
+    # Layers after the first one read one hidden state, and have one more norm.
+    inputs, later = (embeds + layers - 1) * hidden, layers - 1
     spec = ModelSpec(
         architecture=name,
         vocab=draft_vocab,
-        layers=1,
+        layers=layers,
         hidden=hidden,
         heads=heads,
         kv_heads=kv_heads,
@@ -105,9 +109,9 @@ def _read(config: ConfigJson, name: str, fused: int) -> EagleShape:
         parameters=Parameters(
             embedding=0,
             head=draft_vocab * hidden if fused > 1 else 0,
-            attention=inputs * qkv + heads * head_dim * hidden,
-            mlp=3 * hidden * intermediate + (2 if fused == 1 else fused) * hidden * hidden,
-            rest=(1 if fused == 1 else 4) * hidden,
+            attention=inputs * qkv + layers * heads * head_dim * hidden,
+            mlp=3 * layers * hidden * intermediate + (2 if fused == 1 else fused) * hidden * hidden,
+            rest=((1 if fused == 1 else 4) + 2 * later) * hidden,
         ),
     )
     rope = read_rope(config, head_dim, max_len)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from dovetail.core.checkpoint import LazyTensor
+from dovetail.core.checkpoint import LazyTensor, located
 from dovetail.core.errors import TensorError, shown
 from dovetail.core.interfaces import (
     PLAIN,
@@ -18,6 +18,7 @@ from dovetail.core.interfaces import (
     Bundle,
     ForwardContext,
     KVGroup,
+    ModelSource,
     Partial,
     Plane,
     TensorHeader,
@@ -43,40 +44,39 @@ from dovetail.plugins.spec_decode.eagle_files import EagleShape
 from dovetail.plugins.spec_decode.head import Head, apply, encoded, replicated
 
 
-class EagleLayer(Head):
-    """Base of both: attention and an MLP over the embedding of a token and the feature before it."""
+class Block:
+    """Attention and an MLP: one layer of a head."""
 
-    layer: str
-    """Prefix of the layer's tensors."""
-    widths: int
-    """Inputs of the attention matrices, in hidden states."""
-
-    def __init__(self, build: BuildContext, shape: EagleShape, biased: Callable[[str], bool]) -> None:
-        """`biased`: whether the files have a bias of this name."""
-        super().__init__(build)
-        spec, layer = build.spec, self.layer
-        _, kv_heads = local_heads(spec.heads, spec.kv_heads, build.collective.size)
-        planes = tuple(Plane(name, (kv_heads, spec.head_dim), build.kv_dtype) for name in ("k", "v"))
-        self.groups: tuple[KVGroup, ...] = group_layers((0,), planes, build.page_tokens, build.first_group)
-        fused = 2 * spec.hidden if shape.fused == 1 else shape.fused * spec.hidden
-        self.fc = replicated("fc", build, fused, spec.hidden, bias=biased("fc.bias"))
-        names = tuple(f"{layer}.self_attn.{name}_proj" for name in "qkv")
+    def __init__(
+        self,
+        build: BuildContext,
+        shape: EagleShape,
+        biased: Callable[[str], bool],
+        layer: str,
+        width: int,
+        group: KVGroup,
+        index: int = 0,
+    ) -> None:
+        """`layer`: prefix of its tensors. `width`: inputs of the attention matrices, in hidden states. `index`: number
+        of the layer in the head."""
+        self.build, spec = build, build.spec
+        own, names = f"layers.{index}", tuple(f"{layer}.self_attn.{name}_proj" for name in "qkv")
         sizes = spec.heads, spec.kv_heads, spec.head_dim
         bias = biased(f"{names[0]}.bias")
-        self.qkv = QKVParallel("layers.0.attn.qkv", names, build, self.widths * spec.hidden, *sizes, bias=bias)
+        self.qkv = QKVParallel(f"{own}.attn.qkv", names, build, width * spec.hidden, *sizes, bias=bias)
         inner = spec.heads * spec.head_dim
-        self.o = RowParallel("layers.0.attn.o", f"{layer}.self_attn.o_proj", build, inner, spec.hidden, defers=True)
+        self.o = RowParallel(f"{own}.attn.o", f"{layer}.self_attn.o_proj", build, inner, spec.hidden, defers=True)
         ups = tuple(f"{layer}.mlp.{name}_proj" for name in ("gate", "up"))
-        self.up = ColumnParallel("layers.0.mlp.gate_up", ups, build, spec.hidden, (spec.intermediate,) * 2)
+        self.up = ColumnParallel(f"{own}.mlp.gate_up", ups, build, spec.hidden, (spec.intermediate,) * 2)
         down = f"{layer}.mlp.down_proj"
-        self.down = RowParallel("layers.0.mlp.down", down, build, spec.intermediate, spec.hidden, defers=True)
+        self.down = RowParallel(f"{own}.mlp.down", down, build, spec.intermediate, spec.hidden, defers=True)
         self.mlp_norm = RMSNorm(f"{layer}.post_attention_layernorm", build, spec.hidden, shape.eps)
         self.rope = build_rope(shape.rope, build.max_len, build.device)
-        self.kv_scales = KVScales(f"{layer}.self_attn", 0, build, spec.kv_heads, self.qkv.kv_heads)
+        self.kv_scales = KVScales(f"{layer}.self_attn", index, build, spec.kv_heads, self.qkv.kv_heads)
         self.attention = AttentionLayer(
-            index=0,
-            group=self.groups[0].id,
-            local=0,
+            index=index,
+            group=group.id,
+            local=index,
             heads=self.qkv.heads,
             kv_heads=self.qkv.kv_heads,
             head_dim=spec.head_dim,
@@ -87,11 +87,52 @@ class EagleLayer(Head):
         build.tune_attention(self.attention)
 
     def linears(self) -> Iterator[Linear]:
-        yield from (self.fc, self.qkv, self.o, self.up, self.down)
+        yield from (self.qkv, self.o, self.up, self.down)
 
     def others(self) -> Iterator[Taker]:
         yield from self.mlp_norm.weights()
         yield from self.kv_scales.weights()
+
+    def run(self, x: Bundle, residual_TC: torch.Tensor, ctx: ForwardContext) -> tuple[Partial, torch.Tensor]:
+        """Return the output of the MLP and the residual to add."""
+        attention, build = ctx.attn[self.attention.group], self.build
+        attended = build.attention.write_and_attend(
+            self.attention, attention, self.qkv(x), self.rope, None, self.o.inputs
+        )
+        boundary = build.collective.boundary
+        normed, residual = boundary(self.o(attended), residual_TC, self.mlp_norm, self.up.inputs)
+        return self.down(silu_and_mul(self.up(normed), emit=self.down.inputs)), residual
+
+
+class EagleLayer(Head):
+    """Base of both: attention and an MLP over the embedding of a token and the feature before it."""
+
+    layer: str
+    """Prefix of the first layer's tensors."""
+    widths: int
+    """Inputs of its attention matrices, in hidden states."""
+
+    def __init__(self, build: BuildContext, shape: EagleShape, biased: Callable[[str], bool]) -> None:
+        """`biased`: whether the files have a tensor of this name, such as a bias."""
+        super().__init__(build)
+        spec = build.spec
+        _, kv_heads = local_heads(spec.heads, spec.kv_heads, build.collective.size)
+        planes = tuple(Plane(name, (kv_heads, spec.head_dim), build.kv_dtype) for name in ("k", "v"))
+        layers = (0,) * spec.layers
+        self.groups: tuple[KVGroup, ...] = group_layers(layers, planes, build.page_tokens, build.first_group)
+        fused = 2 * spec.hidden if shape.fused == 1 else shape.fused * spec.hidden
+        self.fc = replicated("fc", build, fused, spec.hidden, bias=biased("fc.bias"))
+        self.block = Block(build, shape, biased, self.layer, self.widths, self.groups[0])
+
+    def linears(self) -> Iterator[Linear]:
+        yield self.fc
+        yield from self.block.linears()
+
+    def others(self) -> Iterator[Taker]:
+        yield from self.block.others()
+
+    def check_values(self, source: ModelSource) -> None:
+        """Check small tensors whose values must fit the target. Raises ConfigError naming file and tensor."""
 
     def fuse(self, features_TF: torch.Tensor) -> torch.Tensor:
         """Return what `forward` takes for features of the target, [T, C]."""
@@ -108,18 +149,6 @@ class EagleLayer(Head):
         """Return logits over the target's vocabulary; None = the target's head makes them."""
         return None
 
-    def _attend_and_mix(
-        self, x: Bundle, residual_TC: torch.Tensor, ctx: ForwardContext
-    ) -> tuple[Partial, torch.Tensor]:
-        """Run attention and the MLP. Return the output of the MLP and the residual to add."""
-        attention, build = ctx.attn[self.attention.group], self.build
-        attended = build.attention.write_and_attend(
-            self.attention, attention, self.qkv(x), self.rope, None, self.o.inputs
-        )
-        boundary = build.collective.boundary
-        normed, residual = boundary(self.o(attended), residual_TC, self.mlp_norm, self.up.inputs)
-        return self.down(silu_and_mul(self.up(normed), emit=self.down.inputs)), residual
-
 
 class Eagle1Layer(EagleLayer):
     """EAGLE and EAGLE-2: the fused pair is the residual; no norm precedes attention. The output is a feature, which the
@@ -131,7 +160,7 @@ class Eagle1Layer(EagleLayer):
         self, embeds_TC: torch.Tensor, features_TC: torch.Tensor, ctx: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
         pair_TC = apply(self.fc, torch.cat((embeds_TC, features_TC), -1))
-        mixed, residual = self._attend_and_mix(encoded(self.qkv, pair_TC), pair_TC, ctx)
+        mixed, residual = self.block.run(encoded(self.block.qkv, pair_TC), pair_TC, ctx)
         collective = self.build.collective
         states_TC = collective.reduce(mixed) + collective.whole(residual)
         return states_TC, states_TC
@@ -175,10 +204,15 @@ class Eagle3Layer(EagleLayer):
         normed_TC = [
             norm(x)[0][PLAIN].values for norm, x in ((self.embed_norm, embeds_TC), (self.feature_norm, features_TC))
         ]
-        mixed, residual = self._attend_and_mix(encoded(self.qkv, torch.cat(normed_TC, -1)), features_TC, ctx)
+        first = encoded(self.block.qkv, torch.cat(normed_TC, -1))
+        mixed, residual = self.run_later(*self.block.run(first, features_TC, ctx), ctx)
         collective = self.build.collective
         normed, residual = collective.boundary(mixed, residual, self.norm)
         return collective.whole(residual), normed[PLAIN].values
+
+    def run_later(self, mixed: Partial, residual_TC: torch.Tensor, ctx: ForwardContext) -> tuple[Partial, torch.Tensor]:
+        """Run the layers after the first one; EAGLE-3 has none."""
+        return mixed, residual_TC
 
     def logits(self, states_BC: torch.Tensor) -> torch.Tensor:
         logits_BD = self.head(states_BC)
@@ -186,6 +220,12 @@ class Eagle3Layer(EagleLayer):
             return logits_BD
         logits_BV = logits_BD.new_full((len(logits_BD), self.target_vocab), float("-inf"))
         return logits_BV.index_copy_(1, self.ids_D, logits_BD)
+
+    def check_values(self, source: ModelSource) -> None:
+        if source.weights is None:
+            return
+        with located(source.weights):
+            self._map({name: opener() for name, opener in source.weights.open() if name == "d2t"})
 
     def _map(self, tensors: Mapping[str, LazyTensor]) -> None:
         """Read d2t: what to add to each draft id."""

@@ -15,6 +15,7 @@ from dovetail.plugins.spec_decode.config import (
     HeadFiles,
     LayerSkipConfig,
     MedusaConfig,
+    MTPConfig,
     NgramConfig,
     NoneConfig,
     ParallelConfig,
@@ -60,6 +61,10 @@ def parallel(config: ParallelConfig) -> DrafterFacts:
 def medusa(config: MedusaConfig) -> DrafterFacts | None:
     spec = read_medusa(config).spec
     return None if spec is None else replace(_with_layers(config, spec), one_pass=True)
+
+
+def mtp(config: MTPConfig) -> DrafterFacts:
+    return DrafterFacts(config.drafts, verify=config.verify, mtp=True)
 
 
 def _with_layers(config: DraftModelConfig | HeadFiles, spec: ModelSpec) -> DrafterFacts:

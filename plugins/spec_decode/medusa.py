@@ -27,7 +27,7 @@ from dovetail.plugins.spec_decode.base import BuiltinDrafter
 from dovetail.plugins.spec_decode.config import MedusaConfig
 from dovetail.plugins.spec_decode.head import Head, apply, check_head, check_tensors, replicated
 from dovetail.plugins.spec_decode.medusa_files import MedusaShape, medusa_source, read_medusa
-from dovetail.plugins.spec_decode.tree import Siblings, Tree, as_draft, grow
+from dovetail.plugins.spec_decode.tree import Siblings, Tree, as_draft, grower
 
 
 class MedusaHeads(Head):
@@ -70,7 +70,7 @@ class Medusa(BuiltinDrafter):
 
     @property
     def depth(self) -> int:
-        return self.config.lookahead
+        return self.config.depth
 
     @property
     def verify(self) -> Verify:  # type: ignore[override]
@@ -97,6 +97,7 @@ class Medusa(BuiltinDrafter):
         self.layer, source = self._build(target)
         fill(self.layer, source)
         self.features = FeatureStore(target, self.lookahead + 1, target.build.spec.hidden)
+        self._tree = grower(self.config, target.build.device, shared=True)
 
     def observe(self, fed: FedTokens, hidden: Hidden) -> None:
         self.features.keep(fed, hidden.states)
@@ -115,15 +116,15 @@ class Medusa(BuiltinDrafter):
 
     def _grow(self, ctx: DraftContext, feature_BC: torch.Tensor) -> Tree:
         """A head knows no other draft, so all drafts of a level have the same children."""
-        width = self.config.branches
 
-        def expand(level: int, tokens_BN: torch.Tensor, before_BN: torch.Tensor) -> Siblings:
-            each = ctx.best(self._logits(level, feature_BC), level, width)
-            tokens, confidence = (found[:, None].expand(-1, width, -1) for found in each)
+        def best(level: int, count: int) -> Siblings:
+            return ctx.best(self._logits(level, feature_BC), level, count)
+
+        def expand(level: int, tokens_BN: torch.Tensor, before_BN: torch.Tensor, count: int) -> Siblings:
+            tokens, confidence = (found[:, None].expand(-1, tokens_BN.shape[1], -1) for found in best(level, count))
             return tokens, confidence
 
-        first = ctx.best(self._logits(0, feature_BC), 0, width)
-        return grow(first, expand, depth=self.depth, width=width, most=self.lookahead)
+        return self._tree(lambda count: best(0, count), expand)
 
     def _logits(self, head: int, feature_BC: torch.Tensor) -> torch.Tensor:
         states_BC = self.layer.states(head, feature_BC)

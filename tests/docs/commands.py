@@ -15,6 +15,7 @@ SUBSTITUTIONS = {
     **dict.fromkeys(("/models/Llama-3.1-8B", "/models/Llama-3-8B"), "pkg://dovetail.plugins.model.bundled/tiny"),
     "model.path=out/tiny-gptq quant=auto": "model.path=pkg://dovetail.plugins.model.bundled/tiny quant=w4a8",
     "benchmarks/": f"{ROOT}/benchmarks/",
+    "docs/img/": f"{ROOT}/docs/img/",
     "examples/ablations": f"{ROOT}/examples/ablations",
 }
 """Placeholder of the pages -> path of the tests."""
@@ -126,7 +127,7 @@ class Command:
     @property
     def is_shell(self) -> bool:
         """Whether it is anything but one call of Dovetail's command line."""
-        return "|" in self.line or self.line.startswith("python benchmarks/")
+        return "|" in self.line or self.line.startswith(("python benchmarks/", "python docs/"))
 
     @property
     def generates(self) -> bool:

@@ -176,7 +176,8 @@ def test_sampling_parameters_are_listed(hooks: Any) -> None:
     assert all(f"| `{name}` |" in page for name in SamplingParams.model_fields)
 
 
-def test_pictures_are_those_of_the_script() -> None:
+def test_pictures_are_those_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(DOCS / "img")
     draw = load(DOCS / "img" / "draw.py")
     for name, picture in draw.PICTURES.items():
         drawn = (DOCS / "img" / name).read_text(encoding="utf-8")

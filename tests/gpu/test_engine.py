@@ -60,6 +60,23 @@ def test_graphs_and_paged_kernels_give_the_reference_tokens(
     assert got == reference
 
 
+@pytest.mark.parametrize("graphs", ["true", "false"])
+@pytest.mark.parametrize("verify", ["draws", "rejection"])
+@pytest.mark.parametrize("drafter", ["draft_model", "eagle3_tiny", "medusa_tiny"])
+def test_fixed_trees_give_the_reference_tokens(
+    reference: list[list[int]], drafter: str, verify: str, graphs: str
+) -> None:
+    """Beside a row that is not greedy, whose drafts are drawn and verified as `verify` says."""
+    overrides = ["engine.device=cuda", "engine.dtype=float32", "attention=triton", "engine.depth=2"]
+    overrides += [f"spec_decode={drafter}", "spec_decode.tree=10", "spec_decode.tree_shape=sequoia"]
+    overrides += [f"spec_decode.verify={verify}", f"engine.cuda_graphs={graphs}", "engine.max_seqs=12", FEW]
+    params = [GREEDY] * len(PROMPTS) + [SamplingParams(temperature=0.8, seed=1, max_tokens=60, ignore_eos=True)]
+    with LLM("tiny", overrides=overrides) as llm:
+        found = [generation.token_ids for generation in llm.generate([*PROMPTS, PROMPTS[0]], params)]
+        assert llm.engine.counters.drafted > 100
+    assert found[:-1] == reference and len(found[-1]) == 60
+
+
 @pytest.mark.parametrize("budget", [24, 200])
 def test_drafts_of_the_target_itself_are_accepted(budget: int) -> None:
     """Matmuls of other numbers of rows may round a close decision differently."""

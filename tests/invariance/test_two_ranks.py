@@ -28,6 +28,7 @@ CHOICES = {"nccl, sharded": ["collective=nccl", *MIXED]}
 if "DOVETAIL_NIGHTLY" in os.environ:
     CHOICES |= {
         "nccl": ["collective=nccl", "spec_decode=draft_model"],
+        "nccl, trees": ["spec_decode=draft_model", "spec_decode.tree=12", "spec_decode.tree_shape=sequoia"],
         "nccl, sharded, features": ["collective=nccl", "collective.shard_rows=12", "spec_decode=eagle3_tiny"],
         "nccl, heads": ["collective=nccl", "spec_decode=medusa_tiny", "spec_decode.hf.medusa_shared_head=false"],
         "ordered, sharded": ["collective=ordered", *MIXED],

@@ -17,6 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from .conftest import children, until
 
+pytestmark = pytest.mark.nightly
+
 LONG = dict(model="tiny", max_tokens=2000, stream=True, extra_body={"ignore_eos": True})
 SHORT = dict(model="tiny", max_tokens=4, temperature=0.0)
 

@@ -11,6 +11,8 @@ import pytest
 
 from .conftest import until
 
+pytestmark = pytest.mark.nightly
+
 pytest.importorskip("opentelemetry.sdk", reason="needs the extra otel")
 
 

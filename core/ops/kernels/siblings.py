@@ -67,6 +67,7 @@ def best_tokens_triton(
     random: bool,
     count: int,
     least_N: torch.Tensor | None = None,
+    purpose: Purpose = Purpose.SAMPLE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     logits_NV = logits_NV.contiguous()
     rows, vocab = logits_NV.shape
@@ -87,7 +88,7 @@ def best_tokens_triton(
             sum_NP,
             vocab,
             COUNT=count,
-            PURPOSE=int(Purpose.SAMPLE),
+            PURPOSE=int(purpose),
             RANDOM=random,
             APPROX=has_fast_logarithm(),
             BLOCK=VOCAB_BLOCK,

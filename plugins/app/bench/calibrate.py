@@ -16,6 +16,7 @@ from rich.table import Table
 
 from dovetail.core.calibration import file
 from dovetail.core.calibration.fit import Fit, fit, least_squares
+from dovetail.core.calibration.launches import Launches, fit_launches
 from dovetail.core.calibration.steps import Step, measured_steps
 from dovetail.core.compose import ENGINE_NODES, compose
 from dovetail.core.engine.cost import bind_cost
@@ -93,11 +94,17 @@ class Calibrator:
         composition = self._composition
         steps = [step for recording in self._recordings() for step in measured_steps(recording) if self._fits(step)]
         lookahead: int = composition.build("spec_decode").lookahead
-        found = fit(steps, self._cost, lookahead)
-        made = self._calibration(device, found)
+        found, launches = fit(steps, self._cost, lookahead), self._launches(device, steps)
+        made = self._calibration(device, found, launches)
         file.write(self._path, made)
-        _show(self._path, found)
+        _show(self._path, found, launches)
         return {"path": self._path, "steps": found.steps, "median_error": made.errors.median, "p90": made.errors.p90}
+
+    def _launches(self, device: str, steps: list[Step]) -> Launches | None:
+        engine = self._composition.engine
+        if device == "cpu":
+            return fit_launches(steps, engine.token_budget, least_squares())
+        return fit_launches(steps, engine.graph_tokens, least_squares()) if engine.cuda_graphs else None
 
     def _recordings(self) -> Iterator[Recording]:
         replicas, path = self._composition.engine.dp, self._record
@@ -108,7 +115,7 @@ class Calibrator:
     def _fits(self, step: Step) -> bool:
         return any(began <= step.clock < ended for began, ended in self._intervals)
 
-    def _calibration(self, device: str, found: Fit) -> file.Calibration:
+    def _calibration(self, device: str, found: Fit, launches: Launches | None) -> file.Calibration:
         composition, cost = self._composition, self._cost
         part, engine = composition.part("cost"), composition.engine
         terms = dict(found.terms)
@@ -131,14 +138,16 @@ class Calibrator:
             prior=file.Prior(part.component.name, part.config.model_dump(mode="json")),
             terms=terms,
             drafting=drafting if drafter is not None else None,
+            host=launches,
             ranges=found.ranges,
+            gap=found.gap,
             steps=found.steps,
             errors=found.errors,
             uncalibrated=found.uncalibrated,
         )
 
 
-def _show(path: str, found: Fit) -> None:
+def _show(path: str, found: Fit, launches: Launches | None) -> None:
     out = console(110, highlight=False)
     table = Table("term", "factor", "share of the time", "predicted, us", title="calibration", title_justify="left")
     for name, term in found.terms.items():
@@ -146,6 +155,14 @@ def _show(path: str, found: Fit) -> None:
         table.add_row(name, factor, f"{term.share:.1%}", f"{term.least_us:.1f} to {term.most_us:.1f}")
     out.print(table)
     errors, before = found.errors, found.uncalibrated
+    if launches is not None:
+        out.print(
+            f"host time of a launch: {launches.step_us:.0f} us, {launches.row_us:.1f} more for each row, "
+            f"{launches.prompt_us:.0f} for each prompt (median of {launches.steps}: {launches.median_us:.0f} us)"
+        )
+    if found.gap is not None:
+        least, most = found.gap
+        out.print(f"No step of {least + 1} to {most - 1} tokens was measured: add a workload that has such steps.")
     out.print(
         f"{found.steps} steps; error of a step's time: median {errors.median:.1%}, p90 {errors.p90:.1%} (uncalibrated "
         f"{before.median:.1%}, {before.p90:.1%}); written to {path}",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from dovetail.core.arithmetic import ceil_div
 from dovetail.core.compose import Composition, EngineConfig, Host
-from dovetail.core.engine.cost import bind_cost
+from dovetail.core.engine.cost import bind_cost, drafter_facts
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import AdapterFacts, CostModel, DrafterFacts, Formats, ModelSpec
 from dovetail.plugins.app.plan.experts import PlacedExperts, placed_experts
@@ -74,6 +74,8 @@ class Plan:
         p = facts.spec.parameters
         if p is None:
             raise ConfigError(f"the size of the draft model {facts.spec.architecture} is unknown: set spec_decode=none")
+        if facts.mtp:
+            return probs + formats.weight_bytes(p) / engine.tp
         bits = 8 * formats.dtype_bytes if facts.weight_bits is None else facts.weight_bits
         head, embedding = facts.head_bits, facts.embedding_bits
         own = replace(formats, weight_bits=bits, head_bits=head, embedding_bits=embedding, expert_bits=None)
@@ -138,7 +140,7 @@ def make_plan(composition: Composition) -> Plan:
     if stated is None:
         raise ConfigError(f"adapter={adapter.name} does not state the size of its slots: plan with adapter=none")
     part = composition.part("spec_decode")
-    drafter: DrafterFacts | None = part.facts()
+    drafter = drafter_facts(composition, spec)
     if drafter is None:
         raise ConfigError(f"spec_decode={part.name} does not state its memory: plan with spec_decode=none")
     max_len = spec.longest(composition.engine.max_len)

@@ -18,7 +18,7 @@ def _channels(spec: ModelSpec) -> str:
 
 
 def capabilities(config: LlamaConfig, host: Host) -> Capabilities:
-    from dovetail.plugins.model.llama.families import read_model, spec_of
+    from dovetail.plugins.model.llama.families import mtp_layers, read_model, spec_of
 
     spec = spec_of(config)
     kinds = {"mla"} if spec.mla is not None else {"window" if window else "full" for window in spec.windows}
@@ -33,6 +33,7 @@ def capabilities(config: LlamaConfig, host: Host) -> Capabilities:
             # Norms behind a block belong to the block before, so that none can be left out.
             "skips_layers": not layout.block.after,
             "expert_placement": spec.moe is not None,
+            "mtp_layers": mtp_layers(spec.hf or {}),
         },
         requires=(
             Requires(

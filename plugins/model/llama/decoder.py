@@ -29,6 +29,7 @@ from dovetail.core.interfaces import (
     Model,
     ModelSource,
     ModelSpec,
+    MTPLayer,
     Partial,
     Plane,
     Residual,
@@ -67,6 +68,7 @@ from dovetail.plugins.model.llama.experts import SparseMLP, stacks_of
 from dovetail.plugins.model.llama.families import mtp_layers, read_model, spec_of
 from dovetail.plugins.model.llama.family import Layout, Names
 from dovetail.plugins.model.llama.latent import LatentAttention
+from dovetail.plugins.model.llama.mtp import LlamaMTPLayer
 
 Tensor = TypeVar("Tensor")
 """Opener or header of a checkpoint tensor."""
@@ -200,11 +202,9 @@ class Llama(Model):
         self.layout = layout = read_model(spec.hf, "config.json")[1]
         if layout.left_out:
             note(f"model=llama: {layout.architecture} runs without its part for images: requests have text only")
-        if spec.checkpoint is not None and (skipped := mtp_layers(spec.hf)):
-            note(f"model=llama: {skipped} of the checkpoint's layers are for multi-token prediction and are not loaded")
         self._kv_groups = _kv_groups(build)
         group_of = {layer: group for group in self._kv_groups for layer in group.layers}
-        full = local = build_rope(layout.rope, build.max_len, build.device)
+        full = local = self._rope = build_rope(layout.rope, build.max_len, build.device)
         if layout.window_rope != layout.rope:
             local = build_rope(layout.window_rope, build.max_len, build.device)
         embeddings = VocabTable(layout.names.embedding, build, spec.vocab, spec.hidden, logits=spec.tied and spec.head)
@@ -220,12 +220,12 @@ class Llama(Model):
                 )
             bias = f"{layout.names.head}.bias" if layout.head_bias else None
             self.head = LMHead(self.tables[-1], build, bias, layout.logit_cap)
-        uniform = config.routing == "uniform"
+        self._routes_uniformly = config.routing == "uniform"
         self.blocks: list[Block] = []
         for index in range(spec.layers):
             group, before = group_of[index], self.blocks[-1].after if self.blocks else None
             rope = local if group.window else full
-            self.blocks.append(Block(index, build, layout, group, rope, before, uniform))
+            self.blocks.append(Block(index, build, layout, group, rope, before, self._routes_uniformly))
         self.norm = _norm(layout.names.norm, build, layout)
 
     @cached_property
@@ -304,6 +304,12 @@ class Llama(Model):
 
     def local_logits(self, states_BC: torch.Tensor) -> tuple[torch.Tensor, int]:
         return self.head.local(states_BC)
+
+    def mtp_layer(self, build: BuildContext) -> MTPLayer:
+        index = self.build.spec.layers
+        groups = tuple(replace(group, layers=(index,)) for group in _kv_groups(build))
+        block = Block(index, build, self.layout, groups[0], self._rope, None, self._routes_uniformly)
+        return LlamaMTPLayer(build, self.layout, index, groups, block)
 
     @property
     def _ignored(self) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from dovetail.plugins.model.llama.moe import (
     read_mixtral,
     read_qwen3,
 )
-from dovetail.plugins.model.llama.parameters import count_parameters
+from dovetail.plugins.model.llama.parameters import count_parameters, mtp_spec
 
 HF = Mapping[str, Any]
 """Content of config.json."""
@@ -289,7 +289,8 @@ def read_model(hf: HF, where: str) -> tuple[ModelSpec, Layout]:
         embedding=EmbeddingSpec("last", dimensions=_cuts(config)) if headless else None,
         head=not headless,
     )
-    return replace(spec, parameters=count_parameters(spec, layout)), layout
+    spec = replace(spec, parameters=count_parameters(spec, layout))
+    return replace(spec, mtp=mtp_spec(spec, layout) if mtp_layers(hf) else None), layout
 
 
 def _family(config: ConfigJson) -> tuple[str, Family]:
@@ -325,8 +326,10 @@ def runs(hf: HF) -> bool:
 
 
 def mtp_layers(hf: HF) -> int:
-    """Return the number of layers for multi-token prediction (DeepSeek-V3, 2024) after the last layer."""
-    return ConfigJson(hf, "config.json").count("num_nextn_predict_layers", 0, at_least=0, at_most=MOST["layers"])
+    """Return the number of layers for multi-token prediction (DeepSeek-V3, 2024) after the last layer. Published files
+    say num_nextn_predict_layers, those that newer versions of transformers write num_mtp_layers."""
+    key = "num_mtp_layers" if hf.get("num_nextn_predict_layers") is None else "num_nextn_predict_layers"
+    return ConfigJson(hf, "config.json").count(key, 0, at_least=0, at_most=MOST["layers"])
 
 
 def _cuts(config: ConfigJson) -> tuple[int, ...] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dovetail.core.interfaces import ModelSpec, Parameters
@@ -39,6 +40,16 @@ def count_parameters(spec: ModelSpec, layout: Layout) -> Parameters:
         active_experts=active,
         rest=rest,
     )
+
+
+def mtp_spec(spec: ModelSpec, layout: Layout) -> ModelSpec:
+    """Return a layer for multi-token prediction as a model of one layer, which always has experts if the model has
+    some. Embedding and matrix of logits are the model's."""
+    moe = None if spec.moe is None else replace(spec.moe, dense_layers=0)
+    layer = replace(spec, layers=1, windows=(), moe=moe, parameters=None)
+    p = count_parameters(layer, layout)
+    own = replace(p, embedding=0, head=0, mlp=p.mlp + 2 * spec.hidden**2, rest=p.rest + 2 * spec.hidden)
+    return replace(layer, parameters=own)
 
 
 def _attention(spec: ModelSpec, layout: Layout) -> tuple[int, int]:

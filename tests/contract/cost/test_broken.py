@@ -61,6 +61,9 @@ BROKEN: dict[str, list[type[CostModel]]] = {
         )
     ],
     "test_predictions_are_pure": [Learns],
+    "test_launches_take_no_negative_time": [
+        fault("SavesTimeByLaunching", launch_seconds=lambda self, plan: 1e-4 - 2e-5 * len(plan.rows))
+    ],
     "test_terms_make_up_the_step": [
         fault("ForgetsPrefill", terms=lambda self, rows: StepTerms(launches=Sound.step_seconds(self, rows) / 2))
     ],

@@ -8,6 +8,7 @@ from typing import ClassVar
 import pytest
 
 from dovetail.core.calibration import file
+from dovetail.core.calibration.launches import Launches
 from dovetail.core.compose import compose
 from dovetail.core.interfaces import CostModel, Formats, StepTerms
 from dovetail.core.testing.cost import SPEC, CostContract
@@ -63,6 +64,8 @@ class TestMeasured(CostContract):
             workloads=[],
             held_out=[],
             ranges={},
+            gap=None,
+            host=Launches(300.0, 2.0, 900.0, 2048, 100, 350.0),
             prior=file.Prior("roofline", cost.config.model_dump(mode="json")),
             terms={name: file.Term(factor, True, 0.0, 0.0, 0.0) for name, factor in self.factors._asdict().items()},
             drafting=None,

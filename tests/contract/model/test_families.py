@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
 import transformers
 
-from dovetail.core.interfaces import BuildContext, Model, ModelSpec
+from dovetail.core.interfaces import BuildContext, ForwardContext, KVGroup, Model, ModelSpec, MTPLayer
 from dovetail.core.testing.model import ModelContract, Weights
 from dovetail.plugins.model.config import LlamaConfig
 from dovetail.plugins.model.llama.decoder import Llama
+from dovetail.plugins.model.llama.mtp import LlamaMTPLayer
 
+from ..faults import each, rejects, suite
 from . import tiny
 
 QWEN3 = {**tiny.LLAMA, "architectures": ["Qwen3ForCausalLM"], "head_dim": 12}
@@ -157,7 +160,23 @@ class TestGLM4MoE(TestQwen3MoE):
 
 
 class TestDeepseekV3(TestQwen3MoE):
-    hf = DEEPSEEK_V3
+    """With a layer for multi-token prediction, which has the tensors of a layer and a few more."""
+
+    hf = {**DEEPSEEK_V3, "num_nextn_predict_layers": 1}
+
+    def mtp_weights(self) -> Weights | None:
+        layers, random = self.hf["num_hidden_layers"], torch.Generator().manual_seed(4)
+        prefix, hidden = f"model.layers.{layers}.", self.hf["hidden_size"]
+
+        class Deeper(type(self)):  # type: ignore[misc]
+            hf = {**self.hf, "num_hidden_layers": layers + 1}
+
+        weights = {name: tensor for name, tensor in Deeper().checkpoint().items() if name.startswith(prefix)}
+        for name in ("enorm", "hnorm", "shared_head.norm"):
+            weights[f"{prefix}{name}.weight"] = torch.rand(hidden, generator=random) + 0.5
+        weights[f"{prefix}mlp.gate.e_score_correction_bias"] *= 0.05
+        pair = torch.randn(hidden, 2 * hidden, generator=random) * (2 * hidden) ** -0.5
+        return {**weights, f"{prefix}eh_proj.weight": pair}
 
 
 class TestMixtral(TestQwen3MoE):
@@ -168,3 +187,57 @@ class TestMixtral(TestQwen3MoE):
         names |= {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
         rename = functools.partial(functools.reduce, lambda name, pair: name.replace(*pair), names.items())
         return {rename(name): weight for name, weight in super().checkpoint().items()}
+
+
+# Layers for multi-token prediction with one fault each; the suite must reject them.
+
+
+class IgnoresStates(LlamaMTPLayer):
+    def forward(self, embeds_TC: torch.Tensor, states_TC: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        return super().forward(embeds_TC, torch.zeros_like(states_TC), ctx)
+
+
+class MixesTokens(LlamaMTPLayer):
+    def forward(self, embeds_TC: torch.Tensor, states_TC: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        return super().forward(embeds_TC, states_TC + 0.1 * states_TC.mean(0), ctx)
+
+
+class DiffersByRank(LlamaMTPLayer):
+    def forward(self, embeds_TC: torch.Tensor, states_TC: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        return super().forward(embeds_TC, states_TC, ctx) * (1 + 0.1 * self.build.collective.rank)
+
+
+class TakesTheModelsPages(LlamaMTPLayer):
+    @property
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        return tuple(replace(group, id=0) for group in super().kv_groups)
+
+
+class ForgetsANorm(LlamaMTPLayer):
+    def load(self, weights: Any) -> None:
+        super().load(weights)
+        self.embed_norm.weight.fill_(1.0)
+
+
+BROKEN: dict[str, list[type[LlamaMTPLayer]]] = {
+    "test_the_mtp_layer_is_a_model_of_one_layer": [TakesTheModelsPages],
+    "test_chunks_do_not_matter_to_the_mtp_layer": [MixesTokens],
+    "test_the_mtp_layer_reads_token_and_state": [IgnoresStates],
+    "test_the_mtp_layer_is_equal_on_every_rank": [DiffersByRank],
+    "test_every_weight_of_the_mtp_layer_counts": [ForgetsANorm],
+}
+
+
+def suite_of(layer: type[LlamaMTPLayer]) -> Any:
+    class Predicts(Llama):
+        def mtp_layer(self, build: BuildContext) -> MTPLayer:
+            made = super().mtp_layer(build)
+            made.__class__ = layer
+            return made
+
+    return suite(TestDeepseekV3, make=lambda self, build: Predicts(LlamaConfig(hf=self.hf, load="dummy"), build))
+
+
+@each(BROKEN)
+def test_the_suite_rejects(broken: type[LlamaMTPLayer], test: str) -> None:
+    assert rejects(suite_of(broken), test)

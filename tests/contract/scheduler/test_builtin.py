@@ -39,12 +39,14 @@ SCHEDULERS = {
     "fair": (FairScheduler, options.FairConfig(quantum=20, weights={"a": 2.5})),
     "deadline": (DeadlineScheduler, options.DeadlineConfig()),
 }
+SAME_POLICY = ("fcfs in small chunks", "static pairs", "shortest job without patience")
+"""Schedulers that differ from another one of the list in an option, which the nightly script adds."""
 FULL = os.environ.get("DOVETAIL_GRID") == "pairs"
 ALLOCATORS = sorted(component.name for component in COMPONENTS)
 PAIRS = list(product(SCHEDULERS, ALLOCATORS))
 if not FULL:
-    # Every scheduler once, most with the default allocator, and every allocator once.
-    PAIRS = [(name, "prefix_hash") for name in SCHEDULERS if name != "priority"]
+    # Every scheduler class once, most with the default allocator, and every allocator once.
+    PAIRS = [(name, "prefix_hash") for name in SCHEDULERS if name not in ("priority", *SAME_POLICY)]
     PAIRS += [("priority", name) for name in ALLOCATORS if name != "prefix_hash"]
 
 

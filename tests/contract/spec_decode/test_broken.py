@@ -207,6 +207,35 @@ class TreeOfFeatures(ContinuesTheFeature):
         self.features.move(path)
 
 
+class DrawsTrees(Drawer):
+    """Correct: draws siblings near the last token."""
+
+    ahead, depth = 5, 2  # type: ignore[assignment]
+    parents, ranks, drawn = (-1, -1, 0, 0, 1), (0, 1, 0, 1, 0), (0, 0, 1, 1, 2)
+
+    def propose(self, ctx: DraftContext) -> Draft:
+        return self.kept(self.tokens(ctx)[:, : ctx.k])
+
+    def tokens(self, ctx: DraftContext) -> torch.Tensor:
+        first_Bn, _ = ctx.best(self.logits(ctx), 0, 2)
+        logits_MV = -((torch.arange(8) - first_Bn.flatten()[:, None]).abs() * 0.4)
+        later_BNn = ctx.best(logits_MV, 1, 2)[0].view(len(first_Bn), 2, 2)
+        siblings = [first_Bn, first_Bn, *[later_BNn[:, 0]] * 2, later_BNn[:, 1]]
+        return torch.stack([each[:, rank] for each, rank in zip(siblings, self.ranks, strict=True)], 1)
+
+    def kept(self, tokens_BK: torch.Tensor) -> Draft:
+        parents_BK, drawn_BK = (torch.tensor(each).expand(len(tokens_BK), -1) for each in (self.parents, self.drawn))
+        count, count_B = tokens_BK.shape[1], torch.full_like(tokens_BK[:, 0], tokens_BK.shape[1])
+        return Draft(tokens_BK, count_B, parents_BK[:, :count], drawn_BK[:, :count])
+
+
+class KeepsHighIds(DrawsTrees):
+    """Which drafts exist depends on their ids."""
+
+    def kept(self, tokens_BK: torch.Tensor) -> Draft:
+        return replace(super().kept(tokens_BK), count_B=torch.where(tokens_BK[:, 0] > 2, tokens_BK.shape[1], 0))
+
+
 sums = partial(variant, SumsTokens)
 tree = partial(variant, TreeOfFeatures)
 
@@ -292,6 +321,7 @@ BROKEN: dict[str, list[type[Drafter]]] = {
         ReturnsTheLikeliest,
         DrawsTwice,
         drawer("DrawsNothing", drawn=lambda self, ctx, logits_BV, w: logits_BV.argmax(-1)),
+        KeepsHighIds,
     ],
     "test_host_guesses_are_at_most_k_tokens": [
         on_host(
@@ -312,6 +342,12 @@ def test_the_suite_rejects(broken: type[Drafter], test: str) -> None:
     assert rejects(suite_of(broken), test)
 
 
-@pytest.mark.parametrize("sound", [Follower, Drawer, SumsTokens, ContinuesTheFeature, TreeOfFeatures, HostFollower])
+SOUND = [
+    *(Follower, Drawer, SumsTokens, ContinuesTheFeature, TreeOfFeatures, HostFollower),
+    pytest.param(DrawsTrees, marks=pytest.mark.nightly),
+]
+
+
+@pytest.mark.parametrize("sound", SOUND)
 def test_the_unbroken_ones_pass(sound: type[Drafter]) -> None:
     assert failures(suite_of(sound)) == {}

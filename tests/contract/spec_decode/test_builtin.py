@@ -100,6 +100,15 @@ class TestTreeOfADraftModel(DrafterContract):
         return draft_model("spec_decode.lookahead=3", "spec_decode.tree=6").build()
 
 
+@pytest.mark.nightly
+class TestFixedTreeByRejection(DrafterContract):
+    vocab, slots = VOCAB, 2
+
+    def make(self) -> Drafter:
+        fixed = "spec_decode.tree=6", "spec_decode.tree_shape=sequoia", "spec_decode.verify=rejection"
+        return draft_model("spec_decode.lookahead=3", *fixed).build()
+
+
 class IgnoresJoins(DraftModel):
     def join(self, slots_J: torch.Tensor, computed_J: torch.Tensor) -> None: ...
 
@@ -168,6 +177,23 @@ class TestTreeOfMedusa(DrafterContract):
 
     def make(self) -> Drafter:
         return loud(medusa("medusa_num_layers: 2", "spec_decode.tree=7").build())
+
+
+@pytest.mark.nightly
+class TestFixedTreeOfMedusaByRejection(DrafterContract):
+    slots = 3
+
+    def make(self) -> Drafter:
+        fixed = "spec_decode.tree=7", "spec_decode.tree_shape=sequoia", "spec_decode.verify=rejection"
+        return loud(medusa("medusa_num_layers: 2", *fixed).build())
+
+
+@pytest.mark.nightly
+class TestFixedTreeOfEagle(DrafterContract):
+    slots = 3
+
+    def make(self) -> Drafter:
+        return loud(eagle("eagle", "", "spec_decode.tree=9", "spec_decode.tree_shape=sequoia").build())
 
 
 class LeavesFeatures(Eagle):

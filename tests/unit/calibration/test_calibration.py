@@ -53,7 +53,7 @@ def bound(path: str, *words: str) -> Any:
 def test_a_calibration_states_what_it_was_measured_with(calibration: tuple[Path, dict[str, Any]]) -> None:
     path, bench = calibration
     made = json.loads(path.read_text())
-    assert made["schema"] == "dovetail.calibration/1" and made["device"] == "cpu"
+    assert made["schema"] == "dovetail.calibration/2" and made["device"] == "cpu"
     assert made["formats"]["dtype"] == "float32" and made["parts"]["executor"] == "inproc"
     assert made["model"]["layers"] > 0 and made["prior"]["name"] == "roofline"
     assert bench["calibration"]["steps"] == made["steps"] >= LEAST_STEPS
@@ -97,7 +97,7 @@ def test_the_model_inside_the_drafter_has_the_factor_of_drafting(
     ("damage", "message"),
     [
         (lambda text: text[: len(text) // 2], "it is no calibration, or was cut off or damaged"),
-        (lambda text: text.replace("calibration/1", "calibration/7"), "its format is dovetail.calibration/7"),
+        (lambda text: text.replace("calibration/2", "calibration/7"), "its format is dovetail.calibration/7"),
         (
             lambda text: '{"schema": "dovetail.bench/2"}',
             "it is no calibration; app=bench bench.calibrate=PATH makes one",

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from dovetail.core.calibration.fit import LEAST_STEPS, Fit, fit
+from dovetail.core.calibration.fit import LEAST_STEPS, Fit, fit, least_squares
+from dovetail.core.calibration.launches import fit_launches
 from dovetail.core.calibration.steps import Step
 from dovetail.core.compose import EngineConfig
 from dovetail.core.errors import ConfigError
@@ -111,3 +112,33 @@ def test_too_few_steps_and_other_models_are_refused() -> None:
         fit(steps[1:], bound(), 0)
     with pytest.raises(ConfigError, match="NoEstimate has no terms"):
         fit(steps, NoEstimate(NoneConfig()), 0)
+
+
+def test_the_overlap_of_reads_and_matmuls_is_not_perfect() -> None:
+    assert StepTerms(weights=1.0, products=1.0).seconds == pytest.approx(2 ** (1 / 3))
+    assert StepTerms(weights=4.0, products=1.0, sampling=0.5).seconds == pytest.approx(4.5, rel=0.01)
+
+
+def test_a_gap_between_numbers_of_tokens_is_reported() -> None:
+    """Bursts have decode steps and steps of a full budget. Steps with one prompt close the gap."""
+
+    def gap(*tokens: int) -> tuple[int, int] | None:
+        works = [(RowWork(1, 100, times=n % 200 + 1),) for n in range(40)] + [(RowWork(n, n, 0),) for n in tokens]
+        return fit([Step(0.0, work, bound().step_seconds(work), (0, 0)) for work in works], bound(), 0).gap
+
+    assert gap(8192) == (40, 8192)
+    assert gap(8192, 2300, 600, 155) is None
+
+
+def test_the_host_time_of_launches_is_fitted_without_steps_that_have_no_graph() -> None:
+    rng, steps = random.Random(4), []
+    for i in range(200):
+        rows, prompts, tokens = rng.randrange(1, 100), i % 3 if i % 2 else 0, rng.choice([200, 300, 8000])
+        works = (RowWork(1, 500, times=rows), *[RowWork(tokens, tokens)] * prompts)
+        seconds = (400 + 2 * rows + 900 * prompts) * 1e-6 * (1 + rng.uniform(-0.05, 0.05))
+        steps.append(Step(0.0, works, 1e-3, (0, 0), 50e-3 if prompts and tokens == 8000 else seconds))
+    found = fit_launches(steps, 2048, least_squares())
+    assert found is not None and found.steps < 200
+    assert found.step_us == pytest.approx(400, rel=0.05) and found.prompt_us == pytest.approx(900, rel=0.05)
+    assert found.row_us == pytest.approx(2, rel=0.2) and found.seconds(50, 1) == pytest.approx(1.4e-3, rel=0.05)
+    assert fit_launches(steps[:20], 2048, least_squares()) is None

@@ -17,6 +17,7 @@ from dovetail.core.engine.engine import Engine, start_engine
 from dovetail.core.errors import CapabilityError
 from dovetail.core.interfaces import FinishReason, Grammar, RequestOptions, SamplingParams, SchedulerContext, StepPlan
 from dovetail.core.tokenizer import Tokenizer
+from dovetail.plugins.cost.roofline import Roofline
 
 SHAPES = ("app=generate", "executor=simulated", "model=llama3_8b", "engine.max_len=256", "engine.max_seqs=4")
 
@@ -167,6 +168,22 @@ def bench(tmp_path: Path, *words: str) -> dict[str, Any]:
     (load,) = json.loads(out.read_text())["results"][0]["loads"]
     (run,) = load["runs"]
     return run  # type: ignore[no-any-return]
+
+
+def test_a_step_begins_once_its_launch_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one plan in flight, the device waits 3 ms for the host before each of 8 steps."""
+    words = (
+        "engine.depth=1",
+        "engine.max_len=256",
+        "workload=fixed",
+        "workload.requests=1",
+        "workload.output_tokens=8",
+    )
+    plain = bench(tmp_path, *words)
+    monkeypatch.setattr(Roofline, "launch_seconds", lambda self, plan: 0.003)
+    slower = bench(tmp_path, *words)
+    assert slower["seconds"] - plain["seconds"] == pytest.approx(8 * 0.003, abs=1e-5)
+    assert slower["host_ms_per_step"]["submit"] == 3.0 and plain["host_ms_per_step"]["submit"] == 0.0
 
 
 @pytest.mark.parametrize("depth", [1, 2])

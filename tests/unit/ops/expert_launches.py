@@ -25,19 +25,17 @@ from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 from .emulated import BF16, E4M3, EVERYTHING, FP16, FP32, cuda, has_fp8
 
 CLAMPED = GatedActivation(1.702, 7.0, 1.0)
+RULES = (
+    RoutingRule(128, 8, normalize=True),
+    RoutingRule(256, 8, "sigmoid", normalize=True, scale=2.5, groups=8, kept_groups=4),
+    RoutingRule(8, 2, uniform=True),
+)
 
 
 def experts() -> None:
     """EVERYTHING: whether to add shapes."""
-    rules = (
-        RoutingRule(128, 8, normalize=True),
-        RoutingRule(256, 8, "sigmoid", normalize=True, scale=2.5, groups=8, kept_groups=4),
-        RoutingRule(8, 2, uniform=True),
-    )
-    for rule in rules:
-        logits, live = cuda(64, rule.experts, dtype=FP32), cuda(64, dtype=torch.bool)
-        route(logits, rule, cuda(rule.experts, dtype=FP32) if rule.groups > 1 else None, live)
-        route(logits, rule)
+    for rule in RULES:
+        choose(rule)
     # Qwen3-30B-A3B: each pair a tile, tiles of 16 and of 128 rows.
     for tokens in (1, 64, 512, 8192) if EVERYTHING else (1, 64, 8192):
         multiply(tokens, 128, 8, 2048, 768, BF16)
@@ -56,6 +54,12 @@ def experts() -> None:
     if EVERYTHING:
         multiply_packed(16, 8, 2, 224, 96, PLAIN, FP32)
         multiply_packed(64, 2, 2, 224, 96, PLAIN, FP16)
+
+
+def choose(rule: RoutingRule) -> None:
+    logits, live = cuda(64, rule.experts, dtype=FP32), cuda(64, dtype=torch.bool)
+    route(logits, rule, cuda(rule.experts, dtype=FP32) if rule.groups > 1 else None, live)
+    route(logits, rule)
 
 
 def multiply(

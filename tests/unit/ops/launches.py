@@ -46,9 +46,10 @@ from dovetail.plugins.spec_decode.corpus import Corpus
 from dovetail.plugins.spec_decode.kernels import look_up_triton
 
 from ..nowhere import lone_copies, lone_reducer
-from .attention_launches import attention_cases
+from .attention_launches import SCARCE, attention, attention_cases
 from .emulated import BF16, E4M3, EVERYTHING, FP16, FP32, INT32, INT64, cuda, has_fp8
-from .expert_launches import experts
+from .expert_launches import RULES, choose, experts
+from .expert_launches import multiply as multiply_experts
 from .latent_launches import latents
 from .packed_launches import packed_products
 from .shipped import SHIPPED, TILES
@@ -276,6 +277,25 @@ def copies() -> None:
             assert ranks.serves(emit)
             ranks.boundary(x, own, x[0], 1e-5, emit)
         ranks.boundary(x, None, x[0], 1e-5, (PLAIN,))
+
+
+def more_functions() -> None:
+    """Variants for Hopper whose functions are inlined into no kernel's first variant of CASES."""
+    x, weight = cuda(64, 4096), cuda(4096)
+    rms_norm(x, None, weight, 1e-5, (PLAIN, eight_bits()))
+    encode(x, (INT8_TOKEN, ordered(4096)[0]))
+    gelu(x, True)
+    for rule in RULES[1:]:
+        choose(rule)
+    multiply_experts(64, 128, 8, 2048, 768, E4M3, blocks=True)
+    tile = MatmulTile(128, 256, 128, stages=4, split=2, specialized=True)
+    scales = cuda(200, 1, dtype=FP32), cuda(1280, dtype=FP32)
+    given = cuda(200, 8192, dtype=E4M3), cuda(1280, 8192, dtype=E4M3)
+    matmul_triton(*given, tile, cuda(MOST_SHARED_TILES, dtype=INT32), *scales, None, BF16)
+    attention(SCARCE, kv_dtype=E4M3, page=64, gluon=False)
+    attention(SCARCE, soft_cap=50.0, sinks=True, gluon=False)
+    rows = cuda(16, 8192)
+    lone_copies(0, 2).boundary(rows, cuda(8, 8192), rows[0], 1e-5, (FP8,))
 
 
 CASES: dict[str, Callable[[], None]] = {

@@ -37,8 +37,6 @@ from .attention_launches import LONG, SCARCE, attention
 from .emulated import E4M3, E5M2, EVERYTHING, FP32, INT32, cuda
 from .launches import CASES, jit_functions, multiply, ordered, spilling
 
-pytestmark = pytest.mark.nightly
-
 OTHERS = [gpu for gpu in GPUS if gpu is not H200 and (EVERYTHING or gpu.capability == (8, 6))]
 WITH_FP8 = {
     "dovetail.plugins.quant.fp8.kernel:encode_fp8",
@@ -89,6 +87,7 @@ def fresh(tmp_path, monkeypatch) -> Iterator[None]:
         one.cache_clear()
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(3600 if EVERYTHING else 1200)
 @pytest.mark.parametrize("gpu", OTHERS, ids=lambda gpu: gpu.name)
 def test_every_kernel_compiles_and_fits(gpu: EmulatedGpu, fresh) -> None:

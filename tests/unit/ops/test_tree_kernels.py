@@ -21,6 +21,7 @@ from dovetail.core.ops.kernels.trees import (  # noqa: E402
     place_tree_triton,
     write_tree_triton,
 )
+from dovetail.core.ops.random import Purpose  # noqa: E402
 from dovetail.core.ops.siblings import best_tokens_reference  # noqa: E402
 from dovetail.core.ops.step import best_reference, lay_out_tokens_reference  # noqa: E402
 from dovetail.core.ops.trees import (  # noqa: E402
@@ -180,3 +181,6 @@ def test_best_tokens(vocab, count, random):  # type: ignore[no-untyped-def]
     assert (tokens[4] == -1).all()
     if random:
         assert tokens[3, 1] >= 0 and (tokens[3, 2:] == -1).all(), "two tokens can be drawn"
+        drafted = best_tokens_triton(*given, Purpose.DRAFT)[0]
+        assert torch.equal(drafted, best_tokens_reference(*given, Purpose.DRAFT)[0])
+        assert torch.equal(drafted[0], tokens[0]) and not torch.equal(drafted, tokens), "the noise is of its own"

@@ -170,7 +170,7 @@ DAMAGES: list[tuple[str, Any]] = [
     ("it is no recording", lambda data: b"PK" + data),
     ("it was cut off before its header", lambda data: data[:10]),
     ("it was cut off within its header", lambda data: data[:100]),
-    ("format 99; this version of Dovetail reads format 1", lambda data: data.replace(b" 1\n", b" 99\n", 1)),
+    ("format 99; this version of Dovetail reads formats 1 and 2", lambda data: data.replace(b" 1\n", b" 99\n", 1)),
     ("the checksum of a frame is wrong", lambda data: data[:400] + bytes([data[400] ^ 1]) + data[401:]),
     ("cannot be read", None),
 ]

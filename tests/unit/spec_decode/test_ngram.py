@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dovetail import LLM, SamplingParams
+from dovetail.core.interfaces import Drafter
 from dovetail.plugins.spec_decode.config import NgramConfig
 from dovetail.plugins.spec_decode.lookup import look_up_reference
 
@@ -39,3 +42,16 @@ def test_it_finds_the_longest_then_latest_match(rows: list[list[int]], matches: 
     drafts, counts = look_up_reference(slots, lengths, tokens, k, *matches, float(k))
     for i, row in enumerate(rows):
         assert drafts[i, : counts[i]].tolist() == by_hand(row, config)
+
+
+def test_a_sequence_that_leaves_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arguments of `Drafter.leave` cost a launch, so a drafter that does not override it is not called."""
+
+    def leave(self: Drafter, slot: int, tokens_L: torch.Tensor, length: torch.Tensor) -> None:
+        raise AssertionError("called")
+
+    monkeypatch.setattr(Drafter, "leave", leave)
+    small = ["engine.device=cpu", "engine.max_len=32", "engine.max_seqs=1", "spec_decode=ngram"]
+    with LLM("tiny", overrides=small) as llm:
+        found = llm.generate(["a", "b"], SamplingParams(max_tokens=2, ignore_eos=True))
+    assert [len(generation.token_ids) for generation in found] == [2, 2]

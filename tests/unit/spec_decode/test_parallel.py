@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from dovetail import LLM, SamplingParams
 from dovetail.core.compose import compose
 from dovetail.core.engine.cost import bind_cost
 from dovetail.core.errors import ConfigError
 from dovetail.core.testing.draft_bench import Bench
+from dovetail.core.testing.executor_scripts import small_composition
 
-from .heads import bound, save_head
+from .heads import HEADS, HIDDEN, bound, eagle_tensors, save_head
+from .test_eagle import norm, rotate
 
 pytestmark = pytest.mark.nightly
 
@@ -64,6 +67,63 @@ def test_one_pass_drafts_all_from_masks(tmp_path: Path) -> None:
     assert all(len(row) == 4 for row in drafts["parallel"])
 
 
+def two_layers() -> dict[str, torch.Tensor]:
+    """Return the tensors that a head of two layers has beside those of one. The second one has EAGLE's sizes."""
+    generator = torch.Generator().manual_seed(11)
+    found = {name: x for name, x in eagle_tensors("layers.1").items() if name.startswith("layers.1.")}
+    found = {name: x if x.ndim == 1 else torch.randn(x.shape, generator=generator) / 16 for name, x in found.items()}
+    return found | {"layers.1.input_layernorm.weight": 1 + 0.1 * torch.randn(HIDDEN, generator=generator)}
+
+
+def plain_layers(
+    tensors: dict[str, torch.Tensor], embeds_TC: torch.Tensor, features_TC: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the residual and the normed states behind two layers, without pages."""
+    residual = features_TC
+    first = norm(embeds_TC, tensors["midlayer.input_layernorm.weight"])
+    x = torch.cat((first, norm(residual, tensors["midlayer.hidden_norm.weight"])), -1)
+    for layer in ("midlayer", "layers.1"):
+        if layer == "layers.1":
+            x = norm(residual, tensors["layers.1.input_layernorm.weight"])
+        q, k, v = (
+            F.linear(x, tensors[f"{layer}.self_attn.{part}_proj.weight"]).view(len(x), heads, 32).transpose(0, 1)
+            for part, heads in (("q", 4), ("k", 2), ("v", 2))
+        )
+        attended = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True, enable_gqa=True)
+        residual = residual + F.linear(attended.transpose(0, 1).flatten(1), tensors[f"{layer}.self_attn.o_proj.weight"])
+        x = norm(residual, tensors[f"{layer}.post_attention_layernorm.weight"])
+        gate, up = (F.linear(x, tensors[f"{layer}.mlp.{name}_proj.weight"]) for name in ("gate", "up"))
+        residual = residual + F.linear(F.silu(gate) * up, tensors[f"{layer}.mlp.down_proj.weight"])
+    return residual, norm(residual, tensors["norm.weight"])
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+def test_a_head_may_have_several_layers(renamed: bool, tmp_path: Path) -> None:
+    """`renamed`: the first layer is called layers.0, and the second one has a norm that nothing reads."""
+    more = two_layers()
+    tensors = HEADS["parallel"][1]() | more
+    if renamed:
+        own = {name: x for name, x in tensors.items() if name.startswith("midlayer.")}
+        more |= {name.replace("midlayer", "layers.0"): x for name, x in own.items()} | dict.fromkeys(own)
+        more["layers.1.hidden_norm.weight"] = torch.ones(HIDDEN)
+    save_head(tmp_path / "head", "parallel", {"num_hidden_layers": 2}, more)
+    drafter = bound("parallel", tmp_path / "head", "spec_decode.lookahead=3")
+    assert [group.layers for group in drafter.kv_groups()] == [(0, 1)]
+    bench, calls, forward = Bench(drafter, drafter.target), [], drafter.layer.forward
+    drafter.layer.forward = lambda *given: calls.append((given, forward(*given))) or calls[-1][1]
+    bench.seat({0: [5, 6, 7, 8, 9]})
+    ((embeds_TC, features_TC, _), found), *_ = calls
+    expected = plain_layers(tensors, embeds_TC, features_TC)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one, other, atol=1e-3), (one - other).abs().max()
+    assert len(bench.guess()[0].tokens) == 3 and len(calls) == 2
+    facts = (
+        small_composition("spec_decode=parallel", f"spec_decode.path={tmp_path / 'head'}").part("spec_decode").facts()
+    )
+    copies = "embed_tokens.weight", "d2t", "t2d"
+    assert facts.spec.parameters.total == sum(x.numel() for name, x in tensors.items() if name not in copies)
+
+
 @pytest.mark.parametrize(
     ("config", "tensors", "says"),
     [
@@ -71,7 +131,12 @@ def test_one_pass_drafts_all_from_masks(tmp_path: Path) -> None:
         ({}, {"mask_hidden": torch.zeros(5)}, "mask_hidden. has shape .5,.*768"),
         ({"ptd_token_id": None}, {}, "'ptd_token_id' is missing"),
         ({"ptd_token_id": 4096}, {}, "ptd_token_id is 4096; it must be from 0 to 4095"),
-        ({"num_hidden_layers": 4}, {}, "num_hidden_layers.*heads of one layer"),
+        ({"num_hidden_layers": 2}, {}, "9 missing .*layers.1.self_attn.q_proj.weight"),
+        (
+            {"num_hidden_layers": 17},
+            {},
+            "num_hidden_layers is 17; spec_decode=parallel runs heads of at most 16 layers",
+        ),
     ],
 )
 def test_heads_that_do_not_fit_are_refused(

@@ -35,6 +35,7 @@ PARAMS = [
 HEAD = "import os\nimport sys\n\n\ndef main(argv=None):\n    "
 PROMPTS = [HEAD + "parser = ", HEAD + "for name in os.listdir(", "class Stack:\n    def __init__(self", "x"]
 NIGHTLY = pytest.mark.skipif(os.environ.get("DOVETAIL_GRID") != "pairs", reason="DOVETAIL_GRID=pairs")
+FIXED = "spec_decode.tree_shape=sequoia"
 BASE = ["engine.device=cpu", "engine.dtype=float32", "engine.max_len=96"]
 
 
@@ -148,14 +149,26 @@ def test_text_is_that_of_plain_decoding(registry, plain, words) -> None:
         ["spec_decode=draft_model", "spec_decode.lookahead=4", "spec_decode.tree=12", "engine.depth=2"],
         pytest.param(["spec_decode=eagle3_tiny", "spec_decode.tree=10", "spec_decode.width=3"], marks=NIGHTLY),
         pytest.param(["spec_decode=medusa_tiny", "spec_decode.lookahead=2", "spec_decode.tree=6"], marks=NIGHTLY),
+        ["spec_decode=draft_model", "spec_decode.tree=12", FIXED, "engine.depth=2"],
+        pytest.param(["spec_decode=eagle3_tiny", "spec_decode.tree=10", FIXED], marks=NIGHTLY),
+        pytest.param(["spec_decode=medusa_tiny", "spec_decode.tree=6", FIXED], marks=NIGHTLY),
     ],
-    ids=lambda words: words[0],
+    ids=lambda words: " ".join(words),
 )
 def test_text_of_built_in_trees_is_that_of_plain_decoding(registry, plain, words) -> None:
     found, _, accepted, _ = run(registry, *words)
     assert_equal(found, plain)
     # Heads without trained weights are seldom right.
     assert accepted > 40 or "draft_model" not in words[0]
+
+
+def test_rejection_of_fixed_trees_leaves_greedy_text(registry, plain) -> None:
+    """Greedy rows beside random ones, whose text differs from plain decoding's for a seed."""
+    fixed = "spec_decode.tree=12", FIXED, "spec_decode.verify=rejection"
+    found, _, accepted, _ = run(registry, "spec_decode=draft_model", *fixed, "engine.depth=2")
+    greedy = [0, *range(4, len(plain))]
+    assert_equal([found[i] for i in greedy], [plain[i] for i in greedy])
+    assert accepted > 40 and [row[0] for row in found] != [row[0] for row in plain]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +179,13 @@ def test_text_of_built_in_trees_is_that_of_plain_decoding(registry, plain, words
         (["spec_decode.width=2"], "width=2 is that of a tree"),
         (["spec_decode.tree=12", "spec_decode.width=5"], "set width=4 or less"),
         (["spec_decode.tree=12", "spec_decode.width=1"], "width=1 in 4 levels makes 4 drafts, fewer than tree=12"),
-        (["spec_decode.tree=12", "spec_decode.verify=rejection"], "verify=rejection verifies chains alone"),
+        (["spec_decode.tree=12", "spec_decode.verify=typical"], "verify=typical verifies chains alone"),
+        (
+            ["spec_decode.tree=12", "spec_decode.verify=rejection"],
+            "lossless only for trees whose shape .* tree_shape=seq",
+        ),
+        ([FIXED], "tree_shape=sequoia is that of a tree: set tree"),
+        (["spec_decode.tree=12", "spec_decode.width=3", FIXED], "width=3 .* leave it out"),
     ],
     ids=lambda words: words[-1] if isinstance(words, list) else "",
 )

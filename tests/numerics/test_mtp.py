@@ -1,0 +1,182 @@
+"""Drafts of the layer for multi-token prediction: those of transformers, whatever the schedule, and text of plain
+decoding. Shapes: T tokens, C hidden channels, V vocabulary."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dovetail import LLM, SamplingParams
+from dovetail.core.compose import installed
+from dovetail.core.interfaces import Draft, DraftContext
+from dovetail.plugins.spec_decode.mtp import MTP
+
+from .checkpoints import SHAPE, random_tokens, save_random
+
+LAYERS, K, HIDDEN = 2, 3, SHAPE["hidden_size"]
+SMALL = {"num_attention_heads": 4, "num_key_value_heads": 4}
+LAYER = f"model.layers.{LAYERS}."
+BASE = ["engine.device=cpu", "engine.dtype=float32", "engine.max_len=128", "engine.page_size=8"]
+PREFIX = random_tokens(21, seed=1)
+PROMPTS = [PREFIX + random_tokens(n, seed=n) for n in (3, 20)] + [random_tokens(n, seed=n) for n in (1, 40)]
+PARAMS = [SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True) for _ in PROMPTS]
+PARAMS[1] = SamplingParams(temperature=0.8, seed=5, n=2, max_tokens=15, ignore_eos=True)
+
+
+def save_mtp(folder: Path, variant: str, layers: int = 1) -> None:
+    """Save a random checkpoint of the published layout, whose last layer predicts the token after the next one."""
+    small = SMALL if variant.startswith("deepseek") else {}
+    save_random(folder, variant, **small, num_hidden_layers=LAYERS + 1)
+    tensors = {name: each for file in folder.glob("*.safetensors") for name, each in load_file(file).items()}
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    generator = torch.Generator().manual_seed(11)
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"{LAYER}{name}.weight"] = 0.5 + torch.rand(HIDDEN, generator=generator)
+    tensors[f"{LAYER}eh_proj.weight"] = torch.randn(HIDDEN, 2 * HIDDEN, generator=generator) / 8
+    for copy, name in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
+        tensors[f"{LAYER}{copy}.weight"] = tensors[f"{name}.weight"].clone()
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("num_mtp_layers", None)
+    config |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": layers}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("deepseek")
+    save_mtp(path, "deepseek_v3")
+    return path
+
+
+class Proposals:
+    """Drafts of every proposal, and their logits, by (key of the sequence's draws, length)."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.found: dict[tuple[int, int], tuple[list[int], list[torch.Tensor]]] = {}
+        self.proposed = 0
+        propose, logits = MTP.propose, MTP._logits
+        drawn: list[torch.Tensor] = []
+
+        def kept(drafter: MTP, ctx: DraftContext) -> Draft:
+            drawn.clear()
+            draft = propose(drafter, ctx)
+            counts = torch.minimum(draft.count_B, ctx.k_B).tolist()
+            rows = zip(ctx.key_S[ctx.slots_B].tolist(), ctx.lengths_B.tolist(), strict=True)
+            for row, (at, count, tokens) in zip(
+                rows, zip(range(len(counts)), counts, draft.tokens_BK.tolist(), strict=True), strict=True
+            ):
+                if count:
+                    self.proposed += 1
+                    known, _ = self.found.setdefault(row, (tokens[:count], [each[at] for each in drawn]))
+                    assert all(map(int.__eq__, known, tokens[:count])), f"{row}: {known} before, {tokens[:count]} now"
+            return draft
+
+        def recorded(drafter: MTP, states_BC: torch.Tensor) -> torch.Tensor:
+            drawn.append(logits(drafter, states_BC))
+            return drawn[-1]
+
+        monkeypatch.setattr(MTP, "propose", kept)
+        monkeypatch.setattr(MTP, "_logits", recorded)
+
+
+@pytest.fixture
+def proposals(monkeypatch: pytest.MonkeyPatch) -> Proposals:
+    return Proposals(monkeypatch)
+
+
+# Drafts against transformers.
+
+
+def reference(folder: Path) -> tuple[Any, Any]:
+    """Return transformers' model, and its layer for multi-token prediction."""
+    import transformers
+    from transformers.modeling_layers import MtpModel
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{LAYERS}.*"]
+    return model, MtpModel.from_pretrained(model).eval()
+
+
+@torch.no_grad()
+def reference_drafts(model: Any, mtp: Any, ids: list[int]) -> tuple[list[int], list[torch.Tensor]]:
+    """Return K greedy drafts and their logits, without a cache. The first token, which transformers leaves out, follows
+    a state of zeros."""
+    hidden_TC = model.model(torch.tensor([ids])).last_hidden_state[0]
+    states_TC = torch.cat((torch.zeros(1, HIDDEN), hidden_TC[:-1]))
+    drafts, logits = [], []
+    for _ in range(K):
+        positions = torch.arange(len(ids))[None]
+        given = {"position_ids": positions, "mtp_cache": None, "input_ids": torch.tensor([ids])}
+        out_TC = mtp.forward_layer(0, states_TC[None], **given)[0]
+        logits.append(mtp._project_to_logits(out_TC[-1]))
+        drafts.append(int(logits[-1].argmax()))
+        ids, states_TC = [*ids, drafts[-1]], torch.cat((states_TC, out_TC[-1:]))
+    return drafts, logits
+
+
+@pytest.mark.parametrize("variant", ["deepseek_v3", "glm4_moe"])
+def test_drafts_are_those_of_transformers(variant: str, tmp_path: Path, proposals: Proposals) -> None:
+    save_mtp(tmp_path, variant)
+    words = ["spec_decode=mtp", f"spec_decode.lookahead={K}", "engine.token_budget=11", "engine.max_seqs=1"]
+    with LLM(str(tmp_path), overrides=[*BASE, *words, "engine.drafts=always"]) as llm:
+        (result,) = llm.generate([PROMPTS[1]], [PARAMS[0]])
+    text = [*PROMPTS[1], *result.token_ids]
+    assert len(proposals.found) > 8
+    models = reference(tmp_path)
+    for (_, length), (drafts, logits) in proposals.found.items():
+        expected, expected_logits = reference_drafts(*models, text[:length])
+        assert drafts == expected[: len(drafts)]
+        for got_V, expected_V in zip(logits[: len(drafts)], expected_logits, strict=False):
+            assert (got_V - expected_V).norm() < 1e-4 * expected_V.norm()
+
+
+# Drafts in the engine.
+
+VARIANTS = {
+    "alone": ["engine.max_seqs=1"],
+    "small chunks, preempted, depth 4, results late": [
+        *("engine.token_budget=11", "engine.max_seqs=3", "engine.kv_pages=10", "engine.depth=4", "executor.delay=3")
+    ],
+    "radix, depth 2": ["kv_cache=radix", "engine.depth=2"],
+}
+if os.environ.get("DOVETAIL_GRID") == "pairs":
+    VARIANTS["host tier"] = [
+        *("kv_cache=prefix_hash", "kv_cache.host_pages=40", "engine.kv_pages=24", "engine.depth=2")
+    ]
+    VARIANTS |= {name: [f"scheduler={name}"] for name in installed().options("scheduler")}
+    VARIANTS |= {name: [f"kv_cache={name}", "engine.token_budget=9"] for name in installed().options("kv_cache")}
+
+
+def run(folder: Path, *words: str) -> tuple[list[list[int]], LLM]:
+    """Generate twice; the second round finds the prompts in the prefix cache."""
+    with LLM(str(folder), overrides=[*BASE, *words]) as llm:
+        rounds = [llm.generate(PROMPTS, PARAMS) for _ in range(2)]
+        llm.engine.kv.check()
+    found = [[one.token_ids for result in results for one in result.completions] for results in rounds]
+    assert found[0] == found[1], "the second round differs"
+    return found[0], llm
+
+
+def test_drafts_do_not_depend_on_scheduling(folder: Path, proposals: Proposals) -> None:
+    """Chunks, prefix hits, forks, preemption and reused slots: the drafts of a sequence that runs alone, token for
+    token, and the text of plain decoding."""
+    plain, _ = run(folder)
+    words, least = ["spec_decode=mtp", f"spec_decode.lookahead={K}", "engine.drafts=always"], 0
+    for variant in VARIANTS.values():
+        text, llm = run(folder, *words, *variant)
+        assert text == plain, variant
+        assert llm.engine.counters.drafted > 100, variant
+        assert llm.engine.scheduler.stats().preemptions > 0 or "engine.kv_pages=10" not in variant
+        least = least or len(proposals.found)
+    assert least > 40 and proposals.proposed > 2 * least
+    assert run(folder, "spec_decode=mtp", "spec_decode.lookahead=3", "spec_decode.tree=8")[0] == plain
+    _, llm = run(folder, "spec_decode=mtp", "spec_decode.simulate_acceptance=[1.0]")
+    assert llm.engine.counters.accepted == llm.engine.counters.drafted > 40

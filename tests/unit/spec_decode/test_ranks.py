@@ -1,0 +1,88 @@
+"""Ranks verify the same drafts, also if the drafters' logits differ between them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dovetail.core.interfaces import Draft, DraftContext, Drafter
+from dovetail.core.testing.rank_threads import ThreadCollective, on_threads
+from dovetail.core.worker.device_state import DeviceState
+from dovetail.core.worker.drafts import Drafts
+from dovetail.core.worker.sampler import SampleParams
+from dovetail.core.worker.sampling import _draw_by_rejection, _verify
+
+VOCAB, K, ROWS = 11, 3, 4
+PARENTS = (-1, -1, 0)
+
+
+class Disturbed(Drafter):
+    """Draws from random logits, which `noise` changes."""
+
+    def __init__(self, noise: torch.Tensor, *, tree: bool, verify: Any) -> None:
+        super().__init__(None)
+        self.noise, self.tree, self.verify = noise, tree, verify
+
+    lookahead = K  # type: ignore[assignment]
+
+    @property
+    def depth(self) -> int:
+        return K - self.tree
+
+    def propose(self, ctx: DraftContext) -> Draft:
+        generator = torch.Generator().manual_seed(7)
+        logits = torch.randn(K, ROWS, VOCAB, generator=generator) + self.noise
+        count_B = torch.full((ROWS,), K)
+        if not self.tree:
+            return Draft(torch.stack([ctx.draw(logits[w], w) for w in range(K)], 1), count_B)
+        root_Bn, child_Bn = ctx.best(logits[0], 0, 2)[0], ctx.best(logits[1], 1, 1)[0]
+        parents_BK, drawn_BK = (torch.tensor(each).expand(ROWS, -1) for each in (PARENTS, (0, 0, 1)))
+        return Draft(torch.cat((root_Bn, child_Bn), 1), count_B, parents_BK, drawn_BK)
+
+
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("verify", ["draws", "rejection"])
+def test_disturbed_logits_on_one_rank_do_not_split_the_ranks(tree: bool, verify: str) -> None:
+    """Rank 1 has other logits in one row, and NaN in another one."""
+    target_NV = torch.randn(ROWS * (K + 1), VOCAB, generator=torch.Generator().manual_seed(8))
+
+    def step(collective: ThreadCollective) -> list[torch.Tensor]:
+        noise = torch.zeros(ROWS, VOCAB)
+        if collective.rank == 1:
+            noise[0], noise[1] = 3 * torch.randn(VOCAB, generator=torch.Generator().manual_seed(9)), float("nan")
+        drafter = Disturbed(noise, tree=tree, verify=verify)
+        state = DeviceState(
+            slots=ROWS,
+            max_len=16,
+            lookahead=K,
+            groups=(),
+            device=torch.device("cpu"),
+            seed=0,
+            draft_probs=VOCAB if verify == "rejection" else 0,
+            draft_depth=drafter.depth,
+        )
+        state.key_S.copy_(torch.arange(ROWS + 1) + 20)
+        state.temperature_S.fill_(1.0)
+        state.computed_S.fill_(4)
+        drafts = Drafts(drafter, state, None, VOCAB, collective=collective)  # type: ignore[arg-type]
+        slots_B = torch.arange(ROWS)
+        drafts.propose(slots_B, torch.full((ROWS,), K), K, bound=8)
+        found = [state.tokens_SL.clone(), state.drafts_S.clone()]
+        if verify == "rejection":
+            levels = torch.tensor([0, 1, 1, 2] if tree else range(K + 1))
+            at: Any = SimpleNamespace(slots_R=slots_B, base_R=torch.full((ROWS,), 5), limit_R=torch.full((ROWS,), K))
+            params = SampleParams.of(state, slots_B.repeat_interleave(K + 1), random=True, filtered=False)
+            given = target_NV, at, 5 + levels.expand(ROWS, -1), params, state
+            if tree:
+                found.append(_draw_by_rejection(*given, collective))
+            else:
+                found.append(_verify(*given, "rejection", collective)[1].accepted_R)
+        return [*found, state.computed_S]
+
+    first, second = on_threads(2, step)
+    assert int(first[1][:ROWS].min()) == K
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
