@@ -115,7 +115,7 @@ def test_a_lane_that_ends_or_stops_while_it_loads(number: signal.Signals, how: s
 
     monkeypatch.setattr(EngineProcesses, "_start", start)
     with pytest.raises(DovetailError, match=f"replica 1 {how}"):
-        LLM(overrides=[*LANES, "engine.start_timeout=60"])
+        LLM(overrides=[*LANES, "engine.start_timeout=30"])
 
 
 def test_the_first_cause_is_that_of_the_lane_at_fault() -> None:
