@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dovetail import LLM, SamplingParams
 from dovetail.core.checkpoint import open_checkpoint
@@ -110,6 +113,61 @@ def test_greedy_tokens_of_two_processes(kind, tmp_path):
     params = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
     with LLM(str(tmp_path), overrides=[*ranks, "engine.kv_pages=20"]) as llm:
         check_tokens(reference, prompts, llm.generate(prompts, params))
+
+
+class Operations(TorchDispatchMode):
+    """Count of operations that launch a kernel each on a GPU. A call of `engine` counts as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+        self.inside = False
+
+    def engine(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*given: Any, **named: Any) -> Any:
+            self.count[name] += 1
+            self.inside = True
+            try:
+                return call(*given, **named)
+            finally:
+                self.inside = False
+
+        return counted
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.inside and not func.is_view:
+            self.count[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_layer_takes_few_operations(tmp_path, monkeypatch):
+    """The difference between steps of three layers and of two: q, k and v are one matmul whose output attention reads
+    as it is, and the backend rotates q and k. Two of the products are Granite's factors."""
+    from dovetail.core.layers import Linear, RMSNorm
+    from dovetail.plugins.model.transformers.attention import PagedAttention
+
+    found = []
+    for layers in (2, 3):
+        save_decoder(tmp_path / str(layers), "granite", num_hidden_layers=layers)
+        driver, operations = Driver(load(tmp_path / str(layers))), Operations()
+        with monkeypatch.context() as patch:
+            patch.setattr(Linear, "_product", operations.engine("matmul", Linear._product))
+            for owner, name in ((RMSNorm, "norm"), (PagedAttention, "attention")):
+                patch.setattr(owner, "__call__", operations.engine(name, owner.__call__))
+            with operations:
+                driver.step([("a", tokens_of(9))])
+        found.append(operations.count)
+    assert found[1] - found[0] == {"matmul": 4, "norm": 2, "attention": 1, "add": 2, "silu": 1, "mul": 3}
+
+
+def test_what_is_not_one_rotation_stays_the_librarys(tmp_path):
+    """Layers of Command R rotate adjacent columns, of Phi a part of q and k that is cut out before."""
+    rotated = {}
+    for kind in ("gpt_neox", "cohere", "phi", "smollm3"):
+        save_decoder(tmp_path / kind, kind)
+        modules = load(tmp_path / kind).body.modules()
+        rotated[kind] = [module.paged.rope is not None for module in modules if hasattr(module, "paged")]
+    assert rotated == {"gpt_neox": [True] * 2, "cohere": [False] * 2, "phi": [False] * 2, "smollm3": [True, False]}
 
 
 def test_adapters_equal_peft(tmp_path):

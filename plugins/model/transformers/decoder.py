@@ -38,6 +38,7 @@ from dovetail.plugins.model.transformers.replace import Replacement, matrix_shap
 from dovetail.plugins.model.transformers.rope import fix_rope
 from dovetail.plugins.model.transformers.spec import decoder_of, spec_of
 from dovetail.plugins.model.transformers.trial import TRIAL, AttentionCall, trial
+from dovetail.plugins.model.transformers.watch import RopeTables, Rotation, Watch, replace_rotation
 from dovetail.plugins.model.transformers.weights import renamed
 
 
@@ -52,9 +53,14 @@ class TransformersDecoder(Model):
         library, calls = decoder.library, decoder.calls
         self.model = model = library.build(TRIAL, build.dtype)
         shapes = matrix_shapes(model)
+        # On the meta device some operations, such as grouped matmuls, have no other dtype. It is converted afterwards,
+        # because the library builds with the process's default dtype, which other threads may use.
+        watched = library.build(TRIAL, build.dtype).to(torch.bfloat16)
         if build.collective.size > 1:
-            shrink(model, build.collective.size)
-            calls = trial(library, model)
+            for each in (model, watched):
+                shrink(each, build.collective.size)
+        with Watch(watched, frozenset(shapes), frozenset(call.module for call in calls)) as watch:
+            calls = trial(library, watched, watch)
         model.config._attn_implementation = PAGED
         try:
             make_buffers(model, build.device)
@@ -64,6 +70,7 @@ class TransformersDecoder(Model):
         self.blocks = model.get_submodule(decoder.blocks)
         self.layers_of_engine = Replacement(model, build, decoder.blocks)
         self.layers_of_engine.replace_tables()
+        self.layers_of_engine.merge_linears(shapes, watch.siblings())
         self.layers_of_engine.replace_linears(shapes)
         self.layers_of_engine.replace_norms()
         self.embedding = model.get_input_embeddings()
@@ -71,7 +78,8 @@ class TransformersDecoder(Model):
         self.sinks: list[tuple[torch.Tensor, Callable[[], torch.Tensor]]] = []
         """Sinks as backends read them, and what returns the library's parameter."""
         self._kv_groups = _kv_groups(build, calls)
-        self.scales = [self._place_attention(call) for call in calls]
+        tables = RopeTables(model, build.max_len, build.device)
+        self.scales = [self._place_attention(call, watch.rotations.get(call.module), tables) for call in calls]
         self.own = list(make_parameters(model, build.device))
         # The class applies scales and caps of logits in its forward, which thus runs without the body.
         prefix = model.base_model_prefix
@@ -123,7 +131,8 @@ class TransformersDecoder(Model):
     def logits(self, states_BC: torch.Tensor) -> torch.Tensor:
         return self.model(inputs_embeds=states_BC.unsqueeze(0), use_cache=False, return_dict=True).logits[0]
 
-    def _place_attention(self, call: AttentionCall) -> KVScales:
+    def _place_attention(self, call: AttentionCall, rotation: Rotation | None, tables: RopeTables) -> KVScales:
+        """`rotation`: what gives the layer's q and k. If the engine's kernels rotate the same way, they do."""
         build = self.build
         group = next(group for group in self._kv_groups if call.layer in group.layers)
         scales = KVScales(call.module, call.layer, build, build.spec.kv_heads, call.kv_heads)
@@ -142,7 +151,11 @@ class TransformersDecoder(Model):
             sinks=self._sinks_of(call),
         )
         build.tune_attention(layer)
-        self.model.get_submodule(call.module).paged = PagedAttention(build.attention, layer, self.step)
+        module = self.model.get_submodule(call.module)
+        rope = None if rotation is None else tables.of(rotation, call.head_dim)
+        if rope is not None:
+            replace_rotation(module, lambda function: lambda q, k, cos, sin: (q, k))
+        module.paged = PagedAttention(build.attention, layer, self.step, rope)
         return scales
 
     def _sinks_of(self, call: AttentionCall) -> torch.Tensor | None:

@@ -31,6 +31,38 @@ class LinearModule(nn.Module):
         return y_TO.view(*x.shape[:-1], y_TO.shape[-1])
 
 
+class SharedProduct:
+    """One matmul for several matrices with the same input. The first module that is called multiplies for all."""
+
+    def __init__(self, linear: Linear) -> None:
+        self.linear = linear
+        self._input: torch.Tensor | None = None
+        """Input of the outputs that no module has taken yet. Held, so that no other tensor gets the same identity."""
+        self._outputs: dict[int, torch.Tensor] = {}
+
+    def take(self, part: int, x: torch.Tensor) -> torch.Tensor:
+        """Return the product with one of the matrices."""
+        if self._input is not x or part not in self._outputs:
+            y_TO = self.linear(encode(rows(x), self.linear.inputs))
+            parts = y_TO.view(*x.shape[:-1], -1).split(self.linear.shape.parts, dim=-1)
+            self._input, self._outputs = x, dict(enumerate(parts))
+        output = self._outputs.pop(part)
+        if not self._outputs:
+            self._input = None
+        return output
+
+
+class SiblingModule(nn.Module):
+    """A matrix of a SharedProduct."""
+
+    def __init__(self, shared: SharedProduct, part: int) -> None:
+        super().__init__()
+        self.shared, self.part = shared, part
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.shared.take(self.part, x)
+
+
 class NormModule(nn.Module):
     """RMSNorm over the last dimension."""
 

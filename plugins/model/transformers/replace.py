@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from dovetail.core.interfaces import BuildContext
+from dovetail.core.interfaces import BuildContext, LinearMethod, LinearShape, Quantizer
 from dovetail.core.layers import (
     ColumnParallel,
     Linear,
     LMHead,
+    PlainLinear,
     RMSNorm,
     RowParallel,
     Taker,
@@ -27,6 +29,8 @@ from dovetail.plugins.model.transformers.modules import (
     HeadModule,
     LinearModule,
     NormModule,
+    SharedProduct,
+    SiblingModule,
     computes_rms_norm,
     eps_of,
 )
@@ -51,6 +55,17 @@ def matrix_shapes(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
     return shapes
 
 
+class Given(Quantizer):
+    """Quantizer that returns a method that is made already."""
+
+    def __init__(self, method: LinearMethod) -> None:
+        super().__init__(None)
+        self.method = method
+
+    def linear(self, path: str, shape: LinearShape) -> LinearMethod:
+        return self.method
+
+
 class Replacement:
     """This engine's layers in a model. Each method replaces modules of one type."""
 
@@ -65,6 +80,8 @@ class Replacement:
         """Weights that the checkpoint stores as [inputs, outputs]."""
         self.kept: dict[str, int] = {}
         """Class of norms that stay the library's -> their number."""
+        self._methods: dict[str, LinearMethod] = {}
+        """Method of each matrix for which the quantizer was asked."""
 
     def takers(self) -> Iterator[Taker]:
         for layer in (*self.tables, *self.norms, *self.linears):
@@ -92,6 +109,42 @@ class Replacement:
             self.tables.append(layer)
             model.set_submodule(path, HeadModule(layer))
 
+    def merge_linears(self, shapes: Mapping[str, tuple[int, int]], groups: Iterable[tuple[str, ...]]) -> None:
+        """Replace matrices with the same input by one matmul, if the quantizer leaves them in the model's dtype.
+        `groups`: paths of the matrices that read one tensor."""
+        for paths in groups:
+            modules = [self.model.get_submodule(path) for path in paths]
+            share, biased = share_of(self.model, paths[0]), modules[0].bias is not None
+            alike = all((m.bias is not None) == biased and type(m) is nn.Linear for m in modules)
+            same = all(share_of(self.model, path) == share and not self._is_router(path) for path in paths)
+            if (
+                not alike
+                or not same
+                or share == "row"
+                or not all(self._stays_plain(path, shapes, share) for path in paths)
+            ):
+                continue
+            outs, inp = tuple(shapes[path][0] for path in paths), shapes[paths[0]][1]
+            name, build = "+".join(map(self._short, paths)), replace(self.build, quantizer=Given(PlainLinear()))
+            linear: Linear
+            if share == "column":
+                linear = ColumnParallel(name, paths, build, inp, outs, bias=biased)
+            else:
+                parts = tuple(Part(path, out, 0, out) for path, out in zip(paths, outs, strict=True))
+                linear = Linear(name, build, parts, inp, bias=biased)
+            self.linears.append(linear)
+            shared = SharedProduct(linear)
+            for part, path in enumerate(paths):
+                self.model.set_submodule(path, SiblingModule(shared, part))
+
+    def _stays_plain(self, path: str, shapes: Mapping[str, tuple[int, int]], share: Literal["column", "none"]) -> bool:
+        """Ask the quantizer, which each matrix asks once."""
+        out, inp = shapes[path]
+        out //= self.build.collective.size if share == "column" else 1
+        shape = LinearShape(inp, out, (out,), share, self.build.dtype, (path,), self.build.spec.shares(), inp)
+        method = self._methods[path] = self.build.quantizer.linear(self._short(path), shape)
+        return type(method) is PlainLinear
+
     def replace_linears(self, shapes: Mapping[str, tuple[int, int]]) -> None:
         """`shapes`: (outputs, inputs) of the whole matrices, by path."""
         for path, module in list(self.model.named_modules()):
@@ -100,13 +153,16 @@ class Replacement:
             out, inp = shapes[path]
             name, bias = self._short(path), module.bias is not None
             share = "none" if isinstance(module, Conv1D) else share_of(self.model, path)
+            build = self.build
+            if path in self._methods:
+                build = replace(build, quantizer=Given(self._methods[path]))
             linear: Linear
             if share == "column":
-                linear = ColumnParallel(name, (path,), self.build, inp, (out,), bias=bias)
+                linear = ColumnParallel(name, (path,), build, inp, (out,), bias=bias)
             elif share == "row":
-                linear = RowParallel(name, path, self.build, inp, out, bias=bias)
+                linear = RowParallel(name, path, build, inp, out, bias=bias)
             else:
-                linear = Linear(name, self.build, (Part(path, out, 0, out),), inp, bias=bias)
+                linear = Linear(name, build, (Part(path, out, 0, out),), inp, bias=bias)
             if isinstance(module, Conv1D):
                 self.transposed.add(f"{path}.weight")
             self.linears.append(linear)
@@ -135,7 +191,9 @@ class Replacement:
         experts = sum(weight.ndim == 3 for weight in self.model.parameters())
         kept = [f"{count} {name}" for name, count in self.kept.items()]
         kept += [f"the matrices of experts ({experts}), in the model's dtype"] if experts else []
-        own = f"{len(self.linears)} linear layers and {len(self.norms)} norms of this engine"
+        matrices = sum(len(linear.parts) for linear in self.linears)
+        merged = f" in {len(self.linears)} matmuls" if matrices > len(self.linears) else ""
+        own = f"{matrices} linear layers{merged} and {len(self.norms)} norms of this engine"
         return own + (f"; {' and '.join(kept)} stay the library's" if kept else "")
 
     def _short(self, path: str) -> str:

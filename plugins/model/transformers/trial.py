@@ -18,6 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from dovetail.core.errors import ConfigError
 from dovetail.plugins.model.transformers.library import Library, error_text
 from dovetail.plugins.model.transformers.rope import fixed_rope
+from dovetail.plugins.model.transformers.watch import Watch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -64,6 +65,7 @@ class _Recorder:
     library: Library
     names: dict[int, str]
     """id of a module or parameter -> its path."""
+    watch: Watch | None = None
     masks: list[tuple[torch.Tensor, int | None]] = field(default_factory=list)
     """Masks that were made, with their windows; None = neither causal nor a causal window."""
     calls: list[AttentionCall] = field(default_factory=list)
@@ -135,6 +137,8 @@ def _record_attention(
     _, heads, tokens, dim = query.shape
     if value.shape[-1] > dim:
         raise library.refused(f"its values have {value.shape[-1]} dimensions a head, more than the {dim} of its keys")
+    if recorder.watch is not None:
+        recorder.watch.attended(recorder.names.get(id(module), ""), query, key)
     recorder.calls.append(
         AttentionCall(
             layer=getattr(module, "layer_idx", -1),
@@ -152,11 +156,11 @@ def _record_attention(
     return query.new_empty(1, tokens, heads, value.shape[-1]), None
 
 
-def trial(library: Library, model: PreTrainedModel) -> tuple[AttentionCall, ...]:
+def trial(library: Library, model: PreTrainedModel, watch: Watch | None = None) -> tuple[AttentionCall, ...]:
     """Run `model`, which was built on the meta device with attention TRIAL, and return its calls in order of layers.
-    Raises ConfigError for what the engine's attention cannot do."""
+    Raises ConfigError for what the engine's attention cannot do. `watch`: gets q and k of each call."""
     named = (*model.named_modules(), *model.named_parameters())
-    recorder = _Recorder(library, {id(one): path for path, one in named})
+    recorder = _Recorder(library, {id(one): path for path, one in named}, watch)
     reset = _recorder.set(recorder)
     try:
         with torch.no_grad(), torch.device("meta"), fixed_rope(model):

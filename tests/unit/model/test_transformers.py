@@ -97,7 +97,9 @@ def test_the_start_up_says_what_runs_and_why(folder: Any) -> None:
         notes = llm.info.notes
     assert len(result.token_ids) == 3
     assert "model=auto chose model=transformers, because no native model runs this PhiForCausalLM" in notes
-    assert "model=transformers runs PhiForCausalLM with 12 linear layers and 0 norms of this engine" in notes
+    assert (
+        "model=transformers runs PhiForCausalLM with 12 linear layers in 8 matmuls and 0 norms of this engine" in notes
+    )
 
 
 def test_ranks_follow_the_plan_of_the_class(folder: Any) -> None:
