@@ -27,8 +27,8 @@ LAYER = f"model.layers.{LAYERS}."
 BASE = ["engine.device=cpu", "engine.dtype=float32", "engine.max_len=128", "engine.page_size=8"]
 PREFIX = random_tokens(21, seed=1)
 PROMPTS = [PREFIX + random_tokens(n, seed=n) for n in (3, 20)] + [random_tokens(n, seed=n) for n in (1, 40)]
-PARAMS = [SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True) for _ in PROMPTS]
-PARAMS[1] = SamplingParams(temperature=0.8, seed=5, n=2, max_tokens=15, ignore_eos=True)
+PARAMS = [SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True) for _ in PROMPTS]
+PARAMS[1] = SamplingParams(temperature=0.8, seed=5, n=2, max_tokens=9, ignore_eos=True)
 
 
 def save_mtp(folder: Path, variant: str, layers: int = 1) -> None:
@@ -131,7 +131,7 @@ def test_drafts_are_those_of_transformers(variant: str, tmp_path: Path, proposal
     with LLM(str(tmp_path), overrides=[*BASE, *words, "engine.drafts=always"]) as llm:
         (result,) = llm.generate([PROMPTS[1]], [PARAMS[0]])
     text = [*PROMPTS[1], *result.token_ids]
-    assert len(proposals.found) > 8
+    assert len(proposals.found) > 4
     models = reference(tmp_path)
     for (_, length), (drafts, logits) in proposals.found.items():
         expected, expected_logits = reference_drafts(*models, text[:length])
@@ -173,6 +173,7 @@ def plain(folder: Path) -> list[list[int]]:
     return run(folder)[0]
 
 
+@pytest.mark.nightly
 def test_drafts_do_not_depend_on_scheduling(folder: Path, plain: list[list[int]], proposals: Proposals) -> None:
     """Chunks, prefix hits, forks, preemption and reused slots: the drafts of a sequence that runs alone, token for
     token, and the text of plain decoding."""
@@ -180,10 +181,10 @@ def test_drafts_do_not_depend_on_scheduling(folder: Path, plain: list[list[int]]
     for variant in VARIANTS.values():
         text, llm = run(folder, *words, *variant)
         assert text == plain, variant
-        assert llm.engine.counters.drafted > 100, variant
+        assert llm.engine.counters.drafted > 60, variant
         assert llm.engine.scheduler.stats().preemptions > 0 or "engine.kv_pages=10" not in variant
         least = least or len(proposals.found)
-    assert least > 40 and proposals.proposed > 2 * least
+    assert least > 25 and proposals.proposed > 2 * least
 
 
 def test_trees_change_no_text_and_acceptance_can_be_simulated(folder: Path, plain: list[list[int]]) -> None:
@@ -191,7 +192,7 @@ def test_trees_change_no_text_and_acceptance_can_be_simulated(folder: Path, plai
     words = ["spec_decode=mtp", "spec_decode.simulate_acceptance=[1.0]"]
     with LLM(str(folder), overrides=[*BASE, *words]) as llm:
         llm.generate(PROMPTS, PARAMS)
-        assert llm.engine.counters.accepted == llm.engine.counters.drafted > 20
+        assert llm.engine.counters.accepted == llm.engine.counters.drafted > 10
 
 
 # Size and time.

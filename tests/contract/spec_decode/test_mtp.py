@@ -19,6 +19,8 @@ from dovetail.plugins.spec_decode.mtp import MTP
 
 from ..faults import rejects, suite, variant
 
+pytestmark = pytest.mark.nightly
+
 VOCAB = 19
 DEEPSEEK_V3 = {
     "architectures": ["DeepseekV3ForCausalLM"],
