@@ -145,6 +145,7 @@ def test_a_death_ends_all_with_its_name(two: LLM) -> None:
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+@pytest.mark.nightly
 def test_ctrl_c_while_they_load_ends_everything_soon() -> None:
     with subprocess.Popen(
         [sys.executable, "run.py", "+preset=tiny_cpu", "engine.dp=2"],
@@ -167,6 +168,7 @@ def test_ctrl_c_while_they_load_ends_everything_soon() -> None:
     assert process.returncode == 130
 
 
+@pytest.mark.nightly
 def test_a_replica_that_cannot_start_says_why(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["+preset=tiny_cpu", "engine.dp=2", "attention=triton"]) == 2
     message = capfd.readouterr().err.partition("dovetail: ")[2]

@@ -15,6 +15,8 @@ import pytest
 
 from dovetail.plugins.app.serve.meta import _inside
 
+pytestmark = pytest.mark.nightly
+
 GREEDY = {"prompt": "def fib(n):\n", "max_tokens": 12, "temperature": 0}
 
 

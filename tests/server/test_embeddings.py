@@ -14,6 +14,8 @@ import pytest
 from dovetail import LLM
 from dovetail.core.checkpoint import locate
 
+pytestmark = pytest.mark.nightly
+
 TEXTS = ["def fib(n):\n", "import os", "x = 1\n" * 100, "é"]
 
 

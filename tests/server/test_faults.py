@@ -111,8 +111,8 @@ def test_an_engine_that_hangs_is_killed(start):
     ("override", "words"),
     [
         ("model.path=/nowhere", "/nowhere"),
-        ("serve.host=203.0.113.1", "serve.host=203.0.113.1"),
-        ("serve.chat_template=/nowhere.jinja", "serve.chat_template"),
+        pytest.param("serve.host=203.0.113.1", "serve.host=203.0.113.1", marks=pytest.mark.nightly),
+        pytest.param("serve.chat_template=/nowhere.jinja", "serve.chat_template", marks=pytest.mark.nightly),
         ("attention=triton", "triton"),
     ],
 )

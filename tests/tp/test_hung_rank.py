@@ -72,6 +72,7 @@ finally:
 """
 
 
+@pytest.mark.nightly
 def test_ctrl_c_while_a_benchmark_waits_for_it(gone: Callable[[int], bool]) -> None:
     argv = [sys.executable, "-c", BENCHMARK.format(ranks=RANKS)]
     with subprocess.Popen(

@@ -261,6 +261,7 @@ def vllm(compare: ModuleType, tmp_path: Path) -> Callable[..., tuple[list[Any], 
     return run
 
 
+@pytest.mark.nightly
 def test_vllm_gets_the_same_settings_and_forgets_prompts(vllm: Callable[..., Any]) -> None:
     args = {"quantization": "fp8", "max_num_seqs": 7}
     (asked, *runs), result = vllm("--workloads", "fixed", "--args", json.dumps(args), "--", *TINY, *SMALL)
