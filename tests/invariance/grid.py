@@ -32,17 +32,19 @@ AXES: dict[str, tuple[tuple[str, ...], ...]] = {
 
 
 def pairwise(seed: int = 0, tries: int = 40) -> list[tuple[tuple[str, ...], ...]]:
-    """Build a greedy covering: each new composition is the one of a random sample with the most uncovered pairs."""
+    """Build a greedy covering: each new composition has an uncovered pair, and of a random sample of such compositions
+    it is the one with the most."""
     rng = random.Random(seed)
     axes = list(AXES.values())
-    products = list(itertools.product(*axes))
-    missing = {pair for choice in products for pair in _pairs(choice)}
+    places = itertools.combinations(range(len(axes)), 2)
+    missing = {(i, a, j, b) for i, j in places for a in axes[i] for b in axes[j]}
     chosen = []
     while missing:
-        # Candidates: one with an uncovered pair, and the best of a random sample.
-        target = min(missing)
-        having = [c for c in products if target in _pairs(c)]
-        best = max(rng.sample(having, min(tries, len(having))), key=lambda c: len(_pairs(c) & missing))
+        i, a, j, b = min(missing)
+        samples = [[rng.choice(axis) for axis in axes] for _ in range(tries)]
+        for sample in samples:
+            sample[i], sample[j] = a, b
+        best = max(map(tuple, samples), key=lambda choice: len(_pairs(choice) & missing))
         chosen.append(best)
         missing -= _pairs(best)
     return chosen
