@@ -16,7 +16,7 @@ from dovetail.core.frontend.messages import Command, EngineInfo, Reply, StepMess
 from dovetail.core.frontend.zmq_link import Link
 from dovetail.core.parallel.channel import Channel, ChannelClosed
 from dovetail.core.parallel.failure import StartHung, describe_exit, traceback_of
-from dovetail.core.parallel.lane_ranks import LOST
+from dovetail.core.parallel.lanes import LOST
 from dovetail.core.parallel.process import end_hung, order_for, start_process
 
 if TYPE_CHECKING:

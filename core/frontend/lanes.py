@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dovetail.core.compose.composition import Lane
 from dovetail.core.parallel.address import free_address
-from dovetail.core.parallel.lane_ranks import LOST
-from dovetail.core.parallel.lanes import LaneBoard
+from dovetail.core.parallel.lanes import LOST, LaneBoard
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition

@@ -24,6 +24,9 @@ def build_rope(rope: RopeConfig, max_len: int, device: torch.device) -> Rope:
             f"rotary frequencies are those for more than {rope.trained_len} positions, also in shorter sequences. "
             f"engine.max_len={rope.trained_len} selects those for up to {rope.trained_len}"
         )
+    if device.type == "meta":
+        # The shape alone counts, and torch.arange on this device would import torch._dynamo, which takes a second.
+        return Rope(torch.empty(max_len, 2 * len(range(0, rope.dim, 2)), device=device))
     exponents = torch.arange(0, rope.dim, 2, dtype=torch.float32, device=device) / rope.dim
     frequencies = SCALINGS[rope.kind](1.0 / rope.theta**exponents, rope)
     angles = torch.arange(max_len, dtype=torch.float32, device=device)[:, None] * frequencies

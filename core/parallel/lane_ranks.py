@@ -9,9 +9,7 @@ import torch
 
 from dovetail.core.errors import DovetailError
 from dovetail.core.interfaces import Collective
-
-LOST = "lost the connection to the other lanes"
-"""Part of the message of an error that the end of another lane may have caused."""
+from dovetail.core.parallel.lanes import LOST
 
 
 class LaneLost(DovetailError):

@@ -23,6 +23,8 @@ from dovetail.core.interfaces import StepShape
 from dovetail.core.parallel.channel import ChannelClosed
 from dovetail.core.parallel.ring import anonymous_file, wait_until
 
+LOST = "lost the connection to the other lanes"
+"""Part of the message of an error that the end of another lane may have caused."""
 _LINE = 8
 """Words between two lanes' counters: 64 bytes, so that no two share a cache line."""
 _ENDED, _FIRST = 0, _LINE

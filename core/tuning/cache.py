@@ -17,7 +17,6 @@ from os import environ
 from pathlib import Path
 
 import torch
-import triton
 
 from dovetail.core.errors import ConfigError, shown
 from dovetail.core.ops import packed_tiles, tile_choice
@@ -57,6 +56,8 @@ class Machine:
 
 def this_machine(device: torch.device) -> Machine:
     """Describe this GPU, and the software that runs on it."""
+    import triton  # An engine on a CPU need not wait for it.
+
     properties = torch.cuda.get_device_properties(device)
     return Machine(
         properties.name,

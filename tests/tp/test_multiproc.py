@@ -20,8 +20,8 @@ from processes import runs, state
 
 from dovetail.core.compose import Composition, compose
 from dovetail.core.interfaces import Blobs, Join, JoinBlob, Request, Row, SamplingParams, StepPlan
+from dovetail.core.parallel.address import free_address
 from dovetail.core.parallel.failure import RankError, StartHung
-from dovetail.plugins.executor import multiproc
 from dovetail.plugins.executor.multiproc import MultiprocExecutor
 
 Gone = Callable[[int], bool]
@@ -269,7 +269,7 @@ def test_rank_0_does_not_wait_for_ever_to_close() -> None:
 def test_engines_that_start_at_once_meet_at_addresses_of_their_own() -> None:
     """Addresses are chosen long before any rank listens, and rank 0 can still bind its own."""
     with ExitStack() as stack:
-        addresses = [stack.enter_context(multiproc._free_address()) for _ in range(300)]
+        addresses = [stack.enter_context(free_address()) for _ in range(300)]
         assert len(set(addresses)) == 300
         host, _, port = addresses[0].rpartition(":")
         store = dist.TCPStore(host, int(port), 1, True, wait_for_workers=False)

@@ -133,7 +133,7 @@ class RemembersTheLast(Compiler):
 
     def compile(self, grammar: Grammar) -> Matcher:
         self.last = grammar
-        time.sleep(0.001)
+        time.sleep(0.02)
         return super().compile(self.last)
 
 

@@ -47,11 +47,19 @@ class FakeProcess:
     processes: list[FakeProcess] = []
 
     def __init__(
-        self, composition: Any, listener: Any, *, timeout: float, environment: Any, adapters: Any, again: bool
+        self,
+        composition: Any,
+        listener: Any,
+        *,
+        timeout: float,
+        environment: Any,
+        adapters: Any,
+        again: bool,
+        lanes: Any,
     ) -> None:
         self.composition, self.listener, self.environment = composition, listener, environment
         self.adapters = None if adapters is None else dict(adapters)
-        self.again = again
+        self.again, self.lanes = again, lanes
         self.received: list[Any] = []
         self.refuses = ""
         """Operation that it answers with an error."""

@@ -71,7 +71,7 @@ class Events(queue.SimpleQueue[object]):
 def start_script(script, events: Events, monkeypatch: pytest.MonkeyPatch) -> engine_process.EngineProcess:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3]))  # lets the script's process import this module
     entry = f"{__name__}:{script.__name__}"
-    monkeypatch.setattr(engine_process, "start_process", lambda _, environment: start_process(entry))
+    monkeypatch.setattr(engine_process, "start_process", lambda *_: start_process(entry))
     engine = engine_process.EngineProcess(compose(["+preset=tiny_cpu"]), events, timeout=TIMEOUT)
     engine.start()
     return engine
