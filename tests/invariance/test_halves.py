@@ -73,6 +73,7 @@ def test_each_half_runs_with_its_own_adapters(save_lora: Callable[..., str]) -> 
         assert found[0][0] != found[0][1]
 
 
+@pytest.mark.nightly
 def test_halves_on_two_ranks_equal_one() -> None:
     """Halves of at least eight tokens are sharded over the ranks by rows; smaller ones are not."""
     ranks = ["executor=multiproc", "engine.tp=2", "engine.depth=2", "collective.shard_rows=8"]

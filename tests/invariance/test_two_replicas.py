@@ -99,6 +99,7 @@ def test_a_wrong_request_is_refused_and_none_runs(two: LLM) -> None:
     assert not replicas(two).table.busy and two.adapters == {}
 
 
+@pytest.mark.nightly
 def test_an_adapter_is_on_both_or_on_none(two: LLM, save_lora: Callable[..., str]) -> None:
     folder = save_lora("mine", seed=1)
     two.load_adapter("mine", folder)
@@ -117,6 +118,7 @@ def test_an_adapter_is_on_both_or_on_none(two: LLM, save_lora: Callable[..., str
         two.unload_adapter("mine")
 
 
+@pytest.mark.nightly
 def test_who_leaves_is_dropped_where_it_runs(two: LLM) -> None:
     long = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
     streams = [two.stream(prompt, long) for prompt in PROMPTS[:2]]
@@ -132,6 +134,7 @@ def test_who_leaves_is_dropped_where_it_runs(two: LLM) -> None:
     assert not engines.table.busy and [(load.samples, load.prompt_tokens) for load in loads] == [(0, 0), (0, 0)]
 
 
+@pytest.mark.nightly
 def test_a_death_ends_all_with_its_name(two: LLM) -> None:
     """Must be the last test that uses this engine."""
     pids = [process.pid for process in replicas(two).processes]

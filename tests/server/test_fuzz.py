@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.nightly
+
 CHECKS = (
     "not_a_server_error",
     "status_code_conformance",

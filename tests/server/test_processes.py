@@ -18,6 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from .conftest import children, ended, until
 
+pytestmark = pytest.mark.nightly
+
 SECONDS = 60.0
 
 

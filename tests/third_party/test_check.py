@@ -9,6 +9,8 @@ import pytest
 from .conftest import refusal, words
 from .test_new import stub
 
+pytestmark = pytest.mark.nightly
+
 MODULE = '''
 import os, signal
 from dovetail import Component, Config, hookimpl

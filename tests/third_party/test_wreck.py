@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from .conftest import composing, listing, refusal, words
+
+pytestmark = pytest.mark.nightly
 
 NAME = "dovetail-wreck"
 PACKAGE = f"{NAME} 0.3"

@@ -18,7 +18,7 @@ from symm_mem_rank import summand
 
 RANKS, COLUMNS = 8, 8192
 Results = list[dict[str, torch.Tensor]]
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.nightly]
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,8 @@ from dovetail.core.interfaces import App
 from dovetail.core.testing.app import AppContract
 from dovetail.core.testing.suite import OUTCOMES
 
+pytestmark = pytest.mark.nightly
+
 
 class SoundConfig(AppConfig):
     """Prints a word."""

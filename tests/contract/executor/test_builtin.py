@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 
+import pytest
+
 from dovetail.core.compose import Composition
 from dovetail.core.interfaces import Executor, StepResult
 from dovetail.core.testing.executor import ExecutorContract
@@ -32,20 +34,9 @@ class TestMultiprocOfOne(ExecutorContract):
         return MultiprocExecutor(MultiprocConfig(), composition)
 
 
+@pytest.mark.nightly
 class TestMultiprocOfTwo(TestMultiprocOfOne):
-    """The nightly script runs the tests in which a second rank does what the first does."""
-
     overrides = ("executor=multiproc", "engine.tp=2")
-    if "DOVETAIL_NIGHTLY" not in os.environ:
-        test_start_reports_what_the_engine_needs = None  # type: ignore[assignment]
-        test_results_come_in_order_with_their_keys = None  # type: ignore[assignment]
-        test_masks_behind_drafts = None  # type: ignore[assignment]
-        test_rows_sample_what_their_masks_allow = None  # type: ignore[assignment]
-        test_a_plan_with_late_rows_waits_for_them = None  # type: ignore[assignment]
-        test_shutdown_is_idempotent = None  # type: ignore[assignment]
-        test_a_sequence_does_not_see_the_others = None  # type: ignore[assignment]
-        test_collecting_what_was_not_submitted_is_a_clear_error = None  # type: ignore[assignment]
-        test_an_interrupt_without_a_waiting_call_is_harmless = None  # type: ignore[assignment]
 
     def kill_a_rank(self, executor: Executor) -> None:
         assert isinstance(executor, MultiprocExecutor)

@@ -408,6 +408,7 @@ class CutsInItsKernel(QuantizerContract):
         return choosing(fault("Method", input=replace(ROWS, encode=encode_cut)))()
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton for this platform")
 def test_the_suite_rejects_a_kernel_unlike_its_reference() -> None:
     with pytest.raises(AssertionError, match="of bytes differ from `reference`"):

@@ -80,6 +80,7 @@ def test_without_adapters_tokens_are_as_with_adapter_none(save_lora: Save) -> No
         assert [g.token_ids for g in llm.generate(PROMPTS, GREEDY)] == expected
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kv_cache", ["prefix_hash", "radix"][: 2 if os.environ.get("DOVETAIL_GRID") == "pairs" else 1])
 def test_cached_prefixes_are_not_shared_between_adapters(kv_cache: str, save_lora: Save) -> None:
     prompt = list(range(5, 105))
@@ -100,6 +101,7 @@ def test_cached_prefixes_are_not_shared_between_adapters(kv_cache: str, save_lor
         assert cached(adapter="a") == 0
 
 
+@pytest.mark.nightly
 def test_loading_and_unloading_while_requests_run(save_lora: Save) -> None:
     a, b = save_lora("a", seed=1), save_lora("b", seed=2)
     with running("adapter.slots=1", "adapter.max_loaded=2") as llm:

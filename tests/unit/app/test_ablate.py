@@ -29,6 +29,7 @@ SMALL = ("workload.requests=3", "workload.prompt_tokens=20", "workload.output_to
 QUICK = ("ablate.quality.prompts=2", "ablate.quality.tokens=6")
 
 
+@pytest.mark.nightly
 def test_a_ladder_on_the_cpu(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """One step cannot run on this host and is skipped; the next one, which changes outputs, builds on the first."""
     out = tmp_path / "ladder.json"
@@ -205,6 +206,7 @@ def test_mistakes_that_only_the_host_can_find(fake: type[FakeChild], capsys: pyt
     assert "kv_cache=radix: needs a GPU" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_an_ablation_is_resumed_where_it_stopped(
     fake: type[FakeChild], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -87,6 +87,7 @@ def test_requests_spread_over_adapters(tmp_path: Path, save_lora: Callable[..., 
     assert run["steps"] > 5 and "run_tpot_ms" in run
 
 
+@pytest.mark.nightly
 def test_a_run_on_two_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Figures cover both replicas and each one; arrival times are kept, and the cache is empty after warm-up."""
     trace = tmp_path / "trace.jsonl"

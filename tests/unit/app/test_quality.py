@@ -150,6 +150,7 @@ def test_equal_tokens(mine: list[int], same: int) -> None:
 # Runs
 
 
+@pytest.mark.nightly
 def test_a_run(tmp_path: Path, tokenizer: Tokenizer, capfd: pytest.CaptureFixture[str]) -> None:
     """In float32 the parts of the engine make no difference, a number format does, and another model a large one."""
     lines = ["engine.token_budget=16 engine.page_size=8", "quant=fp8", "model=tiny_draft", "attention=triton"]

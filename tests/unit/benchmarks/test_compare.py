@@ -18,6 +18,8 @@ from dovetail.core.compose import compose
 from dovetail.core.errors import ConfigError
 from dovetail.core.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.nightly
+
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 TINY = ("engine.device=cpu", "engine.max_len=128", "engine.max_seqs=4", "engine.kv_pages=100")
 SMALL = ("workload.requests=3", "workload.prompt_tokens=6", "workload.output_tokens=5")

@@ -146,6 +146,7 @@ def runs(pid: int) -> bool:
         return False
 
 
+@pytest.mark.nightly
 def test_a_race(layouts: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """At a hundredth of a simulated H200's speed, so that nothing else counts, eight ranks answer one request sooner
     than one; the third layout cannot start."""

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = """
 from dovetail.core.testing.kv_cache import KVAllocatorContract
 from dovetail.plugins.kv_cache.config import PagedConfig
@@ -30,6 +32,7 @@ def test_my_own_idea(kv_groups, kv_sequence):
 """
 
 
+@pytest.mark.nightly
 def test_a_downstream_run_reports_the_broken_allocator(tmp_path: Path) -> None:
     (tmp_path / "test_mine.py").write_text(TESTS)
     run = subprocess.run(
