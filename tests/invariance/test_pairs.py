@@ -11,10 +11,12 @@ from dovetail import Generation
 from .grid import AXES, flatten, pairwise
 from .test_same_tokens import PARAMS, REFERENCE, outputs, run
 
+pytestmark = pytest.mark.nightly
+
 SHORT = [params.model_copy(update={"max_tokens": params.max_tokens // 2}) for params in PARAMS]
 EVERY = [flatten(choice) for choice in pairwise()]
 COMPOSITIONS = EVERY if os.environ.get("DOVETAIL_GRID") == "pairs" else EVERY[::15]
-"""CI runs a fifteenth of them; .ci/nightly runs all of them, and then all combinations."""
+"""A fifteenth of them with DOVETAIL_NIGHTLY=1; all of them with DOVETAIL_GRID=pairs, too. Both are in .ci/nightly."""
 
 
 @pytest.fixture(scope="module")

@@ -116,6 +116,7 @@ def test_taps_are_the_hidden_states_between_layers(variant, tmp_path):
         torch.testing.assert_close(driver.hidden.taps[layer], expected[layer + 1][0], atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("variant", "pages", "kv_cache"), [("mistral_window", 14, "prefix_hash"), ("qwen2_window", 34, "paged")]
 )

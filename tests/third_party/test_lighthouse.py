@@ -15,6 +15,8 @@ import yaml
 
 from .conftest import composing, listing, refusal, run_all, words
 
+pytestmark = pytest.mark.nightly
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "third_party_plugin"
 PACKAGE = "dovetail-lighthouse"
 PARTS = {

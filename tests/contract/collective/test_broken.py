@@ -16,6 +16,8 @@ from dovetail.core.testing.suite import failures
 from dovetail.plugins.collective.config import OrderedConfig
 from dovetail.plugins.collective.ordered import OrderedCollective
 
+pytestmark = pytest.mark.nightly
+
 
 class Sound(OrderedCollective):
     timeout = 15.0

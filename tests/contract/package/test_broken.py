@@ -12,6 +12,8 @@ from dovetail.core.compose import discovery
 from dovetail.core.testing.package import PackageContract
 from dovetail.core.testing.suite import failures
 
+pytestmark = pytest.mark.nightly
+
 SOUND = '''
 from dovetail import Capabilities, Component, Config, Requires, hookimpl
 from dovetail.core.interfaces import Router

@@ -11,6 +11,8 @@ from dovetail.core.compose import Composition, compose
 from dovetail.core.errors import ConfigError
 from dovetail.plugins.app.ablate.variants import Variant, make, merged, word
 
+pytestmark = pytest.mark.nightly
+
 
 def variants(*overrides: str, unfit: Any = lambda name, one, block: None) -> list[Variant]:
     composition = compose(list(overrides), app=None if any(o.startswith("app=") for o in overrides) else "ablate")

@@ -98,6 +98,7 @@ def test_the_runner_answers_every_row(cpu_step: ModuleType) -> None:
     assert load.engine.counters.output_tokens == len(events) > 4
 
 
+@pytest.mark.nightly
 def test_a_plan_on_its_way_to_the_ranks(
     cpu_step: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
