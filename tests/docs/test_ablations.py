@@ -13,6 +13,8 @@ from dovetail.plugins.app.ablate.variants import make
 
 from .commands import Command, blocks, commands
 
+pytestmark = pytest.mark.nightly
+
 WITH_A_PACKAGE = ("first-plugin.md", "publishing-a-plugin.md")
 """Pages whose ablations have parts of a package that the page writes."""
 ALL = os.environ.get("DOVETAIL_GRID") == "pairs"

@@ -13,6 +13,8 @@ from dovetail.core.compose import Composition, compose
 from dovetail.core.interfaces import StepPlan
 from dovetail.core.parallel.failure import RankError
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture(autouse=True)
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

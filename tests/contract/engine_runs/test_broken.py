@@ -16,6 +16,8 @@ from dovetail.plugins.kv_cache.paged import PagedAllocator
 
 from ..faults import rejection
 
+pytestmark = pytest.mark.nightly
+
 
 class Options(Config):
     """No options."""

@@ -6,12 +6,15 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 
 from dovetail.core.interfaces import BuildContext, Model, ModelSpec
 from dovetail.core.testing.model import ModelContract, Weights
 from dovetail.plugins.model.config import TransformersConfig
 from dovetail.plugins.model.transformers.decoder import TransformersDecoder
+
+pytestmark = pytest.mark.nightly
 
 COHERE2 = {
     "architectures": ["Cohere2ForCausalLM"],

@@ -10,6 +10,8 @@ from dovetail.core.compose import compose
 from dovetail.core.engine.engine import Engine, start_engine
 from dovetail.core.interfaces import SamplingParams
 
+pytestmark = pytest.mark.nightly
+
 SHAPES = (
     *(
         "app=generate",
