@@ -1,4 +1,5 @@
-"""Composing must not affect the user's Hydra app, import torch or claim the top-level names `core` and `plugins`."""
+"""Composing must not affect the user's Hydra app, import torch or claim the top-level names `core` and `plugins`. Front
+ends must not import torch either, and starts not its compiler."""
 
 import copy
 import subprocess
@@ -65,6 +66,19 @@ def test_composing_imports_no_torch_and_no_top_level_core():
         "print([m for m in ('torch', 'transformers', 'triton', 'core', 'plugins', 'conf') if m in sys.modules])"
     )
     assert python(code) == "[]\n"
+
+
+def test_front_ends_import_no_torch_and_a_start_imports_no_torch_dynamo():
+    """Each costs every process or start more than a second."""
+    code = """if True:
+        import sys
+        import dovetail.plugins.app.serve.front_end_process, dovetail.plugins.app.serve.app
+        print("torch" in sys.modules)
+        from dovetail import LLM
+        with LLM("tiny", overrides=["engine.device=cpu", "engine.kv_pages=16", "engine.max_len=64"]):
+            print("torch._dynamo" in sys.modules, "triton" in sys.modules)
+    """
+    assert python(code) == "False\nFalse False\n"
 
 
 def test_every_public_name_is_there():

@@ -35,6 +35,12 @@ def test_partial_rotary():
     assert table({"partial_rotary_factor": 0.25}, 64, 3).shape == (3, 16)
 
 
+@pytest.mark.parametrize(("hf", "head_dim"), [({}, 32), ({"partial_rotary_factor": 0.25}, 64)])
+def test_a_model_without_weights_has_tables_of_the_same_shape(hf, head_dim):
+    real, shape = table(hf, head_dim, 7), build_rope(rope(hf, head_dim, 7), 7, torch.device("meta")).table
+    assert (shape.shape, shape.dtype, shape.device.type) == (real.shape, real.dtype, "meta")
+
+
 def test_yarn_stretches_the_context_that_the_file_states():
     """Qwen 2.5 files keep the trained length in max_position_embeddings and add a factor."""
     scaled = rope({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}})
