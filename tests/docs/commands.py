@@ -17,6 +17,7 @@ SUBSTITUTIONS = {
     "benchmarks/": f"{ROOT}/benchmarks/",
     "docs/img/": f"{ROOT}/docs/img/",
     "examples/ablations": f"{ROOT}/examples/ablations",
+    "--text run.py": f"--text {ROOT}/run.py",
 }
 """Placeholder of the pages -> path of the tests."""
 
@@ -46,6 +47,7 @@ COMPOSED_ONLY = {
     "check.component=scheduler/lottery": "takes a minute; the nightly script has one in tests/third_party/test_new.py",
     "scheduler:[lottery]": "starts processes; tests/unit/app/test_ablate.py runs a small one",
     "quantize.samples=32": "takes 10 s; the page has a smaller one",
+    "tree_shape=ranks.json": "needs a file of the page; tests/unit/benchmarks/test_draft_ranks.py makes and uses one",
     "app=quality": "takes minutes; tests/unit/app/test_quality.py runs a small one",
 }
 """Commands with these words are only composed and checked (`--cfg job`), except those of `app=plan`."""
