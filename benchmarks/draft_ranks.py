@@ -1,7 +1,7 @@
 """How often drafts of each rank among their siblings are accepted, and the file from which trees of a fixed shape are
 chosen (spec_decode.tree_shape).
 
-    python benchmarks/draft_ranks.py --text run.py --out ranks.json -- spec_decode=draft_model spec_decode.tree=48 \
+    python benchmarks/draft_ranks.py --text README.md --out ranks.json -- spec_decode=draft_model spec_decode.tree=48 \
         spec_decode.lookahead=5
 
 Generates behind prompts that are cut from the text, and counts which sibling is accepted behind each accepted draft of

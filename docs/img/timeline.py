@@ -138,7 +138,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("out", type=Path, help="SVG to write")
     parser.add_argument("--steps", type=int, nargs=2, metavar=("FIRST", "LAST"), help="steps to draw; default: all")
     args = parser.parse_args(argv)
-    events = json.loads(args.trace.read_text(encoding="utf-8"))["traceEvents"]
+    try:
+        events = json.loads(args.trace.read_text(encoding="utf-8"))["traceEvents"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        parser.error(f"{args.trace} is not a file that replay.trace wrote: {type(error).__name__}: {error}")
     last = sum(e["ph"] == "X" and kind(e) == "step" for e in events) - 1
     args.out.write_text(Timeline(events, *(args.steps or (0, last))).svg(), encoding="utf-8")
 

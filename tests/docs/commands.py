@@ -17,7 +17,7 @@ SUBSTITUTIONS = {
     "benchmarks/": f"{ROOT}/benchmarks/",
     "docs/img/": f"{ROOT}/docs/img/",
     "examples/ablations": f"{ROOT}/examples/ablations",
-    "--text run.py": f"--text {ROOT}/run.py",
+    "--text README.md": f"--text {ROOT}/README.md",
 }
 """Placeholder of the pages -> path of the tests."""
 

@@ -83,13 +83,14 @@ def run_pages(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[
     quiet = ["-q", "-p", "no:cacheprovider", "--confcutdir", str(work)]
     suites = start([sys.executable, "-m", "pytest", *quiet, *once_more, *tests], work, env)
     results = {f"{c.page}: {c.line}": result for c, result in made.items()}
+    # Before the other commands, which may read what these write.
+    said = ours.communicate(timeout=800)[0]
+    assert ours.returncode == 0, said
     for command in (c for c in TO_RUN if c.is_shell):
         shell = start(["bash", "-c", command.shell], folder_of(work, command.page), env)
         out = shell.communicate(timeout=800)[0]
         results[f"{command.page}: {command.line}"] = {"code": shell.returncode, "out": out}
     suites_output = suites.communicate(timeout=800)[0]
-    said = ours.communicate(timeout=800)[0]
-    assert ours.returncode == 0, said
     for job, result in zip(jobs, json.loads((work / "results.json").read_text()), strict=True):
         results[f"{job['page']}: {job['text']}"] = result
     return results, suites_output, str(work)
