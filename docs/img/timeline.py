@@ -143,7 +143,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         parser.error(f"{args.trace} is not a file that replay.trace wrote: {type(error).__name__}: {error}")
     last = sum(e["ph"] == "X" and kind(e) == "step" for e in events) - 1
-    args.out.write_text(Timeline(events, *(args.steps or (0, last))).svg(), encoding="utf-8")
+    first, last = args.steps or (0, last)
+    args.out.write_text(Timeline(events, first, last).svg(), encoding="utf-8")
+    print(f"{args.out}: steps {first} to {last}")
 
 
 if __name__ == "__main__":
