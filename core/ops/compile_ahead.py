@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -51,7 +52,7 @@ def compile_ahead(workers: int, *, server: CompileServer | None = None, ignore_e
         return made
 
     start, tune = JITFunction._do_compile, Autotuner.run
-    with _Pool(workers, server) as pool, triton.AsyncCompileMode(pool, ignore_errors=ignore_errors):
+    with _parsing_in_turn(), _Pool(workers, server) as pool, _mode(pool, ignore_errors):
         # Triton's own way to compile in a pool takes one kernel by name, and plugins' kernels are not known here.
         JITFunction.run, JITFunction._do_compile, Autotuner.run = compile_only, once, each_config
         try:
@@ -59,6 +60,39 @@ def compile_ahead(workers: int, *, server: CompileServer | None = None, ignore_e
                 yield
         finally:
             JITFunction.run, JITFunction._do_compile, Autotuner.run = launch, start, tune
+
+
+@contextmanager
+def _mode(pool: ThreadPoolExecutor, ignore_errors: bool) -> Iterator[None]:
+    """Triton's mode for compiling in `pool`. Triton leaves it active where a kernel does not compile."""
+    import triton
+    from triton.runtime._async_compile import active_mode
+
+    before = active_mode.get()
+    try:
+        with triton.AsyncCompileMode(pool, ignore_errors=ignore_errors):
+            yield
+    finally:
+        active_mode.set(before)
+
+
+@contextmanager
+def _parsing_in_turn() -> Iterator[None]:
+    """Let one thread at a time parse the source of a kernel. Python 3.11 counts the depth of a syntax tree for all
+    threads together, and fails where another thread parses meanwhile (CPython issue 106905)."""
+    from triton.runtime.jit import JITCallable
+
+    parse, turn = JITCallable.parse, threading.Lock()
+
+    def in_turn(function: Any) -> Any:
+        with turn:
+            return parse(function)
+
+    JITCallable.parse = in_turn
+    try:
+        yield
+    finally:
+        JITCallable.parse = parse
 
 
 class _Pool(ThreadPoolExecutor):

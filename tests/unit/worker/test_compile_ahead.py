@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 from triton import knobs
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITCallable, JITFunction
 
 from dovetail.core.ops import rms_norm, silu_and_mul
 from dovetail.core.ops.compile_ahead import compile_ahead
@@ -101,6 +102,42 @@ def test_an_error_in_the_block_restores_launches() -> None:
     with pytest.raises(RuntimeError, match="mine"), compile_ahead(1):
         raise RuntimeError("mine")
     assert JITFunction.run is launch
+
+
+@triton.jit
+def _broken(x_ptr):
+    tl.store(x_ptr, missing)  # noqa: F821
+
+
+def test_a_kernel_that_does_not_compile_leaves_no_mode(compiling: list[str]) -> None:
+    with compiled_for_hopper():
+        x = torch.empty(3, 72, dtype=torch.bfloat16, device="cuda")
+        with pytest.raises(triton.CompilationError, match="missing"), compile_ahead(1):
+            _broken[(1,)](x)
+        with compile_ahead(1):
+            silu_and_mul(x)
+    assert len(compiling) == 1
+
+
+def test_one_thread_at_a_time_parses(compiling: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    parsing, most = 0, 0
+    parse = JITFunction.parse
+
+    def slow(function: Any) -> Any:
+        nonlocal parsing, most
+        parsing += 1
+        most = max(most, parsing)
+        time.sleep(0.05)
+        tree = parse(function)
+        parsing -= 1
+        return tree
+
+    monkeypatch.setattr(JITCallable, "parse", slow)
+    with compiled_for_hopper(), compile_ahead(4):
+        for columns in (72, 144, 4096, 8192):
+            silu_and_mul(torch.empty(3, columns, dtype=torch.bfloat16, device="cuda"))
+    assert len(compiling) > 1 and most == 1
+    assert JITCallable.parse is slow
 
 
 VALUE = tl.constexpr(2.0)
