@@ -233,8 +233,8 @@ def _check_stacked(method: ExpertMethod, path: str) -> None:
     """Raise ConfigError for a weight format whose experts cannot be copied to other slots."""
     if not method.stacked:
         raise ConfigError(
-            f"{path}: experts of {type(method).__name__} cannot move between ranks. Set experts.rebalance=0, or choose "
-            "a quantizer with products of experts (none, fp8, fp4)"
+            f"{path}: experts.rebalance moves experts between ranks, and the weight format of these ones has no "
+            f"products of stacked experts ({type(method).__name__}). Set experts.rebalance=0, or quant=none, fp8 or fp4"
         )
 
 

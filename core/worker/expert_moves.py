@@ -41,7 +41,9 @@ class ExpertBalancer:
         self.placement, self.layers, self.depth = placement, list(layers), depth
         self._counts = [layer.loads_E for layer in layers if layer.loads_E is not None]
         self._memory = _Memory(self.layers)
-        self._steps = self._looked = 0
+        self._steps = 0
+        self._looked = 1
+        """First step whose tokens are counted for the next look."""
         self._look: _Look | None = None
         self._waiting: deque[tuple[Experts, list[int]]] = deque()
         """Layers that have not been balanced since the latest look, and their loads."""

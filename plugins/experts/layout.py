@@ -33,12 +33,14 @@ def _slots(experts: int, redundant: int, size: int) -> int:
     if (experts + redundant) % size:
         less = (experts + redundant) // size * size - experts
         numbers = [str(number) for number in (less, less + size) if 0 <= number <= experts * (size - 1)]
-        works = [str(ranks) for ranks in range(1, experts + 1) if (experts + redundant) % ranks == 0]
+        fewest = 2 if redundant else 1
+        works = [str(ranks) for ranks in range(fewest, experts + 1) if (experts + redundant) % ranks == 0]
         copies = f" and experts.redundant={redundant} copies" if redundant else ""
+        sizes = f"It must be one of {', '.join(works)}; or set" if works else "Set"
         raise ConfigError(
-            f"engine.ep={size} does not divide {experts} experts{copies} (null: as many as engine.tp). It must be one "
-            f"of {', '.join(works)}; or set experts.redundant to {' or '.join(numbers)}; experts=tensor has some "
-            "channels of each expert on every rank"
+            f"engine.ep={size} does not divide {experts} experts{copies} (null: as many as engine.tp). {sizes} "
+            f"experts.redundant to {' or '.join(numbers)}; experts=tensor has some channels of each expert on every "
+            "rank"
         )
     if redundant > experts * (size - 1):
         raise ConfigError(

@@ -16,7 +16,7 @@ REFUSED = {
     "experts=whole model=tiny": r"experts=whole requires model with expert_placement true .*experts=tensor",
     "engine.ep=2 model=tiny": r"engine\.ep=2 spreads experts, and LlamaForCausalLM has none",
     "experts=gather adapter=lora model=glm45_air": r"adapter=lora applies to all rows .*adapter=none, experts=whole",
-    "experts=whole experts.redundant=3": r"experts\.redundant=3 copies .*set experts\.redundant to 0 or 4",
+    "experts=whole experts.redundant=3": r"experts\.redundant=3 copies .*Set experts\.redundant to 0 or 4",
     "experts=gather experts.redundant=52": r"must be at most 48",
     "experts=whole engine.ep=1 experts.redundant=2": r"engine\.ep=1\. Set experts\.redundant=0",
     "experts=whole engine.ep=1 experts.rebalance=9": r"and engine\.ep=1\. Would work: experts\.rebalance=0",
