@@ -260,6 +260,7 @@ def test_a_variant_outside_the_gate_is_wrong_however_fast(
     assert "gate judges answers" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_blocks_are_compared_within_themselves(
     fake: type[FakeChild], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -142,6 +142,12 @@ def test_a_drafter_takes_its_share() -> None:
     fp8 = plan(*words, *drafts, "quant@spec_decode.quant=fp8", "spec_decode.verify=rejection")
     probs = 257 * 4 * 128_256 * 4
     assert 0.5 < (fp8["bytes_per_gpu"]["drafter"] - probs) / sizes["drafter"] < 0.6
+    whole = plan(*words, *drafts, "spec_decode.tp=1")
+    assert whole["bytes_per_gpu"]["drafter"] == pytest.approx(8 * sizes["drafter"])
+    lost = sizes["kv_cache"] - whole["bytes_per_gpu"]["kv_cache"]
+    assert lost == pytest.approx(7 * sizes["drafter"])
+    per_token = drafted["kv_bytes_per_token_and_gpu"] + 131_072
+    assert whole["sequences"]["4096"] == int(whole["bytes_per_gpu"]["kv_cache"] // (4096 * per_token))
 
 
 def test_a_layer_for_multi_token_prediction_takes_its_share() -> None:
