@@ -424,6 +424,7 @@ class Engine:
         if not self.observers:
             return
         stats, kv = self.scheduler.stats(), self.kv.stats()
+        busiest, mean = result.expert_loads or (0.0, 0.0)
         record = StepRecord(
             step=result.step,
             clock=self._now(),
@@ -437,6 +438,8 @@ class Engine:
             kv_used=kv.owned / kv.pages if kv.pages else 0.0,
             schedule_seconds=launched.schedule_seconds,
             device_seconds=result.device_seconds,
+            expert_load=busiest,
+            mean_expert_load=mean,
         )
         self.observers.step(record)
 

@@ -81,6 +81,18 @@ def test_drafts_up_to_the_longest_sequence() -> None:
     check(found, scripts, *short)
 
 
+def test_experts_move_while_lanes_run() -> None:
+    """Copies and moves of experts change no token; observers get the loads of the ranks."""
+    scripts = [[greedy(1, [7, 300, 21, 4], 20), greedy(2, [9] * 40, 9, after=2)], [greedy(3, [5, 6], 12, after=3)]]
+    moving = ("experts=all_to_all", "engine.ep=2", "experts.redundant=4", "experts.rebalance=2", "engine.depth=2")
+    with lanes(2, *MOE, *moving) as run:
+        found = run(scripts)
+    assert found[0].moved == found[1].moved > 3
+    loads = [pair for done in found for pair in done.loads]
+    assert loads and all(greatest >= mean > 0 for greatest, mean in loads)
+    check(found, scripts, *MOE)
+
+
 def open_lanes(count: int) -> tuple[LaneBoard, list[Lanes]]:
     board = LaneBoard(count)
     made = []
