@@ -52,6 +52,7 @@ from dovetail.core.recording.recorder import make_recorder, recording_path
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
     from dovetail.core.parallel.lanes import Lanes
+    from dovetail.core.parallel.lockstep import InlineLanes
 
 
 _PLAIN = RequestOptions()
@@ -82,7 +83,7 @@ class Engine:
         executor: Any,
         info: ExecutorInfo,
         record: Path | None = None,
-        lanes: Lanes | None = None,
+        lanes: Lanes | InlineLanes | None = None,
     ) -> None:
         """`executor`: an Executor that has started and described itself by `info`. `record`: new file to record to.
         `lanes`: the other lanes, with which it launches in lockstep; None = there are none."""
@@ -464,7 +465,7 @@ def start_engine(
     progress: Progress = lambda phase, share: None,
     *,
     again: bool = False,
-    lanes: Lanes | None = None,
+    lanes: Lanes | InlineLanes | None = None,
 ) -> Engine:
     """Check that the parts fit each other, then load everything. Releases everything if that fails. `again`: the engine
     replaces one that ended. `lanes`: see Engine."""

@@ -62,7 +62,10 @@ def gguf(config: GGUFConfig, host: Host) -> Capabilities:
 
 def fp8(config: FP8Config, host: Host) -> Capabilities:
     old = _old(host)
-    provides = _provides(config, 8, host)
+    # A float32 scale for each 128 inputs of a row; experts have one for each block.
+    provides = _provides(config, 8.25 if config.scales == "block" else 8, host)
+    if config.scales == "block":
+        provides["expert_bits"] = 8
     if config.activations == "plain" or (config.activations == "auto" and old):
         head = {"head_product": "model"} if config.head == "fp8" else {}
         return Capabilities(provides={**provides, **head})

@@ -102,11 +102,11 @@ class FP8Config(Config):
     activations: Literal["auto", "fp8", "plain"] = "auto"
     """Format of the input of matmuls. fp8: E4M3, which needs compute capability 8.9 (Ada, Hopper and later). plain: the
     model's dtype; weights keep 8 bits and are decoded as they are read. auto: fp8, and plain on older GPUs."""
-    scales: Literal["row", "tensor"] = "row"
-    """Granularity of scales. row: per output channel of a weight and per token. tensor: per matrix (a rank's shard) and
-    over all tokens of a step, graph padding included, or of each half of a split step. With tensor, a token's result
-    depends on the others, and quantizing takes extra passes over the input. FP8 weights of a checkpoint keep their
-    scales."""
+    scales: Literal["row", "block", "tensor"] = "row"
+    """Granularity of scales. row: per output channel of a weight and per token. block: per 128 x 128 block of a weight
+    (DeepSeek-V3, 2024) and per token; logits have scales per row. tensor: per matrix (a rank's shard) and over all
+    tokens of a step, graph padding included, or of each half of a split step. With tensor, a token's result depends on
+    the others, and quantizing takes extra passes over the input. FP8 weights of a checkpoint keep their scales."""
 
     skip: tuple[str, ...] = ()
     """Patterns of layer paths that stay plain, for instance "layers.*.mlp.down"."""

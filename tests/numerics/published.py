@@ -1,4 +1,4 @@
-"""A random model in the layout in which gpt-oss is published: MXFP4 experts beside plain layers."""
+"""Random models in layouts in which models are published: gpt-oss with MXFP4 experts, DeepSeek V3 in FP8 blocks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from .checkpoints import save_random
+from .checkpoints import in_blocks, save_random
 
 VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 VALUES = torch.cat((VALUES, -VALUES))
@@ -18,6 +18,8 @@ QUANTIZATION = {
         *("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
     ],
 }
+
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
 def pack(weight_EIO: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -45,3 +47,34 @@ def save_published(folder: Path, **changes) -> torch.nn.Module:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": QUANTIZATION}))
     return model
+
+
+def save_blocks(folder: Path, model: torch.nn.Module) -> None:
+    """Rewrite a saved model with its matrices in E4M3 and a scale for each block, as deepseek-ai/DeepSeek-V3 is
+    published, and give `model` the same weights."""
+    tensors = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= load_file(file)
+        file.unlink()
+    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+    exact = {}
+    for name in [name for name in tensors if name.endswith(("_proj.weight", "_mqa.weight"))]:
+        tensors[name], tensors[f"{name}_scale_inv"], exact[name] = in_blocks(tensors[name], outputs=128)
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": BLOCKS}))
+    take(model, exact)
+
+
+def take(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    """Set weights that have the names of a published checkpoint, in which each expert has matrices of its own."""
+    for name, weight in weights.items():
+        layer, routed, rest = name.partition(".experts.")
+        if not routed:
+            model.get_parameter(name).data.copy_(weight)
+            continue
+        expert, part = rest.split(".")[:2]
+        stack = "down_proj" if part == "down_proj" else "gate_up_proj"
+        matrix = model.get_parameter(f"{layer}.experts.{stack}").data[int(expert)]
+        rows = {"gate_proj": matrix.chunk(2)[0], "up_proj": matrix.chunk(2)[1]}.get(part, matrix)
+        rows.copy_(weight)

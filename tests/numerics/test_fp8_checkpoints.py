@@ -21,7 +21,7 @@ from dovetail.plugins.model.config import LlamaConfig
 from dovetail.plugins.model.llama.decoder import Llama
 from dovetail.plugins.quant.config import FP8Config, NoneConfig
 from dovetail.plugins.quant.fp8.checkpoint import read_stored
-from dovetail.plugins.quant.fp8.format import E4M3, LARGEST, quantize_rows
+from dovetail.plugins.quant.fp8.format import E4M3, LARGEST, quantize_blocks, quantize_rows
 from dovetail.plugins.quant.fp8.quantizer import FP8
 from dovetail.plugins.quant.none import Unquantized
 
@@ -132,6 +132,36 @@ def test_scales_of_blocks(variant, tmp_path):
     for got in found:
         torch.testing.assert_close(got, expected, atol=5e-4, rtol=0)
     assert not torch.equal(logits(tmp_path), found[0]), "inputs are in FP8, too"
+
+
+@pytest.mark.parametrize("variant", ["gqa", "qwen3_moe"])
+def test_blocks_as_we_would_have_made_them(variant, tmp_path):
+    """The blocks of two ranks are others, and lose no more. Last blocks are smaller."""
+    wide = {"moe_intermediate_size": 256} if variant == "qwen3_moe" else {}
+    save_random(tmp_path, variant, hidden_size=192, intermediate_size=256, num_hidden_layers=2, **wide)
+    made = FP8Config(scales="block")
+    expected = logits(tmp_path, FP8(made))
+    rounded = [logits(tmp_path, FP8(FP8Config())), logits(tmp_path, Unquantized(NoneConfig()))]
+    on_two = on_threads(2, lambda collective: logits(tmp_path, FP8(made), collective=collective))
+    tensors = {name: t for file in tmp_path.glob("*.safetensors") for name, t in load_file(file).items()}
+    for name in [n for n in tensors if n.endswith("_proj.weight")]:
+        tensors[name], tensors[f"{name}_scale_inv"] = quantize_blocks(tensors[name], 128, 128)
+    quantize(tmp_path, {**BLOCKS, "weight_block_size": [128, 128]}, kept=("",), extra=tensors)
+    assert torch.equal(logits(tmp_path), expected)
+    by_rows, plain = rounded
+    assert not torch.equal(expected, by_rows)
+    for got in (expected, *on_two):
+        assert (got - plain).norm() < 1.5 * (by_rows - plain).norm()
+
+
+def test_values_and_scales_of_blocks():
+    """Those of another implementation, up to the rounding of ties."""
+    weight_OI = torch.randn(200, 300) * torch.logspace(-3, 3, 300)
+    codes_OI, scale = quantize_blocks(weight_OI, 64, 128)
+    expected_OI, expected_scale, _ = in_blocks(weight_OI)
+    assert torch.equal(scale, expected_scale) and scale.shape == (4, 3)
+    assert (codes_OI.float() != expected_OI.float()).float().mean() < 1e-3
+    assert torch.equal(quantize_blocks(torch.zeros(3, 5), 2, 2)[0].float(), torch.zeros(3, 5))
 
 
 MX = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}

@@ -63,6 +63,7 @@ THOROUGH = WINDOWS >= 64
 if THOROUGH:
     GATES |= {
         "quant=fp8 quant.scales=tensor": Gate(0.7, 0.006),
+        "quant=fp8_block": Gate(0.7, 0.006),
         "quant=fp8 engine.kv_dtype=fp8_e4m3": Gate(1.0, 0.01),
         "quant=int4 quant.group=128 quant.symmetric=true": Gate(4.5, 0.057),
         "quant=w4a8": Gate(5.0, 0.05),

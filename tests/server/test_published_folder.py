@@ -1,5 +1,5 @@
-"""Folders by one command: the layout of gpt-oss with the parsers of its format, and a decoder without a native
-family."""
+"""Folders by one command: the layout of gpt-oss with the parsers of its format, families with experts, and a decoder
+without a native family."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from ..numerics.checkpoints import save_random
 from ..numerics.decoders import save_decoder
-from ..numerics.published import save_published
-from .conftest import wrote
+from ..numerics.published import save_blocks, save_published
+from .conftest import Server, wrote
 
 TEMPLATE = """{%- for message in messages %}<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>
 {%- endfor %}<|start|>assistant{# <|channel|> #}"""
@@ -52,10 +53,38 @@ def test_a_folder_of_a_decoder_without_a_native_family_answers(start, tmp_path):
     add_tokenizer(tmp_path)
     server = start("model=auto", f"model.path={tmp_path}").wait_ready()
     assert any("model=auto chose model=transformers" in line for line in server.log)
-    prompt = [5, 7, 11, 13]
-    answer = server.client().completions.create(
-        model=tmp_path.name, prompt=prompt, max_tokens=8, temperature=0.0, extra_body={"return_token_ids": True}
-    )
-    whole = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)
-    assert answer.choices[0].token_ids == whole[0, len(prompt) :].tolist()
+    assert completed(server, tmp_path.name) == continued(model)
     assert server.stop() == 0
+
+
+@pytest.mark.parametrize(
+    "variant", ["mixtral", "qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3"]
+)
+def test_a_folder_with_experts_answers(variant, start, tmp_path):
+    """The tokens are those of the model in transformers. DeepSeek V3 has scales of blocks, as it is published."""
+    model = save_random(tmp_path, variant, vocab_size=4096)
+    words = []
+    if variant == "deepseek_v3":
+        save_blocks(tmp_path, model)
+        words = ["quant=fp8", "quant.activations=plain"]
+    add_tokenizer(tmp_path)
+    server = start("model=auto", f"model.path={tmp_path}", *words).wait_ready()
+    assert any("model=llama" in line for line in server.log)
+    assert completed(server, tmp_path.name) == continued(model)
+    assert server.stop() == 0
+
+
+PROMPT = [5, 7, 11, 13]
+
+
+def completed(server: Server, name: str) -> list[int]:
+    """Return the tokens with which the server continues PROMPT."""
+    answer = server.client().completions.create(
+        model=name, prompt=PROMPT, max_tokens=8, temperature=0.0, extra_body={"return_token_ids": True}
+    )
+    return answer.choices[0].token_ids
+
+
+def continued(model: torch.nn.Module) -> list[int]:
+    """Return the tokens with which transformers continues PROMPT."""
+    return model.generate(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False)[0, len(PROMPT) :].tolist()

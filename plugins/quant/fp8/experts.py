@@ -25,7 +25,7 @@ from dovetail.core.layers.looped_experts import linear_shapes
 from dovetail.core.layers.plain_experts import place_of
 from dovetail.core.ops import ExpertWeights, gated_experts
 from dovetail.plugins.quant.fp8.checkpoint import Stored
-from dovetail.plugins.quant.fp8.format import E4M3, FP8_TOKEN, quantize_rows
+from dovetail.plugins.quant.fp8.format import E4M3, FP8_TOKEN, quantize_blocks, quantize_rows
 
 
 class FP8Experts(ExpertMethod):
@@ -122,6 +122,27 @@ class BlockFP8Experts(FP8Experts):
 
     def weights(self, params: Mapping[str, torch.Tensor]) -> ExpertWeights:
         return replace(super().weights(params), block=(self.block, self.step))
+
+
+class RoundedBlockFP8Experts(BlockFP8Experts):
+    """The same from plain weights, which are quantized as they load. Blocks begin at a rank's first channel."""
+
+    def __init__(self, stored: Stored) -> None:
+        """`stored`: the blocks to make."""
+        super().__init__(stored)
+        self.records = (PLAIN_WEIGHT,)
+
+    def load(
+        self, params: dict[str, torch.Tensor], expert: int, part: ExpertPart, tensors: Mapping[str, torch.Tensor]
+    ) -> None:
+        name, rows = place_of(part, self.shape.intermediate)
+        blocks = (self.block, self.step) if part == "down" else (self.step, self.block)
+        weight_OI = tensors["weight"].to(params[name].device).float()
+        params[name][expert, rows], scale_OG = quantize_blocks(weight_OI, *blocks)
+        scales = params[f"{name}_scale"][expert]
+        if part != "down":
+            scales = scales.chunk(2)[part == "up"]
+        scales.copy_(scale_OG)
 
 
 def step_of(shape: ExpertShape, block: int) -> int:

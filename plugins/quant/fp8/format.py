@@ -26,6 +26,17 @@ def quantize_rows(x_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (x_TC * (LARGEST / amax_T1)).to(E4M3), amax_T1 / LARGEST
 
 
+def quantize_blocks(x_OI: torch.Tensor, outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize a float32 matrix with a scale for each block of `outputs` rows and `inputs` columns (DeepSeek-V3, 2024).
+    The last blocks may be smaller. Return (E4M3 values, float32 scale [row blocks, column blocks])."""
+    rows, columns = x_OI.shape
+    padded = torch.nn.functional.pad(x_OI, (0, -columns % inputs, 0, -rows % outputs))
+    blocks = padded.unflatten(1, (-1, inputs)).unflatten(0, (-1, outputs))
+    amax = blocks.abs().amax((1, 3), keepdim=True).clamp(min=SMALLEST)
+    values = (blocks * (LARGEST / amax)).to(E4M3).flatten(0, 1).flatten(1, 2)
+    return values[:rows, :columns].contiguous(), amax[:, 0, :, 0] / LARGEST
+
+
 def quantize_tensor(x_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize with one scale for all rows, repeated for each row."""
     if not x_TC.numel():

@@ -21,7 +21,7 @@ from dovetail.core.interfaces import (
     LinearShape,
     Partial,
 )
-from dovetail.core.interfaces.tensor_record import Axis, TensorRecord
+from dovetail.core.interfaces.tensor_record import PLAIN_WEIGHT, Axis, TensorRecord
 from dovetail.core.interfaces.tuning import Tunable
 from dovetail.core.layers.looped_experts import linear_shapes
 from dovetail.core.layers.packed import PackedLinear
@@ -37,14 +37,25 @@ from dovetail.plugins.quant.fp8.experts import (
     LEAST_GROUP,
     BlockFP8Experts,
     FP8Experts,
+    RoundedBlockFP8Experts,
     check_scales,
     records_of,
     step_of,
 )
-from dovetail.plugins.quant.fp8.format import E4M3, FP8_TENSOR, FP8_TOKEN, decode_e8m0, quantize_rows, quantize_tensor
+from dovetail.plugins.quant.fp8.format import (
+    E4M3,
+    FP8_TENSOR,
+    FP8_TOKEN,
+    decode_e8m0,
+    quantize_blocks,
+    quantize_rows,
+    quantize_tensor,
+)
 
 MULTIPLE = 16
 """cuBLAS and CUTLASS need FP8 matrices whose dimensions are multiples of this."""
+BLOCK = 128
+"""Outputs and inputs that share a scale with quant.scales=block."""
 
 
 class FP8(StoredOrRounded[Stored]):
@@ -56,6 +67,8 @@ class FP8(StoredOrRounded[Stored]):
         return read_stored(checkpoint.config())
 
     def rounded(self, path: str, shape: LinearShape) -> LinearMethod:
+        if self.config.scales == "block":
+            return RoundedBlockFP8Linear(Stored(block=(BLOCK, BLOCK)), self.config)
         shape.check_multiple(MULTIPLE, "quant=fp8", path, self.config.skip)
         return FP8Linear(self.config)
 
@@ -70,8 +83,11 @@ class FP8(StoredOrRounded[Stored]):
         # The others have products of single matrices only.
         on_gpu = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         plain = self.config.activations == "plain" or not _multiplies_fp8(on_gpu)
-        if plain or self.config.scales != "row":
+        if plain or self.config.scales == "tensor":
             return None
+        if self.stored is None and self.config.scales == "block":
+            fits = step_of(shape, BLOCK) >= LEAST_GROUP
+            return RoundedBlockFP8Experts(Stored(block=(BLOCK, BLOCK))) if fits else None
         if self.stored is not None and self.stored.blocks:
             outputs, inputs = self.stored.block
             fits = outputs == inputs and not self.stored.plain_inputs and step_of(shape, inputs) >= LEAST_GROUP
@@ -96,7 +112,7 @@ def fp8_head(head: str, path: str, shape: LinearShape, config: FP8Config | None 
 class FP8Linear(LinearMethod):
     def __init__(self, config: FP8Config) -> None:
         self.fast_accum, self.by_device = config.fast_accum, config.activations == "auto"
-        rows = config.scales == "row"
+        rows = config.scales != "tensor"  # Logits have rows, also beside blocks.
         self.input = PLAIN if config.activations == "plain" else FP8_TOKEN if rows else FP8_TENSOR
         self.quantize = quantize_rows if rows else quantize_tensor
 
@@ -199,3 +215,19 @@ class BlockFP8Linear(PackedLinear):
         scale_OG = decode_e8m0(name, scale_OG) if self.stored.exponents else scale_OG.float()
         check_scales(name, scale_OG)
         self.store(params, part, tensors["weight"].view(torch.uint8), self.shape.spread_groups(scale_OG, self.group))
+
+
+class RoundedBlockFP8Linear(BlockFP8Linear):
+    """The same from plain weights, which are quantized as they load. Blocks begin at the first output of a part, and at
+    this rank's first output and input."""
+
+    def __init__(self, stored: Stored, config: FP8Config) -> None:
+        """`stored`: the blocks to make."""
+        super().__init__(stored, config)
+        self.tensors = (PLAIN_WEIGHT,)
+
+    def load(self, params: dict[str, torch.Tensor], part: slice, tensors: Mapping[str, torch.Tensor]) -> None:
+        weight_OI, (outputs, _) = tensors["weight"].to(params["codes"].device).float(), self.stored.block
+        codes_OI, scale_OG = quantize_blocks(weight_OI, outputs, self.step)
+        scale_OG = scale_OG.repeat_interleave(outputs, 0)[: len(weight_OI)]
+        self.store(params, part, codes_OI.view(torch.uint8), scale_OG)

@@ -158,6 +158,15 @@ class TestFP8Blocks(QuantizerContract):
         return {"weight": (weight_OI.float() / scale).to(E4M3), "weight_scale_inv": amax / LARGEST}
 
 
+class TestFP8RoundedBlocks(QuantizerContract):
+    """Blocks of 128 outputs and inputs, made of plain weights; those of a rank's share."""
+
+    error = 0.06
+
+    def make(self) -> Quantizer:
+        return FP8(FP8Config(scales="block"))
+
+
 class TestNVFP4(QuantizerContract):
     error = 0.18
 

@@ -66,10 +66,12 @@ PRESETS = sorted(file.stem for file in (ROOT / "conf" / "preset").glob("h200_*.y
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_fits(preset: str) -> None:
-    """On the GPUs in its name, with room for one sequence of the model's full context."""
+    """On the GPUs in its name, with room for one sequence of the model's full context. The experts of `ep8` are spread
+    over eight lanes."""
     facts = plan(f"+preset={preset}")
     assert facts["fits"] and facts["sequences_of_max_len"] >= 1 and facts["max_len"] >= 8192
-    named = {part[:2]: int(part[2:]) for part in preset.split("_") if part[:2] in ("tp", "dp") and part[2:].isdigit()}
+    parts = [part.replace("ep", "dp") for part in preset.split("_")]
+    named = {part[:2]: int(part[2:]) for part in parts if part[:2] in ("tp", "dp") and part[2:].isdigit()}
     assert facts["layout"] == {"tp": 1, "pp": 1, "dp": 1} | named
     assert facts["gpus"] == named.get("tp", 1) * named.get("dp", 1)
     assert facts["formats"]["kv_bytes"] == (2 if "bf16" in preset else 1)
@@ -140,6 +142,12 @@ def test_a_drafter_takes_its_share() -> None:
     fp8 = plan(*words, *drafts, "quant@spec_decode.quant=fp8", "spec_decode.verify=rejection")
     probs = 257 * 4 * 128_256 * 4
     assert 0.5 < (fp8["bytes_per_gpu"]["drafter"] - probs) / sizes["drafter"] < 0.6
+    whole = plan(*words, *drafts, "spec_decode.tp=1")
+    assert whole["bytes_per_gpu"]["drafter"] == pytest.approx(8 * sizes["drafter"])
+    lost = sizes["kv_cache"] - whole["bytes_per_gpu"]["kv_cache"]
+    assert lost == pytest.approx(7 * sizes["drafter"])
+    per_token = drafted["kv_bytes_per_token_and_gpu"] + 131_072
+    assert whole["sequences"]["4096"] == int(whole["bytes_per_gpu"]["kv_cache"] // (4096 * per_token))
 
 
 def test_a_layer_for_multi_token_prediction_takes_its_share() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import re
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -16,13 +16,10 @@ SCRIPT = Path(__file__).parents[3] / "benchmarks" / "cpu_step.py"
 
 
 @pytest.fixture(scope="module")
-def cpu_step() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("cpu_step", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["cpu_step"] = module
-    spec.loader.exec_module(module)
-    return module
+def cpu_step() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPT.parent))
+        yield importlib.import_module("cpu_step")
 
 
 def lines_of_a_step(cpu_step: ModuleType, running: int, cached: int) -> float:
