@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -112,13 +112,14 @@ class SimulatedExecutor(Executor):
             lookahead=self._lookahead,
             device="simulated",
             phases={"read shapes": time.perf_counter() - began},
-            notes=(f"executor=simulated: tokens are made up, and a step takes {cost}", *self._acceptance_note),
+            notes=(f"executor=simulated: tokens are made up, and a step takes {cost}", *self._more_notes()),
         )
 
-    @property
-    def _acceptance_note(self) -> tuple[str, ...]:
-        rate = self.config.acceptance
-        return () if rate is None else (f"executor=simulated: drafts are accepted at random, {rate:.0%} of them",)
+    def _more_notes(self) -> Iterator[str]:
+        if (rate := self.config.acceptance) is not None:
+            yield f"executor=simulated: drafts are accepted at random, {rate:.0%} of them"
+        if "experts" in self.composition.parts and (every := self.composition.build("experts").rebalance):
+            yield f"executor=simulated: experts have equal loads, and experts.rebalance={every} moves none"
 
     def submit(self, plan: StepPlan, blobs: Blobs) -> None:
         self._ledger.apply(plan)

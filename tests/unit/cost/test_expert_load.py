@@ -35,7 +35,7 @@ def test_copies_share_the_tokens_of_an_expert():
         rng, distinct = random.Random(tokens), []
         for _ in range(200):
             seen = set()
-            for token in range(tokens):
+            for _token in range(tokens):
                 for expert in rng.sample(range(64), 6):
                     copies = 1 + redundant // 64 + (expert < redundant % 64)
                     seen.add((expert, rng.randrange(copies)))
