@@ -262,6 +262,13 @@ def test_experts_over_ranks_are_planned(capsys: pytest.CaptureFixture[str]) -> N
     moved = [p["experts"]["exchange_bytes_per_token"] for p in (cut, whole, groups, sent)]
     assert moved[0] == moved[1] == moved[2] > moved[3] > 0
     assert whole["speed"][1]["tpot_ms"] > cut["speed"][1]["tpot_ms"]
+    copied = plan(*words, "experts=whole", "experts.redundant=32")
+    assert (copied["experts"]["per_gpu"], copied["experts"]["redundant"]) == (36, 32)
+    each = 58 * 3 * 7168 * 2048  # an expert of every layer
+    assert copied["bytes_per_gpu"]["weights"] - whole["bytes_per_gpu"]["weights"] == pytest.approx(4 * each, rel=1e-3)
+    moving = plan(*words, "experts=whole", "experts.redundant=32", "experts.rebalance=100")
+    more = moving["bytes_per_gpu"]["weights"] - copied["bytes_per_gpu"]["weights"]
+    assert more == pytest.approx(2 * each / 58, rel=1e-3)
     assert main(["app=plan", *words, "experts=whole", "engine.ep=3"]) == 2
     assert "engine.ep=3 does not divide engine.tp=8 ranks. Would work: engine.ep=1" in capsys.readouterr().err
 
