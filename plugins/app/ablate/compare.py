@@ -43,6 +43,10 @@ METRICS = (
 BY_PATH = {metric.path: metric for metric in METRICS}
 
 
+OPEN = 50.0
+"""Percent, or percentage points: an interval that includes both no change and such an effect is no useful bound."""
+
+
 class Load(NamedTuple):
     """Runs that are compared with each other."""
 
@@ -212,6 +216,8 @@ def sentence(one: Mapping[str, Any], primary: str) -> str:
     if change["low"] is None or change["unit"] != "rounds":
         return f"{claim} in one round, which is no evidence"
     low, high = percent(change["low"], metric), percent(change["high"], metric)
+    if low <= 0 <= high and max(-low, high) >= OPEN:
+        return f"{name}: the effect on {metric.words} remains open, between {low:+.3g} and {high:+.3g} {unit(metric)}"
     if low <= 0 <= high:
         return f"{name} has no effect on {metric.words} larger than {_digits(max(-low, high), 2)} {unit(metric)}"
     least, most = sorted((abs(low), abs(high)))

@@ -139,6 +139,11 @@ def test_sentences_state_effects_and_bounds_and_never_no_effect() -> None:
     assert len(lines) == 2, "the repeated baseline is no variant"
 
 
+def test_an_interval_that_excludes_nothing_is_no_bound() -> None:
+    lines = said(variant("base", BASE, None), variant("x", [b * (0.2, 5.0)[i % 2] for i, b in enumerate(BASE)]))
+    assert lines[0].startswith("x: the effect on output tokens/s remains open, between -8") and "% " not in lines[0][-1]
+
+
 def test_few_rounds_and_slight_effects_are_called_that() -> None:
     assert said(variant("base", [100.0], None), variant("x", [120.0])) == [
         "x raises output tokens/s by 20 % in one round, which is no evidence"
