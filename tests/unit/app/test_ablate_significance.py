@@ -144,6 +144,20 @@ def test_an_interval_that_excludes_nothing_is_no_bound() -> None:
     assert lines[0].startswith("x: the effect on output tokens/s remains open, between -8") and "% " not in lines[0][-1]
 
 
+def test_without_drafts_a_row_yields_one_token() -> None:
+    def drafting(name: str, lengths: Sequence[float | None], baseline: str | None) -> dict[str, Any]:
+        made = variant(name, BASE[: len(lengths)], baseline)
+        for start, length in zip(made["starts"], lengths, strict=True):
+            start["loads"][0]["runs"][0]["acceptance_length"] = length
+        return made
+
+    base, drafted = drafting("base", [None] * 3, None), drafting("ngram", [1.5, 1.6, 1.4], "base")
+    (one,) = comparisons([base, drafted], "acceptance_length")
+    assert sentence(one, "acceptance_length").startswith("ngram raises tokens per decode row by 49.8 % [")
+    (one,) = comparisons([base, drafting("x", [None] * 3, "base")], "acceptance_length")
+    assert "was not measured" in sentence(one, "acceptance_length")
+
+
 def test_few_rounds_and_slight_effects_are_called_that() -> None:
     assert said(variant("base", [100.0], None), variant("x", [120.0])) == [
         "x raises output tokens/s by 20 % in one round, which is no evidence"
