@@ -285,7 +285,16 @@ def test_the_report_is_one_file_with_every_part(fake: type[FakeChild], tmp_path:
     ablate(tmp_path, 0, f"ablate.report={path}")
     text = path.read_text()
     assert "kv_cache=radix raises output tokens/s by 300 % [300, 300]" in text
-    for part in ("Compositions", "page_size", "seed", "torch", "no change", "kv_cache=prefix_hash, again"):
+    for part in (
+        "Compositions",
+        "page_size",
+        "seed",
+        "torch",
+        "no change",
+        "kv_cache=prefix_hash, again",
+        "logarithmic",
+        "Pareto",
+    ):
         assert part in text, part
     assert "<script" not in text and "http" not in text.replace("http://www.w3.org", "")
 

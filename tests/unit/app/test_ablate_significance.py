@@ -139,6 +139,25 @@ def test_sentences_state_effects_and_bounds_and_never_no_effect() -> None:
     assert len(lines) == 2, "the repeated baseline is no variant"
 
 
+def test_an_interval_that_excludes_nothing_is_no_bound() -> None:
+    lines = said(variant("base", BASE, None), variant("x", [b * (0.2, 5.0)[i % 2] for i, b in enumerate(BASE)]))
+    assert lines[0].startswith("x: the effect on output tokens/s remains open, between -8") and "% " not in lines[0][-1]
+
+
+def test_without_drafts_a_row_yields_one_token() -> None:
+    def drafting(name: str, lengths: Sequence[float | None], baseline: str | None) -> dict[str, Any]:
+        made = variant(name, BASE[: len(lengths)], baseline)
+        for start, length in zip(made["starts"], lengths, strict=True):
+            start["loads"][0]["runs"][0]["acceptance_length"] = length
+        return made
+
+    base, drafted = drafting("base", [None] * 3, None), drafting("ngram", [1.5, 1.6, 1.4], "base")
+    (one,) = comparisons([base, drafted], "acceptance_length")
+    assert sentence(one, "acceptance_length").startswith("ngram raises tokens per decode row by 49.8 % [")
+    (one,) = comparisons([base, drafting("x", [None] * 3, "base")], "acceptance_length")
+    assert "was not measured" in sentence(one, "acceptance_length")
+
+
 def test_few_rounds_and_slight_effects_are_called_that() -> None:
     assert said(variant("base", [100.0], None), variant("x", [120.0])) == [
         "x raises output tokens/s by 20 % in one round, which is no evidence"
