@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.core.expert_balance import SPARE, balanced, copies_of, moves, rank_loads, rebalanced
@@ -18,6 +18,7 @@ def cases(draw: st.DrawFn) -> tuple[list[int], int, int]:
     return draw(st.lists(heavy, min_size=experts, max_size=experts)), ranks, slots
 
 
+@settings(max_examples=40)
 @given(cases())
 def test_layouts_are_full_and_balanced(case: tuple[list[int], int, int]) -> None:
     loads, ranks, slots = case
@@ -33,6 +34,7 @@ def test_layouts_are_full_and_balanced(case: tuple[list[int], int, int]) -> None
     assert sum(found) == pytest.approx(sum(loads))
 
 
+@settings(max_examples=40)
 @given(cases())
 def test_the_greatest_load_of_a_copy_is_least(case: tuple[list[int], int, int]) -> None:
     """One copy more or less anywhere would not lower it."""
@@ -60,6 +62,7 @@ def test_small_gains_move_nothing() -> None:
     assert rebalanced([100, 100, 10, 10], layouts) == ((0, 2), (1, 3))
 
 
+@settings(max_examples=40)
 @given(cases(), st.randoms(use_true_random=False))
 def test_moves_lose_nothing(case: tuple[list[int], int, int], random) -> None:
     """From any layout, copies included, to a balanced one and back. Experts that stay keep their slots."""

@@ -47,10 +47,10 @@ def run(ranks: Collective, quantizer: Quantizer, size: int) -> tuple[list[torch.
     return sums, balancer, loads
 
 
-@pytest.mark.parametrize(("quant", "ranks"), [("none", 4), ("fp8", 2), ("fp4 quant.block=32 quant.layers=experts", 2)])
-def test_moves_change_no_result(quant: str, ranks: int) -> None:
+@pytest.mark.parametrize("quant", ["fp8", "fp4 quant.block=32 quant.layers=experts"])
+def test_moves_change_no_result(quant: str) -> None:
     quantizer = build_quantizer(compose([*MOE, *f"quant={quant}".split()], app="generate"))
-    found = on_threads(ranks, partial(run, quantizer=quantizer, size=2))
+    found = on_threads(2, partial(run, quantizer=quantizer, size=2))
     for sums, balancer, loads in found:
         assert sums[0].abs().amax(1).min() > 1e-3
         for each in sums:
