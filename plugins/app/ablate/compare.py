@@ -225,7 +225,8 @@ def sentence(one: Mapping[str, Any], primary: str) -> str:
         return f"{claim} in one round, which is no evidence"
     low, high = percent(change["low"], metric), percent(change["high"], metric)
     if low <= 0 <= high and max(-low, high) >= OPEN:
-        return f"{name}: the effect on {metric.words} remains open, between {low:+.3g} and {high:+.3g} {unit(metric)}"
+        edges = f"between -{_digits(-low, 3)} and +{_digits(high, 3)} {unit(metric)}"
+        return f"{name}: the effect on {metric.words} remains open, {edges}"
     if low <= 0 <= high:
         return f"{name} has no effect on {metric.words} larger than {_digits(max(-low, high), 2)} {unit(metric)}"
     least, most = sorted((abs(low), abs(high)))

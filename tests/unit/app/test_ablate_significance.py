@@ -141,7 +141,7 @@ def test_sentences_state_effects_and_bounds_and_never_no_effect() -> None:
 
 def test_an_interval_that_excludes_nothing_is_no_bound() -> None:
     lines = said(variant("base", BASE, None), variant("x", [b * (0.2, 5.0)[i % 2] for i, b in enumerate(BASE)]))
-    assert lines[0].startswith("x: the effect on output tokens/s remains open, between -8") and "% " not in lines[0][-1]
+    assert lines[0].startswith("x: the effect on output tokens/s remains open, between -") and "e+" not in lines[0]
 
 
 def test_without_drafts_a_row_yields_one_token() -> None:
