@@ -26,6 +26,7 @@ from dovetail.core.interfaces import (
     Request,
     Row,
     RowResult,
+    RowWork,
     StepPlan,
     StepResult,
     TokenLogprobs,
@@ -88,6 +89,7 @@ class SimulatedExecutor(Executor):
         self._cost = bind_cost(composition, spec, "simulated")
         drafter: Drafter = composition.build("spec_decode")
         self._lookahead, self._draft_depth = drafter.lookahead, drafter.depth
+        self._follows = drafter.lookahead > 0 and drafter.window is not None
         if drafter.simulated_rates:
             raise ConfigError(
                 "spec_decode.simulate_acceptance needs a device that verifies drafts, and executor=simulated makes up "
@@ -134,13 +136,16 @@ class SimulatedExecutor(Executor):
             self._run({})
 
     def _seconds(self, plan: StepPlan, cost: CostModel) -> float:
-        """Return the time of drafting and of the step."""
+        """Return the time of drafting and of the step, with the drafter's part in prompts."""
+        seconds = cost.seconds(plan)
+        if self._follows and plan.follows and not plan.rows[-1].flags & DECODE:
+            seconds += cost.follow_seconds(RowWork.of(row) for row in plan.rows if not row.flags & DECODE)
         drafted = [row for row in plan.rows if row.draft] if self._lookahead else []
         if not drafted:
-            return cost.seconds(plan)
+            return seconds
         decodes = sum(row.flags & DECODE != 0 for row in plan.rows)
         length = max(row.bound for row in drafted)
-        return cost.draft_seconds(decodes, self._draft_depth, length) + cost.seconds(plan)
+        return cost.draft_seconds(decodes, self._draft_depth, length) + seconds
 
     def complete(self, late: LateInputs) -> None:
         self._ledger.complete(late)
