@@ -24,9 +24,9 @@ class DraftPages:
         """`group`: a group without a window; pages of all groups are shared together."""
         self._group, self._tokens = group.id, group.page_tokens
         self._pages: list[dict[int, int]] = [{} for _ in range(slots)]
-        """By slot: index -> page."""
+        """Index -> page, by slot."""
         self._filled = [0] * slots
-        """By slot: number of leading pages that count as filled."""
+        """Number of leading pages that count as filled, by slot."""
         self._lacking: set[tuple[bool, int]] = set()
         """(whether it is a page of the host, page)"""
 
