@@ -4,7 +4,8 @@ Drafts of all rows are ranked by the probability that they are accepted (`Accept
 them, up to one of a few levels: mean drafts per row. The time of each level comes from the cost model, the drafter's
 passes included, corrected by measured step times. After SmartSpec (Liu et al. 2024), with drafts chosen by row and
 position. Levels that are not in use are tried from time to time, at growing intervals, and so rarely that the trials
-cost at most a fixed share of the time."""
+cost at most a fixed share of the time. Where drafts would not pay, a drafter with layers of its own does not follow
+prompts either, but for those whose rows the next trial needs."""
 
 from __future__ import annotations
 
@@ -23,6 +24,8 @@ from dovetail.core.interfaces.plan import DECODE
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from dovetail.core.interfaces import KVGroup
 
 MEANS = 0.5, 1, 2, 3, 4, 6, 8, 12, 16
 """Mean drafts per row of the levels between none and all."""
@@ -80,6 +83,10 @@ class _Bucket:
     """Uid of the latest row if no row could have drafts when `hold` was set: another one may have some, and if the
     drafter must follow it, at once or never."""
     trials: int = 0
+    pays: bool = True
+    """Whether drafts would pay if the drafter had followed all rows: then it follows prompts."""
+    prepared: bool = False
+    """Whether the drafter has followed a prompt for the next trial, which begins with that row."""
     times: defaultdict[int, _TimeRatio] = field(default_factory=lambda: defaultdict(_TimeRatio))
     """Time ratios by level."""
 
@@ -94,9 +101,10 @@ class _Bucket:
 class Drafting:
     """Chooses the drafts of each step of one scheduler."""
 
-    def __init__(self, limits: SchedulerLimits) -> None:
+    def __init__(self, limits: SchedulerLimits, group: KVGroup | None = None) -> None:
+        """`group`: see Following."""
         self._lookahead = lookahead = limits.lookahead
-        self._following = Following(limits.max_seqs, limits.draft_window, resumes=limits.draft_resumes)
+        self._following = Following(limits, group)
         self._means = (0, *(mean for mean in MEANS if mean < lookahead), lookahead)
         self._depth = lookahead if limits.draft_depth is None else limits.draft_depth
         kind = TreeAcceptance if self._depth < lookahead else Acceptance
@@ -116,6 +124,8 @@ class Drafting:
         """The same of each plan in flight."""
         self._predicted: dict[tuple[int, ...], float] = {}
         self._cost: CostModel | None = None
+        self._prepared: int | None = None
+        """Uid of the latest sequence whose prompt the drafter follows for a trial alone."""
 
     def choose(
         self, decoding: list[Sequence], prompts: Iterable[Sequence], budget: int, cost: CostModel
@@ -134,11 +144,12 @@ class Drafting:
         self.acceptance.tick()
         bucket = self._buckets[rows.bit_length()]
         same = bucket.latest is None or bucket.latest == decoding[-1].uid
-        if bucket.hold and same and not self._trial_rows and bucket.left > 1:
+        if bucket.hold and same and not self._trial_rows and bucket.left > 1 and not bucket.prepared:
             bucket.hold -= 1
             bucket.left -= 1
             return {}
-        ranking = _Ranking(self.acceptance, decoding, self._lookahead, self._depth, self._following.able(decoding))
+        able_R = self._following.able(decoding)
+        ranking = self._rank(decoding, able_R)
         level, token_seconds = self._best(bucket, rows, length, ranking, cost)
         if not self._trial_level and self._following.able(decoding, steps=1).mean() < 1 - LEFT_BEHIND:
             self._trial_rows = 0
@@ -155,7 +166,11 @@ class Drafting:
             bucket.interval = bucket.left = MIN_INTERVAL
         bucket.level = level
         bucket.left -= 1
-        if bucket.left <= 0:
+        bucket.pays = level > 0
+        if not bucket.pays and not able_R.all():
+            everyone = self._rank(decoding, np.ones(rows, np.bool_))
+            bucket.pays = self._best(bucket, rows, length, everyone, cost)[0] > 0
+        if bucket.left <= 0 or (bucket.prepared and not level and ranking.possible):
             # A drafter that has fallen behind in all rows cannot be tried before the next prompt.
             if level or ranking.possible:
                 self._begin_trial(bucket, decoding)
@@ -166,10 +181,36 @@ class Drafting:
         return ranking.first(self._drafts(level, rows))
 
     def launched(self, plan: StepPlan | None) -> None:
-        """Take the plan that the last choice was made for; None = nothing could run."""
+        """Take the plan that the last choice was made for; None = nothing could run. Write StepPlan.follows and
+        Join.lacking."""
         if plan is not None:
             self._launched.append(self._chosen)
+            if self._following.needed:
+                self._follow(plan)
+                self._following.planned(plan)
         self._chosen = None
+
+    def _follow(self, plan: StepPlan) -> None:
+        """Decide whether the drafter follows the plan's prompts: where drafts would pay, and else, if a trial is due,
+        until one prompt is complete."""
+        rows = len(plan.rows)
+        bucket = self._buckets[rows.bit_length()]
+        prompts = [row for row in plan.rows if not row.flags & DECODE]
+        if not prompts or bucket.pays or self._cost is None:
+            return
+        goes_on = any(row.uid == self._prepared for row in prompts)
+        plan.follows = goes_on or (bucket.left <= 0 and bool(plan.joins))
+        if not plan.follows:
+            return
+        if not goes_on:
+            self._prepared = plan.joins[0].uid
+        length = 0 if self._chosen is None else self._chosen[1]
+        lost = self._cost.follow_seconds(map(RowWork.of, prompts)) / self._seconds(rows, length, 0, self._cost)
+        bucket.left = max(bucket.left, 0) + MIN_INTERVAL + lost / TRIAL_SHARE
+        bucket.prepared = True
+
+    def _rank(self, decoding: list[Sequence], able_R: NDArray[np.bool_]) -> _Ranking:
+        return _Ranking(self.acceptance, decoding, self._lookahead, self._depth, able_R)
 
     def _drafts(self, level: int, rows: int) -> int:
         """Return the number of drafts of a step."""
@@ -191,7 +232,7 @@ class Drafting:
         bucket.trials += 1
         # One trial alone is too little evidence: repeat it soon.
         bucket.interval = MIN_INTERVAL if bucket.trials == 1 else min(2 * bucket.interval, MAX_INTERVAL)
-        bucket.left = bucket.interval
+        bucket.left, bucket.prepared = bucket.interval + max(bucket.left, 0), False
         if bucket.level:
             others = [level for level in self._levels(rows) if level not in (0, bucket.level)]
             turn, plain = divmod(bucket.trials, 2)

@@ -296,7 +296,7 @@ class Engine:
         self._check(plan, bool(late))
         blobs = self._join_blobs(plan)
         if self._lanes is not None:
-            plan.shape = self._lanes.agree(StepShape.of(plan.rows), active=True)
+            plan.shape = self._lanes.agree(StepShape.of(plan.rows, follows=plan.follows), active=True)
         decided = self._now()
         self.executor.submit(plan, blobs)
         self.counters.schedule_seconds += decided - began

@@ -6,25 +6,32 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dovetail.core.engine.draft_pages import DraftPages
+from dovetail.core.interfaces.plan import DECODE
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from dovetail.core.interfaces import Sequence
+    from dovetail.core.interfaces import KVGroup, SchedulerLimits, Sequence, StepPlan
 
 _LOST = -(1 << 40)
 
 
 class Following:
-    """How many tokens of each row the drafter has fed to its own layers. It feeds prompts together with the target, and
-    in each step with drafts up to `window` further tokens of every decode row. Steps without drafts leave it behind."""
+    """How many tokens of each row the drafter has fed to its own layers. It feeds prompts together with the target, in
+    plans that say so (StepPlan.follows), and in each step with drafts up to `window` further tokens of every decode
+    row. Other steps leave rows behind."""
 
-    def __init__(self, slots: int, window: int | None, *, resumes: bool) -> None:
-        """`window`, `resumes`: those of the drafter (Drafter.window, Drafter.resumes)."""
-        self._window, self._resumes = window, resumes
-        self._entry_S2 = np.full((slots, 2), -1, np.int64)
-        """(uid, epoch) of the sequence in each slot."""
-        self._known_S = np.zeros(slots, np.int64)
-        """Its tokens that the drafter knows, an upper bound while results are missing."""
+    def __init__(self, limits: SchedulerLimits, group: KVGroup | None) -> None:
+        """`group`: see DraftPages; None = no sequence takes over pages of another."""
+        self._window, self._resumes = limits.draft_window, limits.draft_resumes
+        self._known_S = np.zeros(limits.max_seqs, np.int64)
+        """Tokens of the sequence in each slot that the drafter knows, an upper bound while results are missing."""
+        self._pages = None
+        if self._window is not None and group is not None:
+            self._pages = DraftPages(group, limits.max_seqs)
+            self._uncertain = limits.depth * self._window
+            """Tokens of a decode row, at most, that count as known and are not, while results are missing."""
 
     @property
     def needed(self) -> bool:
@@ -49,6 +56,38 @@ class Following:
             reached_R = np.where(computed_R - known_R < self._window, reached_R, _LOST)
         self._known_S[slots_R] = reached_R
 
+    def planned(self, plan: StepPlan) -> None:
+        """Note a plan's joins and chunks of prompts. Write Join.lacking."""
+        if self._pages is not None:
+            self._move_pages(plan, self._pages)
+        for i, join in enumerate(plan.joins):
+            known = join.computed
+            if self._pages is not None and known:
+                known = self._pages.known(join.slot, known)
+                if known < join.computed:
+                    plan.joins[i] = join._replace(lacking=join.computed - known)
+            self._known_S[join.slot] = known
+        if not plan.follows:
+            return
+        for row in reversed(plan.rows):
+            if row.flags & DECODE:
+                break
+            # The KV after a gap is wrong.
+            if self._known_S[row.slot] >= row.bound - row.count:
+                self._known_S[row.slot] = row.bound
+                if self._pages is not None:
+                    self._pages.fill(row.slot, row.bound)
+
+    def _move_pages(self, plan: StepPlan, pages: DraftPages) -> None:
+        """Note which sequence has which pages from this plan on."""
+        for slot in plan.leaves:
+            pages.fill(slot, int(self._known_S[slot]) - self._uncertain)
+            pages.leave(slot)
+        pages.copy(plan.ops)
+        joining = {join.slot: join.computed for join in plan.joins}
+        for slot in pages.take(plan.pages, joining) - joining.keys():
+            pages.fill(slot, int(self._known_S[slot]) - self._uncertain)
+
     def had_none(self, slot: int) -> bool:
         """Note that a row had no drafts where some were planned. Return whether the drafter had fallen behind: it has
         drafts for each row that it follows."""
@@ -59,15 +98,8 @@ class Following:
         return True
 
     def _look_at(self, rows: list[Sequence]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return slots and computed tokens of the rows, after sequences that are new in their slots are noted."""
-        columns = [(seq.slot, seq.computed, seq.uid, seq.epoch) for seq in rows]
-        slots_R, computed_R, *entry_2R = np.array(columns, np.int64).T
-        entry_R2 = np.stack(entry_2R, 1)
-        for i in np.flatnonzero((self._entry_S2[slots_R] != entry_R2).any(1)).tolist():
-            # The output of a preempted sequence is fed as a prompt. Of others, only the prompt was.
-            seq = rows[i]
-            self._known_S[seq.slot] = seq.computed if seq.epoch else min(seq.computed, seq.prompt_len)
-        self._entry_S2[slots_R] = entry_R2
+        """Return slots and computed tokens of the rows."""
+        slots_R, computed_R = np.array([(seq.slot, seq.computed) for seq in rows], np.int64).T
         # Drafts that were rejected since are known no longer.
         self._known_S[slots_R] = np.minimum(self._known_S[slots_R], computed_R)
         return slots_R, computed_R

@@ -67,7 +67,8 @@ class PolicyScheduler(Scheduler):
         are unchanged: each attempt would visit all pages of the prompt and count as a use of its cached pages."""
         self._may_displace = type(self).gives_way is not PolicyScheduler.gives_way
         weighs = limits.lookahead > 0 and limits.weighs_drafts
-        self._drafting = Drafting(limits) if weighs else None
+        # In groups without a window a prefix has all of its pages. A drafter's groups come last.
+        self._drafting = Drafting(limits, *[group for group in kv.groups if not group.window][-1:]) if weighs else None
         self._drafts: Mapping[int, int] | None = None
         """Drafts of decode rows in this step by uid, where they are expected to pay; None = all rows have drafts."""
 

@@ -38,7 +38,7 @@ class ProgressWatch:
         `waits`: rows of the plan need a grammar's mask."""
         if plan.leaves:
             self._leave(plan.leaves, unfinished)
-        for slot, uid, _, _, _ in plan.joins:
+        for slot, uid, *_ in plan.joins:
             self._holders[slot] = uid
         if not self._staying:
             self._staying = set(self._holders)

@@ -190,6 +190,13 @@ class CostModel(ABC):
         first = self.drafter.step_seconds([RowWork(1 + drafts, context, 1, rows)])
         return first + (drafts - 1) * self.drafter.decode_seconds(rows, context)
 
+    def follow_seconds(self, rows: Iterable[RowWork]) -> float:
+        """Device time of feeding these chunks of prompts to the layers of a drafter with a window (Drafter.window), in
+        the step that feeds them to the model. Default: a step of the model inside the drafter, without logits."""
+        if self.drafter is None:
+            return 0.0
+        return self.drafter.step_seconds(row._replace(sampled=0) for row in rows)
+
     def decode_seconds(self, batch: int, context: int) -> float:
         """Time per output token: a step that feeds one token to each of `batch` sequences of length `context`."""
         return self.step_seconds([RowWork(1, context, times=batch)])

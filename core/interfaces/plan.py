@@ -69,18 +69,26 @@ class StepShape(NamedTuple):
     """Pairs of a prompt token and a key that it may attend to."""
     guided: int
     """1 = a row with late inputs may verify drafts, so that the host reads drafts before the layers end."""
+    follows: int = 1
+    """StepPlan.follows; 0 without rows."""
 
     @staticmethod
-    def of(rows: Sequence[Row]) -> StepShape:
-        """Return the shape of rows in canonical order."""
+    def of(rows: Sequence[Row], *, follows: bool = True) -> StepShape:
+        """Return the shape of rows in canonical order. `follows`: StepPlan.follows."""
         if not rows:
-            return StepShape(0, 0, 0, 0, 0, 0)
+            return StepShape(0, 0, 0, 0, 0, 0, 0)
         decodes = sum(1 for row in rows if row.flags & DECODE)
         moved = sum(1 for row in rows if not row.flags & SAMPLE)
         pairs, width = sum(row.count * row.bound for row in rows[decodes:]), 1 + max(map(_DRAFT, rows))
         late = width > 1 and max(map(_FLAGS, rows)) >= LATE
         return StepShape(
-            sum(row.count for row in rows), decodes, max(len(rows) - decodes, moved), width, pairs, int(late)
+            sum(row.count for row in rows),
+            decodes,
+            max(len(rows) - decodes, moved),
+            width,
+            pairs,
+            int(late),
+            int(follows),
         )
 
     @staticmethod
@@ -99,6 +107,9 @@ class Join(NamedTuple):
     """Tokens whose KV is already in the given pages (prefix hit or fork). No step writes there."""
     again: int = 0
     """1 = the first row feeds the last of these tokens again, because the drafter needs its hidden state."""
+    lacking: int = 0
+    """Number of these tokens, the last ones, whose KV the drafter's own pages lack: they were computed in steps that
+    the drafter did not follow."""
 
 
 class PageDelta(NamedTuple):
@@ -151,6 +162,9 @@ class StepPlan:
     ops: list[PageOp] = field(default_factory=list)
     drafts: list[HostDraft] = field(default_factory=list)
     lane: int = 0
+    follows: bool = True
+    """Whether the drafter feeds the step's chunks of prompts to its own layers. Without it, it has no drafts for these
+    rows, or none until it has caught up (Drafter.resumes)."""
     shape: StepShape | None = None
     """Greatest bounds over all lanes. The engine sets it; None = no lanes share experts with this one."""
 

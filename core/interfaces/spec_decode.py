@@ -194,8 +194,7 @@ class FedTokens:
     slots_T: torch.Tensor
     """int64: slot of each token."""
     ctx: ForwardContext
-    """Positions of the tokens, and attention of the target's KV groups; in steps with chunks of prompts also of the
-    drafter's own."""
+    """Positions of the tokens, and attention of the target's KV groups; with `follow` also of the drafter's own."""
     slots_B: torch.Tensor
     """int64: slot of each row."""
     row_start_B1: torch.Tensor
@@ -205,6 +204,9 @@ class FedTokens:
     decodes: int
     """Number of decode rows, which come first and feed a sampled token and its drafts, of which the step may reject
     any. The other rows are chunks of prompts."""
+    follow: bool = True
+    """Whether a drafter with pages of its own feeds these tokens to its layers. False = the step has no chunks of
+    prompts, or their rows are not expected to have drafts that pay: the drafter then leaves them behind."""
 
 
 class Drafter(ABC):
@@ -268,8 +270,8 @@ class Drafter(ABC):
 
     def join(self, slots_J: torch.Tensor, computed_J: torch.Tensor) -> None:
         """Called before the first step of new sequences (int64, on the device): each takes a slot, and the KV of its
-        first `computed` tokens is in its pages, because another sequence computed it or it was forked. With
-        `follows_features` the first step feeds the last of these tokens again."""
+        first `computed` tokens is in its pages, because another sequence computed it or it was forked. The target's
+        pages may hold more. With `follows_features` the first step feeds the last token of the target's again."""
 
     def enter(self, slot: int, request: Request) -> None:
         """A sequence of this request takes the slot. Called on the host of each rank, before `join`. Work on the device

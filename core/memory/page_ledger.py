@@ -42,7 +42,7 @@ class PageLedger:
         """Apply a plan. Return what is wrong with its pages, or None. `sequences`: those that join, by uid."""
         for slot in plan.leaves:
             self._leave(slot)
-        for slot, uid, _, computed, _ in plan.joins:
+        for slot, uid, _, computed, *_ in plan.joins:
             self._holders[slot], self._given[slot] = sequences[uid], computed
         shared: list[tuple[int, int, PageDelta]] = []
         tables, names, newest = self._tables, self._names, self._newest

@@ -2,7 +2,8 @@
 exactly what was encoded or raises ValueError.
 
     plan = magic 4s | version u16 | 0 u16 | crc32 u32 of the rest | 0 u32 | int64 ...
-           int64: step, lane, state, then the eight counts of _COUNTS, then the sections in that order, row by row
+           int64: step, lane, state, follows, then the eight counts of _COUNTS, then the sections in that order, row
+           by row
     blob = magic 4s | version u16 | 0 u16 | crc32 u32 of the rest | JSON bytes u32 | int32 token ids ... | JSON
     late = magic 4s | version u16 | 0 u16 | crc32 u32 of the int64s | rows u32
            | int64 step, words, row ..., drafts of each row ... | uint32 mask words, row by row ...
@@ -40,11 +41,11 @@ from dovetail.core.interfaces import (
     StepShape,
 )
 
-VERSION = 7
+VERSION = 8
 PLAN_MAGIC, BLOB_MAGIC, LATE_MAGIC = b"DVTP", b"DVTB", b"DVTL"
 
 _PREFIX = struct.Struct("<4sHHII")
-_FIRST = ("step", "lane", "state")
+_FIRST = ("step", "lane", "state", "follows")
 _COUNTS = ("rows", "joins", "leaves", "pages", "ops", "drafts", "draft tokens", "shapes")
 _RECORDS = Row, Join, PageDelta, PageOp, StepShape
 _ROW, _JOIN, _PAGE, _OP, _SHAPE = (len(record._fields) for record in _RECORDS)
@@ -61,7 +62,7 @@ def encode_plan(plan: StepPlan, state: int = 0) -> bytes:
     shape = [] if plan.shape is None else [plan.shape]
     sized: tuple[Sized, ...] = rows, joins, leaves, pages, ops, drafts, draft_tokens, shape
     counts = tuple(map(len, sized))
-    first = (plan.step, plan.lane, state)
+    first = (plan.step, plan.lane, state, int(plan.follows))
     size = _HEAD + sum(map(mul, counts, _WIDTHS))
     numbers = _flatten((first, counts, *rows, *joins, leaves, *pages, *ops, *heads, draft_tokens, *shape))
     try:
@@ -76,12 +77,14 @@ def decode_plan(data: bytes | memoryview) -> tuple[StepPlan, int]:
     body, spare = _open(data, PLAN_MAGIC, "plan")
     if spare or len(body) % 8 or len(body) < 8 * _HEAD:
         raise ValueError(f"a plan of {len(body)} bytes after its prefix is not whole: it has at least {_HEAD} int64")
-    step, lane, state, *counts = struct.unpack_from(f"<{_HEAD}q", body)
+    step, lane, state, follows, *counts = struct.unpack_from(f"<{_HEAD}q", body)
     size = _HEAD + sum(map(mul, counts, _WIDTHS))
     if min(counts) < 0 or 8 * size != len(body):
         named = ", ".join(f"{count} {name}" for name, count in zip(_COUNTS, counts, strict=True))
         raise ValueError(f"a plan of {named} has {size} int64, and this one has {len(body) // 8}")
 
+    if follows not in (0, 1):
+        raise ValueError(f"a plan's `follows` is 0 or 1, and this one has {follows}")
     at = 8 * _HEAD
     sections: list[Iterator[tuple[int, ...]]] = []
     for count, width in zip(counts, _WIDTHS, strict=True):
@@ -98,6 +101,7 @@ def decode_plan(data: bytes | memoryview) -> tuple[StepPlan, int]:
         ops=_records(PageOp, ops),
         drafts=_drafts(list(drafts), [token for (token,) in tokens]),
         lane=lane,
+        follows=bool(follows),
         shape=_shape(_records(StepShape, shapes)),
     )
     return plan, state

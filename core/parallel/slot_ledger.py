@@ -48,7 +48,7 @@ class SlotLedger:
             if slot not in self.slots:
                 raise ValueError(f"step {plan.step}: slot {slot} leaves, but no sequence holds it")
             self._held ^= _holder(slot, *self.slots.pop(slot))
-        for slot, uid, epoch, _, _ in plan.joins:
+        for slot, uid, epoch, *_ in plan.joins:
             if slot in self.slots:
                 raise ValueError(f"step {plan.step}: uid {uid} joins slot {slot}, which {self._who(slot)} holds")
             self.slots[slot] = uid, epoch

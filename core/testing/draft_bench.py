@@ -127,11 +127,13 @@ class Bench:
         keys: torch.Tensor | None = None,
         chunk: int = 0,
         shared: int = 0,
+        follow: bool = True,
     ) -> None:
         """Give each history a slot of a new device state, and feed it in chunks of `chunk` tokens (0 = whole) up to its
         last token. Tokens that the drafter must not read depend on `poison`, and its pages hold NaN. keys: int64
         [slots]; None = each key depends on the sequence's tokens alone. `shared`: pages that the second sequence takes
-        over from the first, which is fed before."""
+        over from the first, which is fed before. `follow`: whether the drafter follows the prompts; with
+        `shared`, the first one."""
         view, generator = self.view, torch.Generator().manual_seed(poison)
         self.state = state = DeviceState(
             slots=self.slots,
@@ -162,36 +164,39 @@ class Bench:
             state.key_S[slot] = _key(history) if keys is None else keys[slot]
         if shared:
             first, second = self.rows
-            self._feed({first: histories[first]}, 0, chunk)
+            self._feed({first: histories[first]}, 0, chunk, follow=follow)
             for table in state.tables.values():
                 table[second, :shared] = table[first, :shared]
-            self._feed({second: histories[second]}, shared * self.page, chunk)
+            computed = shared * self.page
+            self._feed({second: histories[second]}, computed, chunk, known=computed if follow else 0)
         else:
-            self._feed(histories, 0, chunk)
+            self._feed(histories, 0, chunk, follow=follow)
 
-    def _feed(self, histories: Histories, computed: int, chunk: int) -> None:
-        """Announce the sequences, and feed them as the chunks of a prompt."""
+    def _feed(self, histories: Histories, computed: int, chunk: int, *, known: int = 0, follow: bool = True) -> None:
+        """Announce the sequences, and feed them as the chunks of a prompt. `computed`: tokens in the target's pages,
+        and `known` in the drafter's. `follow`: FedTokens.follow."""
         state, slots = self.state, list(histories)
         begin = max(computed - self.drafter.follows_features, 0)
         state.given_S[slots], state.computed_S[slots] = computed, begin
-        self.drafts.join(torch.tensor(slots))
+        self.drafts.join(torch.tensor([slots, [known] * len(slots)]))
         rest = {slot: len(history) - 1 - begin for slot, history in histories.items()}
         while any(rest.values()):
             counts = {slot: min(left, chunk or left) for slot, left in rest.items() if left}
-            self.step(counts, 0)
+            self.step(counts, 0, follow=follow)
             for slot, count in counts.items():
                 state.computed_S[slot] += count
                 rest[slot] -= count
 
     @torch.inference_mode()
-    def step(self, counts: Mapping[int, int], decodes: int) -> None:
+    def step(self, counts: Mapping[int, int], decodes: int, *, follow: bool = True) -> None:
         """Show the drafter a step that feeds `counts` tokens by slot; the first `decodes` rows are decode rows. The
-        hidden states depend on the tokens up to theirs."""
+        hidden states depend on the tokens up to theirs. `follow`: whether it follows chunks of prompts."""
         state, slots_B = self.state, torch.tensor(list(counts))
         row_start_B1 = torch.tensor([0, *counts.values()]).cumsum(0).int()
         host = HostBounds(tuple(counts.values()), (state.tokens_SL.shape[1],) * len(counts), decodes)
         total, attention = sum(counts.values()), self.view.build.attention
-        groups = self.drafts.groups_to_lay_out(self.groups, chunks=decodes < len(counts))
+        follow = follow and decodes < len(counts)
+        groups = self.drafts.groups_to_lay_out(self.groups, follow=follow)
         tokens, attn = lay_out(slots_B, row_start_B1, total, host, state, groups, attention)
         states = []
         for token, slot in enumerate(tokens.slots_T.tolist()):
@@ -204,7 +209,7 @@ class Bench:
             states.append(torch.randn(self.view.build.spec.hidden, generator=torch.Generator().manual_seed(seed)))
         hidden_TC = torch.stack(states)
         taps = {layer: hidden_TC + layer for layer in self.drafter.taps}
-        self.drafts.observe(slots_B, row_start_B1, decodes, tokens, attn, Hidden(hidden_TC, taps))
+        self.drafts.observe(slots_B, row_start_B1, decodes, tokens, attn, Hidden(hidden_TC, taps), follow=follow)
 
     @torch.inference_mode()
     def guess(self, k: int | None = None, most: Seq[int] | None = None) -> list[Guesses]:
@@ -252,7 +257,7 @@ class Bench:
         if beside and free is not None:
             state.tokens_SL[free, : len(beside)] = torch.tensor(beside, dtype=torch.int32)
             state.given_S[free] = state.computed_S[free] = 0
-            self.drafts.join(torch.tensor([free]))
+            self.drafts.join(torch.tensor([free, 0]))
             counts[free] = len(beside)
         self.step(counts, len(self.rows))
         if drafts and state.trees is not None:

@@ -308,6 +308,25 @@ class DrafterContract:
         else:
             assert not any(guesses.tokens for guesses in found), "resumes = False: rows left behind have no more drafts"
 
+    @pytest.mark.parametrize("shared", [0, 2])
+    def test_a_prompt_that_it_does_not_follow_leaves_rows_behind(self, shared: int) -> None:
+        """The drafter feeds none of its tokens, so they are missing in its pages, also for a sequence that shares them
+        as a prefix. If the drafter resumes, rows catch up; otherwise they have no drafts."""
+        bench, rng = self.asked(), random.Random(13)
+        if (window := bench.drafter.window) is None:
+            pytest.skip("window = None: drafts do not depend on earlier proposals")
+        prefix = [rng.randrange(self.vocab) for _ in range(2 * bench.page)]
+        histories = {1: [*prefix, 1, 2], 0: [*prefix, 3, 1, 1, 4]}
+        bench.seat(histories, shared=shared, follow=False)
+        for _ in range(2 * bench.page // window):
+            assert not any(guesses.tokens for guesses in bench.guess()), "it drafts for rows that it did not follow"
+        for _ in range(-(-6 // window)):
+            found = bench.guess()
+        if bench.drafter.resumes:
+            _assert_same(self.guess(histories), found, "drafts depend on who followed the prompt")
+        else:
+            assert not any(guesses.tokens for guesses in found), "resumes = False: rows left behind have no more drafts"
+
     def test_observe_is_called_every_step(self) -> None:
         """observe must work with any number of tokens per row and without a propose between two calls."""
         bench = self.bench()

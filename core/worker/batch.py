@@ -103,11 +103,12 @@ def lay_out(
     attention: AttentionBackend,
     first_S: torch.Tensor | None = None,
     tree: TreeMask | None = None,
+    given_S: torch.Tensor | None = None,
 ) -> tuple[TokenLayout, dict[int, AttnCtx]]:
     """Lay out `total` tokens, and attention metadata by KV group. Positions come from lengths on the device, so rows
     can be laid out before the previous step has ended. All work is on the device and can be captured. `first_S`:
     index of each slot's first token, in a pass of the drafter; by default the number of computed ones. `tree`: mask of
-    such a pass over drafts of trees."""
+    such a pass over drafts of trees. `given_S`: as in lay_out_pages, by default the state's."""
     drafts_S = state.drafts_S if first_S is None else None
     first_S = state.computed_S if first_S is None else first_S
     tokens = lay_out_tokens(
@@ -118,10 +119,11 @@ def lay_out(
         tokens = replace(tokens, positions_T=positions_T, index_T=tokens.positions_T, tree=tree)
     elif drafts_S is not None and state.trees is not None and host.widest_decode > 1:
         tokens = place_tree(tokens, first_S, state.trees, host.num_decode)
+    given_S = state.given_S if given_S is None else given_S
     planned = attention.plan_host(host)
     attn = {}
     for group in groups:
-        pages = lay_out_pages(slots_B, tokens, state.tables[group.id], state.given_S, group.page_tokens)
+        pages = lay_out_pages(slots_B, tokens, state.tables[group.id], given_S, group.page_tokens)
         meta = BatchMeta(
             row_start_B1=row_start_B1,
             kv_len_B=tokens.kv_len_B,

@@ -53,6 +53,10 @@ class Drafts:
         self._passes = target_groups if drafter.on_target_pages else self.groups
         """KV groups of the drafter's passes."""
         self._adapters = adapters if drafter.on_target_pages else None
+        # A pass that catches up writes the pages of a cached prefix that lack the drafter's KV. Rows that share them
+        # have the same tokens there, and so write the same values.
+        resumes = bool(self.groups) and drafter.resumes
+        self._given_S = torch.zeros_like(state.given_S) if resumes else state.given_S
         self._collective = collective if collective is not None and collective.size > 1 else None
         self.lookahead, self.taps = drafter.lookahead, drafter.taps
         self.on_device = self.lookahead > 0 and not drafter.needs_host_tokens
@@ -60,11 +64,11 @@ class Drafts:
         self.takes_leave = self.on_device and type(drafter).leave is not Drafter.leave
         """Whether the drafter does something when a sequence leaves; its arguments cost a launch per slot."""
 
-    def groups_to_lay_out(self, groups: Seq[KVGroup], *, chunks: bool) -> Seq[KVGroup]:
-        """Return those of all KV groups that a step lays out. Without chunks of prompts these are the target's: the
-        drafter feeds sampled tokens in its next proposal, so steps without drafts do not pay for it."""
+    def groups_to_lay_out(self, groups: Seq[KVGroup], *, follow: bool) -> Seq[KVGroup]:
+        """Return those of all KV groups that a step lays out. `follow`: FedTokens.follow. Without it these are the
+        target's: the drafter feeds sampled tokens in its next proposal, so steps without drafts do not pay for it."""
         own = {group.id for group in self.groups}
-        return groups if chunks else [group for group in groups if group.id not in own]
+        return groups if follow else [group for group in groups if group.id not in own]
 
     def propose(
         self,
@@ -122,7 +126,16 @@ class Drafts:
             if bits_BN is not None:
                 tree = TreeMask((lengths_B - 1).repeat_interleave(count), bits_BN.reshape(-1))
             tokens, attn = lay_out(
-                slots_B, row_start_B1, rows * count, host, state, self._passes, self.attention, first_S, tree
+                slots_B,
+                row_start_B1,
+                rows * count,
+                host,
+                state,
+                self._passes,
+                self.attention,
+                first_S,
+                tree,
+                self._given_S,
             )
             return tokens.ids_T, ForwardContext(tokens.positions_T, attn, tokens.live_T)
 
@@ -184,9 +197,9 @@ class Drafts:
                 keep_path(pool, self.state.tables[id], path)
         self.drafter.keep(path)
 
-    def join(self, slots_J: torch.Tensor) -> None:
-        """Announce sequences whose state is in these slots."""
-        self.drafter.join(slots_J, self.state.given_S[slots_J])
+    def join(self, joins_N: torch.Tensor) -> None:
+        """Announce sequences (`row_sections.pack_joins`)."""
+        self.drafter.join(*joins_N.view(2, -1).unbind(0))
 
     def take_host(self, drafts_N: torch.Tensor) -> None:
         """Write drafts that the host found (`row_sections.pack_host_drafts`)."""
@@ -207,13 +220,16 @@ class Drafts:
         tokens: TokenLayout,
         attn: Mapping[int, AttnCtx],
         hidden: Hidden,
+        *,
+        follow: bool,
     ) -> None:
-        """Show the drafter what a step fed and its layers computed."""
+        """Show the drafter what a step fed and its layers computed. `follow`: FedTokens.follow."""
         if not self.lookahead:
             return
         ctx = ForwardContext(tokens.positions_T, attn, tokens.live_T)
         self.drafter.observe(
-            FedTokens(tokens.ids_T, tokens.slots_T, ctx, slots_B, row_start_B1, tokens.kv_len_B, decodes), hidden
+            FedTokens(tokens.ids_T, tokens.slots_T, ctx, slots_B, row_start_B1, tokens.kv_len_B, decodes, follow),
+            hidden,
         )
 
 

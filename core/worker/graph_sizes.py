@@ -25,6 +25,8 @@ class Capacity:
     """Decode rows feed up to W tokens each; False = exactly W in decode steps."""
     adapted: bool = False
     """Rows may have adapters."""
+    follows: bool = True
+    """Whether the drafter feeds chunks of prompts to its own layers."""
 
     @property
     def rows(self) -> int:
@@ -33,6 +35,11 @@ class Capacity:
     @property
     def sections(self) -> GraphSections:
         return GraphSections(self.decodes, self.chunks, self.samples, self.ragged)
+
+    @property
+    def follow(self) -> bool:
+        """FedTokens.follow"""
+        return self.chunks > 0 and self.follows
 
     @property
     def drafts(self) -> bool:

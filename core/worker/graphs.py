@@ -4,7 +4,8 @@ rows that sample, after any layers. With adapters, layers have a second set of g
 adapter, so that other steps do not pay for adapters. With drafts, decode steps and drawing have two more sets: for
 steps in which each row verifies all drafts, one graph per number of rows, and for steps whose rows verify unlike
 numbers of drafts, one per number of tokens. The former begin with the drafter's work; before other steps it is a graph
-by itself, one per number of decode rows.
+by itself, one per number of decode rows. If the drafter has pages of its own, mixed steps have a second set, for
+prompts that it does not follow.
 
 The rows are the only input of a replay. A graph reads the rest (lengths, tokens, page tables) from the device state.
 Unused capacity is padding: rows of the scratch slot, which is never written, rows without tokens, and tokens without a
@@ -136,9 +137,10 @@ class StepGraphs:
         max_len: int,
         adapters: Adapters | None = None,
         processors: Seq[LogitsProcessor] = (),
+        skips: bool = False,
     ) -> None:
         """`most_tokens`: tokens of the largest mixed step that gets a graph; 0 = none does. `processors`: those that
-        draws apply, in this order."""
+        draws apply, in this order. `skips`: whether there may be prompts that the drafter does not follow."""
         self.model, self.state, self.groups, self.attention = model, state, groups, attention
         self.drafts, self.max_len = drafts, max_len
         self.widths = (1, 1 + drafts.lookahead) if drafts.lookahead else (1,)
@@ -146,7 +148,10 @@ class StepGraphs:
         # Of graphs with equally many tokens, those of ragged rows are picked last.
         self.capacities = [self._ragged(tokens) for tokens in self._ragged_sizes]
         self.capacities += [Capacity(size * w, size, 0, size, w) for w in self.widths for size in self.sizes]
-        self.capacities += [self._mixed(tokens) for tokens in token_sizes(most_tokens)]
+        mixed = [self._mixed(tokens) for tokens in token_sizes(most_tokens)]
+        self._skips = skips and bool(drafts.groups)
+        self.capacities += mixed
+        self.capacities += [replace(capacity, follows=False) for capacity in mixed if self._skips]
         self._adapters, self._processors = adapters, processors
         self.draws = [draw for draw in DRAWS if processors or Draw.PROCESSED not in draw]
         if adapters is not None:
@@ -286,12 +291,13 @@ class StepGraphs:
             self.drafts.propose(slots_B, most_B, capacity.width - 1, bound=self.max_len, adapted=capacity.adapted)
         counts = (capacity.width,) * capacity.decodes + (capacity.tokens,) * capacity.chunks
         host = HostBounds(counts, (self.max_len,) * rows, capacity.decodes)
-        groups = self.drafts.groups_to_lay_out(self.groups, chunks=capacity.chunks > 0)
+        groups = self.drafts.groups_to_lay_out(self.groups, follow=capacity.follow)
         tokens, attn = lay_out(slots_B, row_start_B1, capacity.tokens, host, state, groups, self.attention)
         ctx = ForwardContext(tokens.positions_T, attn, tokens.live_T)
         with adapting(self._adapters if capacity.adapted else None, state.adapter_S, tokens.slots_T):
             hidden = self.model.forward(self.model.embed(tokens.ids_T), ctx, self.drafts.taps)
-        self.drafts.observe(slots_B, row_start_B1, capacity.decodes, tokens, attn, hidden)
+        observed = slots_B, row_start_B1, capacity.decodes, tokens, attn, hidden
+        self.drafts.observe(*observed, follow=capacity.follow)
         if chunks_N is not None:
             advance_chunks(chunks_N, state.computed_S)
         if capacity.ragged:
@@ -310,17 +316,21 @@ class StepGraphs:
             return self._ragged_inputs.first(size.rows, size.tokens)
         return self.inputs[size.width].first(size.rows)
 
-    def pick(self, shape: StepShape, adapted: bool = False, *, drafts: bool = True) -> ForwardGraph | None:
+    def pick(
+        self, shape: StepShape, adapted: bool = False, *, drafts: bool = True, follows: bool = True
+    ) -> ForwardGraph | None:
         """Return the smallest graph that serves a step, if any. `adapted`: some row has an adapter. `drafts`: whether
-        the graph may begin with the drafter's work."""
+        the graph may begin with the drafter's work. `follows`: StepPlan.follows."""
         tokens, decodes, chunks = shape.tokens, shape.decodes, shape.chunks
         if shape.pairs > MOST_PAIRS:
             return None
         width = self.widths[-1] if chunks else self._width(shape.width)
+        follows |= not chunks or not self._skips
         for graph in self._forward:
             capacity = graph.capacity
             if (
                 capacity.adapted is adapted
+                and capacity.follows is follows
                 and (drafts or not capacity.drafts)
                 and bool(capacity.chunks) is bool(chunks)
                 and capacity.width == width

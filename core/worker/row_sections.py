@@ -7,13 +7,14 @@
 | row slots | [B] | slot |
 | row starts | [B + 1] | index of the row's first token; then the number of tokens |
 | draft rows | [2, D] | slots of decode rows; drafts to verify at most |
+| joins | [2, J] | slots; tokens whose KV is in the drafter's pages |
 | host drafts | [H, 2 + K] | slot, number of drafts, drafts |
 
 A step without a graph sends the first four (`StepSections`). A graph reads them from one tensor (`GraphSections`), in
 which padding rows name the scratch slot. Draft rows are sent unless the graph of a decode step drafts too.
 
-B rows, R rows that sample, X rows that do not, D decode rows, H rows with drafts from the host, K most drafts of a row,
-W = 1 + K, T tokens.
+B rows, R rows that sample, X rows that do not, D decode rows, J joins, H rows with drafts from the host, K most drafts
+of a row, W = 1 + K, T tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from dovetail.core.interfaces.plan import SAMPLE, HostDraft
+from dovetail.core.interfaces.plan import SAMPLE, HostDraft, Join
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -107,6 +108,11 @@ def pack_draft_rows(rows: Rows, size: int, scratch: int) -> list[int]:
     """Return the decode rows, padded to `size` rows, flat."""
     padding = size - rows.decodes
     return [*rows.slots[: rows.decodes], *[scratch] * padding, *rows.drafts[: rows.decodes], *[0] * padding]
+
+
+def pack_joins(joins: Seq[Join]) -> list[int]:
+    """Return the joins as the drafter needs them, flat."""
+    return [*(join.slot for join in joins), *(join.computed - join.lacking for join in joins)]
 
 
 def pack_host_drafts(drafts: Seq[HostDraft], most: int) -> list[int]:

@@ -48,6 +48,7 @@ from dovetail.core.worker.row_sections import (
     advance_chunks,
     pack_draft_rows,
     pack_host_drafts,
+    pack_joins,
     pack_samples,
     unpack_samples,
 )
@@ -237,7 +238,8 @@ class Runner:
         graphs = self.graphs
         adapted = not self.slots.adapted.isdisjoint(rows.slots)
         guided = plan.late and rows.width > 1
-        graph = self._pick(plan.shape or rows.shape, adapted, guided)
+        follows = plan.follows if plan.shape is None else bool(plan.shape.follows)
+        graph = self._pick(plan.shape or rows.shape, adapted, guided, follows)
         if graph is not None:
             starts = graphs.starts(graph, rows)
             sections = [graphs.section(graph, rows, starts)]
@@ -250,7 +252,7 @@ class Runner:
             size = rows.decodes if graph is None else graphs.draft_size(rows)
             sections.append(pack_draft_rows(rows, size, state.scratch))
         if joins := bool(plan.joins) and self.drafts.on_device:
-            sections.append([join.slot for join in plan.joins])
+            sections.append(pack_joins(plan.joins))
         if plan.drafts:
             sections.append(pack_host_drafts(plan.drafts, self.drafts.lookahead))
         began = self.results.clock.mark()
@@ -276,7 +278,8 @@ class Runner:
                 began, batch, hidden, starts, sent[0][graph.sections.before_samples :], graph, drafted
             )
         step = StepSections(*sent)
-        groups = self.drafts.groups_to_lay_out(parts.groups, chunks=rows.decodes < len(rows))
+        follow = follows and rows.decodes < len(rows)
+        groups = self.drafts.groups_to_lay_out(parts.groups, follow=follow)
         batch = build_batch(
             rows, step.slots_B, step.row_start_B1, state, groups, parts.attention, self.drafts.lookahead
         )
@@ -284,15 +287,18 @@ class Runner:
         with adapting(parts.adapters if adapted else None, state.adapter_S, batch.tokens.slots_T):
             layers = parts.overlapped or parts.model.forward
             hidden = layers(parts.model.embed(batch.tokens.ids_T), ctx, parts.drafter.taps)
-        self.drafts.observe(step.slots_B, step.row_start_B1.int(), rows.decodes, batch.tokens, batch.attn, hidden)
+        observed = step.slots_B, step.row_start_B1.int(), rows.decodes, batch.tokens, batch.attn, hidden
+        self.drafts.observe(*observed, follow=follow)
         advance_chunks(step.chunks_N, state.computed_S)
         return _ForwardedStep(began, batch, hidden, starts, step.samples_N, None, drafted)
 
-    def _pick(self, shape: StepShape, adapted: bool = False, guided: bool = False) -> ForwardGraph | None:
+    def _pick(
+        self, shape: StepShape, adapted: bool = False, guided: bool = False, follows: bool = True
+    ) -> ForwardGraph | None:
         """Return the graph that runs the layers, if any: on all lanes alike."""
         # The host reads drafts of rows with masks before the layers end, so no graph may do both.
         drafts = not (guided or shape.guided)
-        graph = None if self.graphs is None else self.graphs.pick(shape, adapted, drafts=drafts)
+        graph = None if self.graphs is None else self.graphs.pick(shape, adapted, drafts=drafts, follows=follows)
         # Ranks with the same graph have equally many rows.
         rows = None if graph is not None else shard_rows(max(shape.tokens, 1), self.parts.connection.size)
         self._set_lane_rows(rows)
@@ -307,7 +313,7 @@ class Runner:
         """Run the layers of a plan without rows: this lane's experts get rows of other lanes."""
         began, none = self.results.clock.mark(), Rows(())
         if plan.shape is not None:
-            graph = self._pick(plan.shape)
+            graph = self._pick(plan.shape, follows=bool(plan.shape.follows))
             if graph is not None:
                 self.graphs.forward_padding(graph)
             else:
@@ -446,4 +452,5 @@ def make_graphs(parts: RankParts, state: DeviceState, drafts: Drafts) -> StepGra
         max_len=parts.max_len,
         adapters=parts.adapters,
         processors=[processor for processor in parts.processors.values() if processor.graph_safe],
+        skips=parts.engine.drafts == "paying",
     )

@@ -26,6 +26,7 @@ from dovetail.core.interfaces import (
     Request,
     Row,
     RowResult,
+    RowWork,
     StepPlan,
     StepResult,
     TokenLogprobs,
@@ -91,6 +92,7 @@ class SimulatedExecutor(Executor):
         self._cost = bind_cost(composition, spec, "simulated")
         drafter: Drafter = composition.build("spec_decode")
         self._lookahead, self._draft_depth = drafter.lookahead, drafter.depth
+        self._follows = drafter.lookahead > 0 and drafter.window is not None
         if drafter.simulated_rates:
             raise ConfigError(
                 "spec_decode.simulate_acceptance needs a device that verifies drafts, and executor=simulated makes up "
@@ -151,11 +153,15 @@ class SimulatedExecutor(Executor):
         return StepTimes(self._free_at, seconds, max(now - free_at, 0.0))
 
     def _draft_seconds(self, plan: StepPlan, cost: CostModel) -> float:
+        """Return the time of drafting, and of the drafter's part in prompts."""
+        seconds = 0.0
+        if self._follows and plan.follows and plan.rows and not plan.rows[-1].flags & DECODE:
+            seconds += cost.follow_seconds(RowWork.of(row) for row in plan.rows if not row.flags & DECODE)
         drafted = [row for row in plan.rows if row.draft] if self._lookahead else []
         if not drafted:
-            return 0.0
+            return seconds
         decodes = sum(row.flags & DECODE != 0 for row in plan.rows)
-        return cost.draft_seconds(decodes, self._draft_depth, max(row.bound for row in drafted))
+        return seconds + cost.draft_seconds(decodes, self._draft_depth, max(row.bound for row in drafted))
 
     def complete(self, late: LateInputs) -> None:
         self._ledger.complete(late)

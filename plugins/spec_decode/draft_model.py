@@ -85,8 +85,8 @@ class DraftModel(BuiltinDrafter):
         self.pages.join(slots_J, computed_J)
 
     def observe(self, fed: FedTokens, hidden: Hidden) -> None:
-        if fed.decodes == len(fed.slots_B):
-            return  # The next proposal feeds these tokens, as far as they are accepted.
+        if not fed.follow:
+            return  # Proposals feed these tokens, as far as they are accepted.
         self.model.forward(self._embed(fed.ids_T), fed.ctx)
         self.pages.fed(fed)
 

@@ -104,7 +104,7 @@ class Eagle(BuiltinDrafter):
 
     def observe(self, fed: FedTokens, hidden: Hidden) -> None:
         features_TF = self.feature(hidden)
-        if fed.decodes < len(fed.slots_B):
+        if fed.follow:
             before_TF = self.features.before(fed, features_TF)
             self.layer.forward(self._embed(fed.ids_T), self.layer.fuse(before_TF), fed.ctx)
             self.pages.fed(fed)

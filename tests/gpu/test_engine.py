@@ -99,12 +99,16 @@ def test_graphs_of_mixed_steps_give_the_reference_tokens(
     overrides += ["engine.max_seqs=4", f"engine.token_budget={budget}", f"spec_decode={drafter}"]
     picked, pick = [], StepGraphs.pick
 
-    def counted(self, rows, adapted=False, *, drafts=True):  # type: ignore[no-untyped-def]
-        picked.append(graph := pick(self, rows, adapted, drafts=drafts))
+    def counted(self, rows, adapted=False, **wanted):  # type: ignore[no-untyped-def]
+        picked.append(graph := pick(self, rows, adapted, **wanted))
         return graph
 
     monkeypatch.setattr(StepGraphs, "pick", counted)
     with LLM("tiny", overrides=overrides) as llm:
+        if drafter != "none":
+            # The drafter follows the prompts of every other step.
+            follow = lambda plan: setattr(plan, "follows", plan.step % 2 > 0)  # noqa: E731
+            llm.engine.scheduler._drafting._follow = follow  # type: ignore[attr-defined]
         got = [[g.token_ids for g in llm.generate(PROMPTS, GREEDY)] for _ in range(2)]
     assert got == [reference] * 2
     assert None not in picked and sum(1 for graph in picked if graph.capacity.chunks) > 2

@@ -118,6 +118,18 @@ def test_a_draft_model_that_ignores_joins_is_rejected() -> None:
     assert rejects(made, "test_pages_of_a_shared_prefix_serve_as_its_own")
 
 
+class CountsWhatItDidNotFollow(DraftModel):
+    def observe(self, fed: FedTokens, hidden: Hidden) -> None:
+        super().observe(fed, hidden)
+        self.pages.fed(fed)
+
+
+def test_a_draft_model_that_counts_prompts_without_feeding_them_is_rejected() -> None:
+    config = draft_model("spec_decode.lookahead=3").config
+    made = suite(TestDraftModel, make=lambda self: CountsWhatItDidNotFollow(config))
+    assert rejects(made, "test_a_prompt_that_it_does_not_follow_leaves_rows_behind")
+
+
 EAGLE_SHAPE = (
     "{hidden_size: 8, intermediate_size: 16, num_attention_heads: 2, num_key_value_heads: 1, vocab_size: 8, "
     "max_position_embeddings: 64, rms_norm_eps: 1.0e-5"

@@ -15,6 +15,7 @@ from dovetail.core.compose import compose
 from dovetail.core.engine.drafting import MAX_INTERVAL, Drafting
 from dovetail.core.engine.engine import Engine, start_engine
 from dovetail.core.interfaces import (
+    Join,
     Row,
     RowFlag,
     RowResult,
@@ -44,6 +45,20 @@ class ToyCost:
 
     def draft_seconds(self, rows: int, drafts: int, context: int) -> float:
         return 1e-3 * self.passes
+
+    def follow_seconds(self, rows: Iterable[RowWork]) -> float:
+        return 1e-3 * self.passes
+
+
+def feed(drafting: Drafting, seq: Any, decoding: Iterable[Any] = ()) -> bool:
+    """Run a step that feeds the whole prompt of a sequence, beside one token of the decoding ones, which `choose` has
+    seen. Return whether the drafter follows it."""
+    rows = [Row(other.slot, other.uid, 0, 1, other.computed + 1, 0, DECODE) for other in decoding]
+    rows.append(Row(seq.slot, seq.uid, 0, seq.prompt_len, seq.prompt_len, 0, int(RowFlag.SAMPLE)))
+    plan = StepPlan(0, rows, [Join(seq.slot, seq.uid, 0, 0)])
+    drafting.launched(plan)
+    drafting.update(plan, StepResult(0, tuple(RowResult(row.slot, row.uid, 0, (7,)) for row in rows), 5e-3, 0.0))
+    return plan.follows
 
 
 def sequence(i: int, grammar: object = None) -> Any:
@@ -167,6 +182,8 @@ def test_the_end_of_a_request_keeps_no_drafts_from_the_next_one() -> None:
     def step(uid: int, done: int, room: int) -> int:
         seq = sequence(0)
         seq.uid, seq.computed, seq.max_len, seq.limit = uid, 700 + done, 701 + done, 701 + done + room
+        if not done:
+            assert feed(drafting, seq)
         wanted = drafting.choose([seq], (), 1 << 16, cost)  # type: ignore[arg-type]
         own = wanted.get(uid, 0)
         plan = StepPlan(0, [])

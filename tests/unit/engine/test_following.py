@@ -7,10 +7,11 @@ import random
 import pytest
 
 from dovetail.core.engine.drafting import Drafting
-from dovetail.core.interfaces import Row, RowResult, SchedulerLimits, Sequence, StepPlan, StepResult
+from dovetail.core.interfaces import Join, Row, RowFlag, RowResult, SchedulerLimits, Sequence, StepPlan, StepResult
 
 from .test_drafting import DECODE, K, ToyCost, sequence
 
+SAMPLE = int(RowFlag.SAMPLE)
 PROMPT, OUTPUT, WINDOW = 700, 150, K + 1
 
 
@@ -20,7 +21,9 @@ class Device:
     def __init__(self, rows: int, *, resumes: bool, passes: float = 1.0) -> None:
         self.drafting = Drafting(SchedulerLimits(1 << 16, rows, 9999, K, draft_window=WINDOW, draft_resumes=resumes))
         self.resumes, self.cost, self.random = resumes, ToyCost(64, passes=passes), random.Random(1)
-        self.rows, self.known, self.uid = [], [], 0
+        self.rows, self.known, self.uid, self.prompts, self.followed = [], [], 0, 0, 0
+        self.entering: list[int] = []
+        """Slots whose sequences feed their prompts in the next step."""
         for slot in range(rows):
             self.rows.append(sequence(slot))
             self.known.append(0)
@@ -33,16 +36,18 @@ class Device:
         seq = self.rows[slot]
         seq.end = PROMPT + output
         seq.uid, seq.computed, seq.prompt_len = self.uid, PROMPT, PROMPT
-        self.known[slot] = PROMPT
+        self.entering.append(slot)
 
     def run(self, steps: int, share: float) -> list[int]:
-        """Return the drafts that each step verified. `share`: probability that one is accepted."""
+        """Return the drafts that each step with decode rows verified. `share`: probability that one is accepted."""
         found = []
         for step in range(steps):
-            decoding: list[Sequence] = self.rows  # type: ignore[assignment]
-            wanted = self.drafting.choose(decoding, (), 1 << 16, self.cost)  # type: ignore[arg-type]
+            entering, self.entering = self.entering, []
+            decoding: list[Sequence] = [seq for seq in self.rows if seq.slot not in entering]
+            wanted = self.drafting.choose(decoding, (), 1 << 16, self.cost) if decoding else {}  # type: ignore[arg-type]
             plan, results = StepPlan(step, []), []
-            for slot, seq in enumerate(self.rows):
+            for seq in decoding:
+                slot = seq.slot
                 own = wanted.get(seq.uid, 0)
                 able = seq.computed - self.known[slot] < WINDOW
                 self.useless += own * (not able)
@@ -52,21 +57,31 @@ class Device:
                 if wanted and able:
                     self.known[slot] = seq.computed + 1
                 elif wanted and self.resumes:
-                    self.known[slot] += WINDOW
+                    self.known[slot] = min(self.known[slot] + WINDOW, seq.computed + 1)
                 elif wanted:
                     self.known[slot] = -(1 << 30)
                 plan.rows.append(Row(slot, seq.uid, 0, 1 + own, seq.computed + 1 + own, own, DECODE))
                 results.append(RowResult(slot, seq.uid, 0, (7,) * (accepted + 1), drafted=own * able))
                 seq.computed += accepted + 1
+            for slot in entering:
+                plan.joins.append(Join(slot, self.rows[slot].uid, 0, 0))
+                plan.rows.append(Row(slot, self.rows[slot].uid, 0, PROMPT, PROMPT, 0, SAMPLE))
+                results.append(RowResult(slot, self.rows[slot].uid, 0, (7,)))
             total = sum(wanted.values())
             seconds = self.cost.step_seconds([]) + 5e-3 * max(1.0, (len(self.rows) + total) / 64)
             seconds += 1e-3 * self.cost.passes * bool(total)
-            found.append(sum(out.drafted for out in results))
+            if decoding:
+                found.append(sum(out.drafted for out in results))
             self.drafting.launched(plan)
+            for slot in entering:
+                # A row that was not followed lacks its whole prompt.
+                self.known[slot] = PROMPT if plan.follows else 0
+                self.followed += plan.follows
+                self.prompts += 1
             self.drafting.update(plan, StepResult(step, tuple(results), seconds))
-            for slot, seq in enumerate(self.rows):
+            for seq in self.rows:
                 if seq.computed >= seq.end:
-                    self._enter(slot)
+                    self._enter(seq.slot)
         return found
 
 
@@ -101,3 +116,17 @@ def test_it_is_tried_before_it_has_left_the_first_rows_behind(rows: int) -> None
     """Drafting takes longer than a step, so it does not pay at the acceptance that is assumed at first."""
     device = Device(rows, resumes=False, passes=6.0)
     assert share_of_rows(device.run(40, 0.95)[-20:], rows) > 0.9
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_prompts_are_not_followed_while_drafts_do_not_pay(resumes: bool) -> None:
+    """But for those of trials. It takes as long to follow one as a third of a step."""
+    device = Device(8, resumes=resumes, passes=1.5)
+    device.run(600, 0.0)
+    device.prompts = device.followed = 0
+    device.run(1200, 0.0)
+    assert 0 < device.followed < 0.2 * device.prompts
+    device.run(2500, 0.95)
+    device.prompts = device.followed = 0
+    device.run(600, 0.95)
+    assert device.followed == device.prompts > 0

@@ -51,7 +51,8 @@ PLAN = StepPlan(
     ops=[PageOp(int(PageOpKind.COPY), 0, 3, 11)],
     drafts=[HostDraft(0, (17, 4)), HostDraft(5, ())],
     lane=1,
-    shape=StepShape(200, 2, 1, 3, 900, 1),
+    follows=False,
+    shape=StepShape(200, 2, 1, 3, 900, 1, 0),
 )
 STATE = 0x0123_4567_89AB_CDEF
 BLOB = JoinBlob(

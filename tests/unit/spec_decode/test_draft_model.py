@@ -15,7 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dovetail import LLM, SamplingParams
+from dovetail.core.engine.drafting import Drafting
 from dovetail.core.errors import CapabilityError, ConfigError
+from dovetail.core.interfaces import Blobs, StepPlan
 from dovetail.core.testing.executor_scripts import SMALL_LLAMA
 from dovetail.plugins.model import bundled
 
@@ -63,6 +65,36 @@ def test_it_catches_up_after_steps_without_drafts() -> None:
     assert counters.drafted < 4 * (counters.decode_rows - len(PROMPTS) * len(plain)), (
         "rows that catch up have no drafts"
     )
+
+
+LATE = ["kv_cache=radix", "engine.kv_pages=19", "engine.depth=4"]
+
+
+@pytest.mark.parametrize("variant", [LATE, pytest.param(["engine.max_seqs=3"], marks=pytest.mark.nightly)])
+def test_it_catches_up_after_prompts_that_it_did_not_follow(
+    variant: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks, prefixes that others computed with and without it, forks, preemption and reused slots. It drafts for no
+    row before its pages are complete."""
+    monkeypatch.setattr(Drafting, "_follow", lambda self, plan: setattr(plan, "follows", plan.step % 3 == 0))
+    words = [*BASE, SAME, *variant, "engine.page_size=8", "engine.token_budget=17"]
+    with LLM("tiny", overrides=words) as llm:
+        lacking = 0
+        submit = llm.engine.executor.submit
+
+        def watched(plan: StepPlan, blobs: Blobs) -> None:
+            nonlocal lacking
+            lacking += sum(join.lacking for join in plan.joins)
+            submit(plan, blobs)
+
+        monkeypatch.setattr(llm.engine.executor, "submit", watched)
+        # These rows end before their pages are complete.
+        llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=1))
+        for _ in range(2):
+            llm.generate(PROMPTS, PARAMS)
+        counters, preemptions = llm.engine.counters, llm.engine.scheduler.stats().preemptions
+    assert counters.accepted == counters.drafted > 100 and lacking > 0
+    assert (preemptions > 0) is (variant is LATE)
 
 
 def resized(folder: Path, vocab: int, swapped: bool = False) -> list[str]:

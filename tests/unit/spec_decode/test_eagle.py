@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from dovetail import LLM, SamplingParams
+from dovetail.core.engine.drafting import Drafting
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import Draft, DraftContext, FedTokens, Hidden
 from dovetail.core.testing.draft_bench import Bench
@@ -163,7 +164,7 @@ def drafted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Drafted]:
 
 
 @pytest.mark.nightly
-def test_drafts_do_not_depend_on_scheduling(tmp_path: Path, drafted: Drafted) -> None:
+def test_drafts_do_not_depend_on_scheduling(tmp_path: Path, drafted: Drafted, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks, prefix hits in the middle of a page, forks, preemption and reused slots: the drafts of a sequence that
     runs alone, token for token, and the text of plain decoding."""
     save_head(tmp_path / "head", "eagle3")
@@ -179,6 +180,13 @@ def test_drafts_do_not_depend_on_scheduling(tmp_path: Path, drafted: Drafted) ->
             assert counters.drafted > 100 and counters.cached_tokens > 0 and llm.engine.kv.stats().owned == 0
             assert (llm.engine.scheduler.stats().preemptions > 0) is ("engine.kv_pages=9" in variant)
     assert drafted_before == len(drafted) > 40, "all variants draft after the same texts"
+    # Rows whose prompts or cached prefixes it did not follow have no drafts, and the others those of before.
+    monkeypatch.setattr(Drafting, "_follow", lambda self, plan: setattr(plan, "follows", plan.step % 3 > 0))
+    with LLM("tiny", overrides=[*BASE, *words, "engine.depth=2", "engine.token_budget=17"]) as llm:
+        for _ in range(2):
+            assert [generation.token_ids for generation in llm.generate(PROMPTS, PARAMS)] == plain
+        counters = llm.engine.counters
+    assert 0 < counters.drafted < K * counters.decode_rows / 2 and len(drafted) == drafted_before
 
 
 def test_every_draft_of_a_perfect_head_is_accepted(tmp_path: Path) -> None:

@@ -287,11 +287,12 @@ def kinds(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     kinds: Counter[str] = Counter()
     pick, draw, picked = StepGraphs.pick, StepGraphs.draw, [None]
 
-    def counted(self: StepGraphs, rows: Any, adapted: bool = False, *, drafts: bool = True) -> Any:
-        graph = picked[0] = pick(self, rows, adapted, drafts=drafts)
+    def counted(self: StepGraphs, rows: Any, adapted: bool = False, **wanted: bool) -> Any:
+        graph = picked[0] = pick(self, rows, adapted, **wanted)
         kind = "none" if graph is None else "mixed" if graph.capacity.chunks else "decode"
         kinds[f"wide {kind}"] += graph is not None and graph.capacity.width > 1
         kinds["ragged"] += graph is not None and graph.capacity.ragged
+        kinds[f"unfollowed {kind}"] += graph is not None and not graph.capacity.follows
         kinds[f"adapted {kind}" if adapted else kind] += 1
         return graph
 
@@ -334,6 +335,9 @@ def run(registry: Registry, rank: type[Bound], drafter: str, budget: int, **adap
             most = llm.engine.info.lookahead
             count = lambda seq, ctx: (0, most, seq.uid % (most + 1))[ctx.step % 3]  # noqa: E731
             llm.engine.scheduler.draft_tokens = count  # type: ignore[attr-defined]
+            # The drafter follows the prompts of some steps.
+            follow = lambda plan: setattr(plan, "follows", plan.step % 3 > 0)  # noqa: E731
+            llm.engine.scheduler._drafting._follow = follow  # type: ignore[attr-defined]
         texts = ["def fib(n):\n", "import os\n\nclass Path:\n    def __init__(self, ", "x", "for i in range(10):\n" * 3]
         texts += ['"""Return the', "class Node:\n"]
         params = [
@@ -385,6 +389,8 @@ def test_the_layout_of_graphs_changes_no_token(
         assert 3 < kinds["wide decode"] < kinds["decode"] - 3, kinds
         assert kinds["narrow draw after a wide graph"] > 2 and kinds["wide draw of log-probabilities"] > 2, kinds
         assert kinds["ragged"] > 5 and kinds["ragged draw of log-probabilities"] > 2, kinds
+    if drafter == "draft_model":
+        assert 2 < kinds["unfollowed mixed"] < kinds["mixed"] - 2, kinds
 
 
 def test_steps_with_adapters_have_graphs_of_their_own(
