@@ -35,12 +35,13 @@ from dovetail.core.worker.build import (
     tunables_of,
     tuned_sizes,
 )
+from dovetail.core.worker.connection import Connection
 from dovetail.core.worker.dtypes import resolve_device, resolve_dtype
 from dovetail.core.worker.expert_moves import ExpertBalancer
 from dovetail.core.worker.fill import fill
 from dovetail.core.worker.graph_support import reason_against_graphs
 from dovetail.core.worker.graphs import Recorder, StepGraphs
-from dovetail.core.worker.runner import Connection, RankParts, Runner
+from dovetail.core.worker.runner import RankParts, Runner
 from dovetail.core.worker.two_batch_overlap import OverlappedForward, why_useless
 from dovetail.core.worker.warmup import compile_kernels, failed_capture, report_unwarmed_kernels, run_warmup_steps
 

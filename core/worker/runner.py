@@ -21,7 +21,6 @@ from dovetail.core.interfaces import (
     Adapters,
     AttentionBackend,
     Blobs,
-    Collective,
     Drafter,
     ForwardContext,
     Hidden,
@@ -37,6 +36,7 @@ from dovetail.core.interfaces import (
 from dovetail.core.interfaces.rows import shard_rows
 from dovetail.core.memory.pools import HostPool, apply_page_ops, make_pools
 from dovetail.core.worker.batch import Batch, Rows, adapting, build_batch
+from dovetail.core.worker.connection import Connection
 from dovetail.core.worker.device_state import DeviceState
 from dovetail.core.worker.draft_copies import DraftCopies
 from dovetail.core.worker.drafts import Drafts
@@ -60,32 +60,6 @@ if TYPE_CHECKING:
     from dovetail.core.compose import EngineConfig
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Connection:
-    """A rank's device, and its connection to the other ranks."""
-
-    rank: int
-    size: int
-    device: torch.device
-    collective: Collective
-    lane_ranks: Collective | None = None
-    """Connection to the ranks of all lanes, which share experts; None = there is one lane."""
-
-    def abort(self) -> None:
-        """End calls that wait for a rank that died. May be called from another thread, and while connecting."""
-        self.collective.abort()
-        if self.lane_ranks is not None:
-            self.lane_ranks.abort()
-
-    def close(self) -> None:
-        """Leave the collective, and return free device memory to the driver."""
-        if self.lane_ranks is not None:
-            self.lane_ranks.close()
-        self.collective.close()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from dovetail.plugins.executor.config import InprocConfig
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
-    from dovetail.core.worker.runner import Connection
+    from dovetail.core.worker.connection import Connection
 
 
 @dataclass(slots=True)

@@ -39,7 +39,7 @@ from dovetail.plugins.executor.config import MultiprocConfig
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
-    from dovetail.core.worker.runner import Connection
+    from dovetail.core.worker.connection import Connection
 
 log = logging.getLogger(__name__)
 
