@@ -84,7 +84,7 @@ class _Bucket:
     drafter must follow it, at once or never."""
     trials: int = 0
     pays: bool = True
-    """Whether drafts would pay if the drafter had followed all rows: then it follows prompts."""
+    """Whether drafts would pay if all rows could have them: then the drafter follows prompts."""
     prepared: bool = False
     """Whether the drafter has followed a prompt for the next trial, which begins with that row."""
     times: defaultdict[int, _TimeRatio] = field(default_factory=lambda: defaultdict(_TimeRatio))
@@ -148,8 +148,7 @@ class Drafting:
             bucket.hold -= 1
             bucket.left -= 1
             return {}
-        able_R = self._following.able(decoding)
-        ranking = self._rank(decoding, able_R)
+        ranking = self._rank(decoding, self._following.able(decoding))
         level, token_seconds = self._best(bucket, rows, length, ranking, cost)
         if not self._trial_level and self._following.able(decoding, steps=1).mean() < 1 - LEFT_BEHIND:
             self._trial_rows = 0
@@ -167,9 +166,9 @@ class Drafting:
         bucket.level = level
         bucket.left -= 1
         bucket.pays = level > 0
-        if not bucket.pays and not able_R.all():
-            everyone = self._rank(decoding, np.ones(rows, np.bool_))
-            bucket.pays = self._best(bucket, rows, length, everyone, cost)[0] > 0
+        if not bucket.pays and self._following.needed and ranking.possible < rows * self._lookahead:
+            # Other rows may have more drafts than those that were left behind or are near their end.
+            bucket.pays = self._best(bucket, rows, length, self._rank(decoding), cost)[0] > 0
         if bucket.left <= 0 or (bucket.prepared and not level and ranking.possible):
             # A drafter that has fallen behind in all rows cannot be tried before the next prompt.
             if level or ranking.possible:
@@ -209,7 +208,7 @@ class Drafting:
         bucket.left = max(bucket.left, 0) + MIN_INTERVAL + lost / TRIAL_SHARE
         bucket.prepared = True
 
-    def _rank(self, decoding: list[Sequence], able_R: NDArray[np.bool_]) -> _Ranking:
+    def _rank(self, decoding: list[Sequence], able_R: NDArray[np.bool_] | None = None) -> _Ranking:
         return _Ranking(self.acceptance, decoding, self._lookahead, self._depth, able_R)
 
     def _drafts(self, level: int, rows: int) -> int:
@@ -334,13 +333,20 @@ class _Ranking:
     """Drafts of all rows of a step, the most likely to be accepted first."""
 
     def __init__(
-        self, acceptance: Acceptance, rows: list[Sequence], lookahead: int, depth: int, able_R: NDArray[np.bool_]
+        self,
+        acceptance: Acceptance,
+        rows: list[Sequence],
+        lookahead: int,
+        depth: int,
+        able_R: NDArray[np.bool_] | None,
     ) -> None:
-        """`able_R`: which rows the drafter can draft for."""
+        """`able_R`: which rows the drafter can draft for; None = all, and as if each had room for all drafts."""
         self._uids, self._lookahead = [seq.uid for seq in rows], lookahead
         slots_R, uids_R = np.array([seq.slot for seq in rows]), np.array(self._uids)
-        # No drafts past a sequence's limit.
-        self._most_R = np.where(able_R, [_most_drafts(seq, lookahead, depth) for seq in rows], 0)
+        self._most_R = np.full(len(rows), lookahead)
+        if able_R is not None:
+            # No drafts past a sequence's limit.
+            self._most_R = np.where(able_R, [_most_drafts(seq, lookahead, depth) for seq in rows], 0)
         self._last_R = acceptance.last_drafted(slots_R, uids_R)
         wanted_RK = np.arange(lookahead) < self._most_R[:, None]
         survival_N = np.where(wanted_RK, acceptance.survival(slots_R, uids_R), 0.0).reshape(-1)
