@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dovetail.core import tuning
+from dovetail.core.files import write_file
 from dovetail.core.ops.tile_choice import OP, choice_of, matmul_key
 from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
-from dovetail.core.tuning.table import Subject, TuningTable, merged, read_table, write_file
+from dovetail.core.tuning.table import Subject, TuningTable, merged, read_table
 
 TABLE = Path(tuning.__file__).parent / "tables/nvidia_h200.json"
 

@@ -27,12 +27,17 @@ class ExpertLoad:
     """`pairs` over the mean of all ranks."""
 
 
-def expert_load(moe: MoE, tokens: int, ep: int) -> ExpertLoad:
-    """Return the load of a step of `tokens` tokens, at least one."""
-    each = moe.experts / ep
-    chance = 1 - (1 - moe.active / moe.experts) ** tokens
+def expert_load(moe: MoE, tokens: int, ep: int, redundant: int = 0) -> ExpertLoad:
+    """Return the load of a step of `tokens` tokens, at least one. `redundant`: copies of experts, over all ranks, which
+    share the tokens of an expert equally."""
+    each = (moe.experts + redundant) / ep
+    fewest, more = divmod(redundant, moe.experts)
+    mean_distinct = sum(
+        experts * copies * (1 - (1 - moe.active / moe.experts) ** (tokens / copies)) / ep
+        for experts, copies in ((moe.experts - more, 1 + fewest), (more, 2 + fewest))
+    )
+    chance, mean_pairs = mean_distinct / each, tokens * moe.active / ep
     spread = NormalDist().inv_cdf((ep - 0.375) / (ep + 0.25))
-    mean_distinct, mean_pairs = each * chance, tokens * moe.active / ep
     distinct = min(each, mean_distinct + spread * math.sqrt(mean_distinct * (1 - chance)))
     most_pairs = tokens * min(moe.active, each)
     pairs = min(most_pairs, mean_pairs + spread * math.sqrt(mean_pairs * (1 - 1 / ep)))

@@ -1,8 +1,9 @@
-"""Untrusted files: what is at a path, whether a name stays in its folder, and JSON. Imports no torch."""
+"""Files: what is at an untrusted path, whether a name stays in its folder, JSON, atomic writes. Imports no torch."""
 
 from __future__ import annotations
 
 import json
+import os
 import stat
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Literal
@@ -58,3 +59,14 @@ def parse_object(text: str, where: str) -> dict[str, Any]:
 def read_object(file: Path) -> dict[str, Any]:
     """Read a file with a JSON object. Raises ConfigError for anything else."""
     return parse_object(read_text(file), str(shown(file)))
+
+
+def write_file(path: Path, text: str) -> None:
+    """Replace a file atomically: a reader finds the previous content or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f"{path.name}.{os.getpid()}.new")
+    try:
+        scratch.write_text(text, encoding="utf-8")
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)

@@ -222,6 +222,14 @@ class StepMetrics:
         self._kv_usage = Gauge(
             "dovetail_step_kv_usage_ratio", "Fraction of KV pages owned by sequences.", registry=registry
         )
+        self._expert_load = Gauge(
+            "dovetail_step_expert_load",
+            "Pairs of token and routed expert in a step and layer on the busiest expert rank; experts.rebalance > 0.",
+            registry=registry,
+        )
+        self._mean_expert_load = Gauge(
+            "dovetail_step_mean_expert_load", "The same on the mean of all expert ranks.", registry=registry
+        )
 
     def step(self, record: StepRecord) -> None:
         self._rows.observe(record.rows)
@@ -235,3 +243,6 @@ class StepMetrics:
         self._running.set(record.running)
         self._waiting.set(record.waiting)
         self._kv_usage.set(record.kv_used)
+        if record.mean_expert_load:
+            self._expert_load.set(record.expert_load)
+            self._mean_expert_load.set(record.mean_expert_load)

@@ -35,6 +35,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
             Path(path).write_text("\n".join(sorted(ran)))
 
 
+NIGHTLY = "DOVETAIL_NIGHTLY" in os.environ
+
 CLOCKED = (
     "server",
     "tp",
@@ -79,12 +81,15 @@ FIRST = (
 their tests alternate with those that compute."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_report_header() -> str | None:
+    return None if NIGHTLY else "tests that take long are deselected; .ci/nightly runs them, with DOVETAIL_NIGHTLY=1"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
-    if "DOVETAIL_NIGHTLY" not in os.environ:
-        for item in items:
-            if item.get_closest_marker("nightly"):
-                item.add_marker(pytest.mark.skip(reason="takes long: .ci/nightly runs it, with DOVETAIL_NIGHTLY=1"))
+    if not NIGHTLY and (long := [item for item in items if item.get_closest_marker("nightly")]):
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
     first = {here / name: place for place, name in enumerate(FIRST)}
     items.sort(key=lambda item: first.get(item.path, len(first)))
     folders = tuple(f"{here / folder}{os.sep}" for folder in CLOCKED)

@@ -25,6 +25,8 @@ class Lane:
     count: int
     address: str
     """host:port at which the ranks of all lanes connect."""
+    lockstep: object = None
+    """The core.parallel.lockstep.Lockstep of lanes in one process; None = each lane has a process."""
 
 
 @dataclass(frozen=True, slots=True)

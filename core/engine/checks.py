@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -199,9 +199,25 @@ def expert_conflicts(composition: Composition, spec: ModelSpec) -> list[str]:
             f"experts={part.name} has every expert on each rank, and engine.ep={ep} spreads them. Would work: "
             f"engine.ep=1, {spread}."
         ]
-    for rank in range(ep):
-        placement.layout(spec.moe.experts, rank, ep)
-    return list(_own_rows_conflicts(composition, placement, spec.moe.shared))
+    slots = [len(placement.layout(spec.moe.experts, rank, ep)) for rank in range(ep)]
+    return [
+        *_own_rows_conflicts(composition, placement, spec.moe.shared),
+        *_move_conflicts(part.name, placement.rebalance, slots),
+    ]
+
+
+def _move_conflicts(name: str, rebalance: int, slots: Sequence[int]) -> Iterator[str]:
+    """Yield a conflict of experts that move with their layout. `slots`: number of each expert rank."""
+    if rebalance and len(slots) == 1:
+        yield (
+            f"experts.rebalance={rebalance} moves experts between ranks, and engine.ep=1. Would work: "
+            "experts.rebalance=0, engine.ep of at least 2."
+        )
+    elif rebalance and min(slots) < max(slots):
+        yield (
+            f"experts={name} moves experts (experts.rebalance={rebalance}), and its ranks have unlike numbers of slots "
+            f"for them: {', '.join(map(str, slots))}. Would work: experts.rebalance=0, another engine.ep."
+        )
 
 
 def _own_rows_conflicts(composition: Composition, placement: ExpertPlacement, shared: int) -> Iterator[str]:
@@ -213,6 +229,17 @@ def _own_rows_conflicts(composition: Composition, placement: ExpertPlacement, sh
                 f"experts={composition.part('experts').name} gives each rank its own rows, and adapter={adapter.name} "
                 "applies to all rows of the shared experts. Would work: adapter=none, experts=whole, experts=tensor."
             )
+
+
+def expert_copies(composition: Composition, spec: ModelSpec) -> float:
+    """Return the number of experts that the ranks of a replica have together, copies included, as a multiple of the
+    model's. Lanes have a share of the experts each."""
+    if "experts" not in composition.parts or spec.moe is None:
+        return 1.0
+    placement: ExpertPlacement = composition.build("experts")
+    ep = expert_ranks(placement, composition.engine.ep, composition.expert_ranks)
+    slots = sum(len(placement.layout(spec.moe.experts, rank, ep)) for rank in range(ep))
+    return slots / spec.moe.experts / composition.lanes
 
 
 def spreading(composition: Composition) -> list[str]:
@@ -266,7 +293,8 @@ class _WeightMemory:
     def bytes(self, formats: Formats, tp: int) -> float:
         """Return the bytes of weights per device. Ranks on a CPU share its memory."""
         assert self.spec.parameters is not None
-        total = formats.weight_bytes(self.spec.parameters)
+        experts = self.spec.parameters.experts * (expert_copies(self.composition, self.spec) - 1)
+        total = formats.weight_bytes(self.spec.parameters) + formats.expert_bytes(experts)
         return total / tp if self.host.device == "cuda" else total
 
     def missing(self, formats: Formats, tp: int, fraction: float) -> float:

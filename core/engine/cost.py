@@ -55,7 +55,7 @@ def bind_cost(
             embedding_bits=facts.embedding_bits,
             expert_bits=None,
         )
-        cost.drafter.bind(facts.spec, engine, own)
+        cost.drafter.bind(facts.spec, engine.model_copy(update={"tp": facts.tp or engine.tp}), own)
     return cost
 
 

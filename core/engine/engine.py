@@ -52,6 +52,7 @@ from dovetail.core.recording.recorder import make_recorder, recording_path
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
     from dovetail.core.parallel.lanes import Lanes
+    from dovetail.core.parallel.lockstep import InlineLanes
 
 
 _PLAIN = RequestOptions()
@@ -82,7 +83,7 @@ class Engine:
         executor: Any,
         info: ExecutorInfo,
         record: Path | None = None,
-        lanes: Lanes | None = None,
+        lanes: Lanes | InlineLanes | None = None,
     ) -> None:
         """`executor`: an Executor that has started and described itself by `info`. `record`: new file to record to.
         `lanes`: the other lanes, with which it launches in lockstep; None = there are none."""
@@ -424,6 +425,7 @@ class Engine:
         if not self.observers:
             return
         stats, kv = self.scheduler.stats(), self.kv.stats()
+        busiest, mean = result.expert_loads or (0.0, 0.0)
         record = StepRecord(
             step=result.step,
             clock=self._now(),
@@ -437,6 +439,8 @@ class Engine:
             kv_used=kv.owned / kv.pages if kv.pages else 0.0,
             schedule_seconds=launched.schedule_seconds,
             device_seconds=result.device_seconds,
+            expert_load=busiest,
+            mean_expert_load=mean,
         )
         self.observers.step(record)
 
@@ -461,7 +465,7 @@ def start_engine(
     progress: Progress = lambda phase, share: None,
     *,
     again: bool = False,
-    lanes: Lanes | None = None,
+    lanes: Lanes | InlineLanes | None = None,
 ) -> Engine:
     """Check that the parts fit each other, then load everything. Releases everything if that fails. `again`: the engine
     replaces one that ended. `lanes`: see Engine."""

@@ -77,7 +77,8 @@ def _executor_conflicts(composition: Composition, here: Host) -> Iterator[str]:
     if not executor.capabilities(here).provides.get("lanes"):
         yield (
             f"executor={executor.name} with its options does not run lanes, which exchange rows within each step. "
-            "Would work: executor=inproc without delay, executor=multiproc."
+            "Would work: executor=inproc without delay, executor=multiproc, executor=simulated with "
+            "executor.clock=virtual."
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import mul
 from typing import TYPE_CHECKING, NamedTuple
@@ -158,6 +158,17 @@ class CostModel(ABC):
         such parts and cannot be calibrated."""
         return None
 
+    def lanes_seconds(self, lanes: Sequence[Sequence[RowWork]]) -> float:
+        """Device time of a step that lanes (EngineConfig.lanes) run together, from the rows of each: that of the
+        slowest lane. All other methods take the rows of one lane, and predict for lanes that all have as many."""
+        found = self.lanes_terms(lanes)
+        return max(map(self.step_seconds, lanes)) if found is None else max(terms.seconds for terms in found)
+
+    def lanes_terms(self, lanes: Sequence[Sequence[RowWork]]) -> Sequence[StepTerms] | None:
+        """The parts of such a step for each lane: experts get the rows of all lanes. None, the default = the model has
+        no such parts, and each lane counts as if the others had its rows."""
+        return None
+
     @property
     def memory(self) -> float | None:
         """Memory of one device, GB (10^9 bytes); None = unknown. Default: the option `memory`, if there is one."""
@@ -213,6 +224,10 @@ class CostModel(ABC):
         """Bytes of the weights that a step of `tokens` tokens reads, over the ranks of a replica: all except the
         embedding table and the routed experts that no token selects, assuming random routing, and as many tokens in
         each lane. None = all experts."""
+        return self._read_bytes(tokens)
+
+    def _read_bytes(self, tokens: float | None) -> float:
+        """`step_weight_bytes`; `tokens` is the mean over lanes."""
         p, lanes = self._parameters, self.engine.lanes
         experts = p.experts / lanes
         if tokens is not None and p.experts:

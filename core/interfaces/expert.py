@@ -134,6 +134,10 @@ class ExpertMethod(ABC):
 
     input: ActFormat = PLAIN
     """Input format of apply. Producers emit it."""
+    stacked: bool = False
+    """Whether each tensor of `params` has one entry for each expert in its first dimension, and `apply` depends on an
+    expert by these entries alone: experts that are copied to other entries work there, in CUDA graphs too. Placements
+    that move experts between ranks need it."""
 
     def tensors_of(self, name: str) -> tuple[TensorRecord, ...]:
         """Return the checkpoint tensors of the matrix with this prefix."""

@@ -234,11 +234,14 @@ class BuildContext:
     placement: ExpertPlacement | None = None
     """Bound placement of routed experts (dovetail.core.layers.Experts calls it); None = each rank has some channels of
     every expert."""
+    placed: list[Any] = field(default_factory=list)
+    """Layers whose experts move (ExpertPlacement.rebalance) append themselves, in the order in which they run
+    (dovetail.core.layers.Experts does so)."""
 
     def tune_attention(self, layer: AttentionLayer) -> None:
         """Append what the attention backend can tune of a layer to `tuned`."""
         # Without `tuned` in it, so that no cycle of references keeps a collective and its port alive.
-        self.tuned.append(partial(self.attention.tunables, layer, replace(self, tuned=[])))
+        self.tuned.append(partial(self.attention.tunables, layer, replace(self, tuned=[], placed=[])))
 
 
 @dataclass(slots=True)

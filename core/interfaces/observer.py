@@ -29,6 +29,11 @@ class StepRecord:
     schedule_seconds: float
     """Host time for this plan."""
     device_seconds: float
+    expert_load: float = 0.0
+    """Pairs of token and routed expert in a step and layer, on the busiest expert rank, averaged over layers and over
+    the steps since they were last reported (`experts.rebalance`); 0 = this record reports none."""
+    mean_expert_load: float = 0.0
+    """The same on the mean of all expert ranks."""
 
 
 class Observer(ABC):

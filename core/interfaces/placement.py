@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from dovetail.core.expert_balance import rebalanced
 from dovetail.core.interfaces.activation import Activation, Partial
 from dovetail.core.interfaces.expert import Routing
 
@@ -35,22 +36,19 @@ class ExpertSlots:
     """int32: expert rank of each copy of an expert. Experts with fewer than M copies repeat theirs."""
     slot_EM: torch.Tensor
     """int32: slot of the copy there."""
+    copies_E: torch.Tensor | None = None
+    """int32: number of different copies of each expert; None = M of each. While experts move (`rebalance`), the three
+    tensors keep their memory, so that CUDA graphs read the present ones."""
 
     def locate(self, routing: Routing, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the expert rank and the slot of each token's experts, both int32 [T, K], -1 where there is none. The
         tokens take the copies of an expert in turn, by their number from `first` on."""
-        import torch
+        from dovetail.core.ops.expert_copies import locate_copies
 
-        experts_TK = routing.experts_TK
-        at_TK, none_TK = experts_TK.clamp(min=0), experts_TK < 0
-        copies = self.rank_EM.shape[1]
-        if copies == 1:
-            found = self.rank_EM[:, 0][at_TK], self.slot_EM[:, 0][at_TK]
-        else:
-            rows_T = torch.arange(first, first + len(experts_TK), device=experts_TK.device)
-            copy_T1 = (rows_T % copies)[:, None]
-            found = self.rank_EM[at_TK, copy_T1], self.slot_EM[at_TK, copy_T1]
-        return found[0].masked_fill(none_TK, -1), found[1].masked_fill(none_TK, -1)
+        copies_E = self.copies_E
+        if copies_E is None:
+            copies_E = self.rank_EM.new_full(self.rank_EM.shape[:1], self.rank_EM.shape[1])
+        return locate_copies(routing.experts_TK, self.rank_EM, self.slot_EM, copies_E, first)
 
     def here(self, routing: Routing) -> Routing:
         """Return the routing by slot of this rank, -1 for experts that are elsewhere."""
@@ -81,6 +79,11 @@ class ExpertPlacement(ABC):
     """all: `dispatch` gets every row of the step, on each rank. own: it gets this rank's share of the rows, and
     `combine` returns that share; the boundaries around the layer scatter and gather rows (sequence parallelism)."""
 
+    rebalance: int = 0
+    """Number of steps after which the engine compares the loads of experts and moves experts between ranks (`balance`);
+    0 = never. A placement with other values writes it in `__init__`, and its layouts have equally many slots on every
+    rank."""
+
     def __init__(self, config: object) -> None:
         self.config = config
         self.ranks: Collective
@@ -103,6 +106,13 @@ class ExpertPlacement(ABC):
         """Return the global id of the expert in each slot of expert rank `rank` of `size`. Every expert has a slot
         somewhere; one that has several is served by each of them in turn. Raises ConfigError for a `size` that it
         cannot serve, with those that it can."""
+
+    def balance(self, loads: Sequence[int], layouts: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+        """Return the layouts of all expert ranks that a layer should have. `loads`: pairs of token and expert that the
+        layer has had, by expert. `layouts`: its present ones. The result has as many slots on each rank, every expert
+        somewhere, and none twice on a rank. Pure: every rank computes it from equal loads. Default: more copies of the
+        experts with the most load, packed so that ranks have equal loads (dovetail.core.expert_balance)."""
+        return rebalanced(loads, layouts)
 
     def dispatch(self, x: Activation, routing: Routing, slots: ExpertSlots) -> Dispatched:
         """Return the rows that this rank multiplies. `routing` has global ids, and as many rows as `x`. Default: all

@@ -325,3 +325,6 @@ class StepResult:
     """Part of device_seconds in which the drafter worked before the layers; 0 where both are one CUDA graph."""
     draw_seconds: float = 0.0
     """Part of device_seconds after the layers: logits, draws and verification; 0 without a drafter."""
+    expert_loads: tuple[float, float] | None = None
+    """Pairs of token and routed expert in a step and layer, on the busiest expert rank and on the mean of all, averaged
+    over layers and over the steps since they were last reported. None = this result reports none."""

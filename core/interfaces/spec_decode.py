@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from dovetail.core.interfaces.collective import Alone
+
 if TYPE_CHECKING:
     import torch
 
@@ -38,7 +40,7 @@ class DrafterFacts:
 
     lookahead: int = 0
     spec: ModelSpec | None = None
-    """The model inside the drafter, split over engine.tp ranks; None = no weights and pages of its own."""
+    """The model inside the drafter, cut over `tp` ranks; None = no weights and pages of its own."""
     weight_bits: float | None = None
     """Bits per weight of that model's linear layers; None = those of the model's dtype."""
     verify: Verify = "draws"
@@ -50,6 +52,8 @@ class DrafterFacts:
     """All drafts come from one pass over the model's layers, instead of one pass per draft."""
     target_share: float = 0.0
     """Share of the target's layers that a pass of the drafter runs; 0 = none."""
+    tp: int | None = None
+    """Ranks over which the model inside the drafter is cut; None = engine.tp."""
     mtp: bool = False
     """The model inside the drafter is the target's layer for multi-token prediction (ModelSpec.mtp), in the target's
     number formats; `spec` is None then."""
@@ -89,10 +93,14 @@ class TargetView:
     mtp_layer: Callable[[BuildContext], MTPLayer] = _no_mtp_layer
     """Model.mtp_layer"""
 
-    def build_context(self, spec: ModelSpec, quantizer: Quantizer) -> BuildContext:
+    def build_context(self, spec: ModelSpec, quantizer: Quantizer, tp: int | None = None) -> BuildContext:
         """Return the inputs of a model inside the drafter: the target's device, dtypes, attention and collective,
-        and no adapters. Its operations are tuned together with the target's."""
-        return replace(self.build, spec=spec, quantizer=quantizer, adapters=None, first_group=self.first_group)
+        and no adapters. Its operations are tuned together with the target's. `tp`: DrafterFacts.tp; with 1 this rank
+        has the whole model."""
+        if tp not in (None, 1, self.build.collective.size):
+            raise ValueError(f"tp={tp}: a drafter is cut over 1 or all {self.build.collective.size} ranks")
+        build = self.build if tp != 1 else replace(self.build, collective=Alone(None), placement=None)
+        return replace(build, spec=spec, quantizer=quantizer, adapters=None, first_group=self.first_group)
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ from dovetail.core.interfaces import (
     Bundle,
     Dispatched,
     ExpertBias,
+    ExpertMethod,
     ExpertPart,
     ExpertShape,
     GatedActivation,
@@ -28,12 +29,13 @@ from dovetail.core.interfaces import (
 from dovetail.core.interfaces.expert import PARTS
 from dovetail.core.interfaces.rows import padded, padded_activation
 from dovetail.core.interfaces.tensor_record import TensorRecord
-from dovetail.core.layers.expert_slots import layouts_of, slots_of
+from dovetail.core.layers.expert_slots import layouts_of, moved, slots_of
 from dovetail.core.layers.linear import share_of_channels
 from dovetail.core.layers.looped_experts import LoopedExperts
 from dovetail.core.layers.share import Wanted, below, check_records, shares_of, stored_of
 from dovetail.core.layers.weights import Taker, Weight, WeightSet
 from dovetail.core.ops import route, router_logits
+from dovetail.core.ops.expert_copies import count_experts
 from dovetail.core.ops.tiles import MOST_SHARED_TILES
 
 
@@ -105,7 +107,8 @@ class Experts:
         ids: Sequence[int] = range(len(names))
         if self.placement is not None:
             layouts = layouts_of(self.placement, len(names), groups)
-            self.slots = slots_of(layouts, len(names), rank, parts, build.device)
+            moves = self.placement.rebalance > 0
+            self.slots = slots_of(layouts, len(names), rank, parts, build.device, most=groups if moves else 1)
             ids = layouts[rank // parts]
         each = share_of_channels(names[0][0], intermediate, build, parts, size)
         start, stop = rank % parts * each, (rank % parts + 1) * each
@@ -127,6 +130,12 @@ class Experts:
         if size > build.collective.size:
             _check_own_scales(self.method.input, path)
         self.params = self.method.create(self.shape, build.device)
+        self.loads_E: torch.Tensor | None = None
+        """int64: number of tokens of each expert since it was last set to zero; None = the experts do not move."""
+        if self.placement is not None and self.placement.rebalance:
+            _check_stacked(self.method, path)
+            self.loads_E = torch.zeros(len(names), dtype=torch.int64, device=build.device)
+            build.placed.append(self)
         self.bias: ExpertBias | None = None
         self.loads_down_bias = rank % parts == 0  # The sum over the parts of an expert would count it once per part.
         if bias:
@@ -144,6 +153,8 @@ class Experts:
         given = x[self.input]
         if self.placement is None:
             return Dispatched(given, routing)
+        if self.loads_E is not None:
+            count_experts(routing.experts_TK, self.loads_E)
         if (rows := self.placement.lane_rows) is not None:
             given, routing = padded_activation(given, rows), _padded_routing(routing, rows)
         return self.placement.dispatch(given, routing, self.slots)
@@ -155,6 +166,17 @@ class Experts:
     def combine(self, y_RC: torch.Tensor, sent: Dispatched) -> Partial | torch.Tensor:
         """Return the sums for the rows that `dispatch` got. With lanes, rows of padding may follow them."""
         return Partial(y_RC) if self.placement is None else self.placement.combine(y_RC, sent)
+
+    def stored(self, slot: int) -> list[torch.Tensor]:
+        """Return views of all values of the expert in a slot, which moves copy (ExpertMethod.stacked)."""
+        tensors = list(self.params.values())
+        if self.bias is not None:
+            tensors += [self.bias.up, self.bias.down]
+        return [tensor[slot] for tensor in tensors]
+
+    def place(self, layouts: tuple[tuple[int, ...], ...]) -> None:
+        """Route tokens by other layouts from now on. The experts are in their new slots already."""
+        self.slots = moved(self.slots, layouts)
 
     def weights(self) -> Iterator[Taker]:
         # Several slots may have one expert, whose tensors they take together.
@@ -205,6 +227,15 @@ class Experts:
 def _padded_routing(routing: Routing, rows: int) -> Routing:
     """Append rows without experts."""
     return Routing(padded(routing.experts_TK, rows, value=-1), padded(routing.weights_TK, rows))
+
+
+def _check_stacked(method: ExpertMethod, path: str) -> None:
+    """Raise ConfigError for a weight format whose experts cannot be copied to other slots."""
+    if not method.stacked:
+        raise ConfigError(
+            f"{path}: experts.rebalance moves experts between ranks, and the weight format of these ones has no "
+            f"products of stacked experts ({type(method).__name__}). Set experts.rebalance=0, or quant=none, fp8 or fp4"
+        )
 
 
 def _check_own_scales(fmt: ActFormat, path: str) -> None:

@@ -30,6 +30,8 @@ def place_of(part: ExpertPart, channels: int) -> tuple[str, slice]:
 class PlainExperts(ExpertMethod):
     """Matrices and products in the model's dtype."""
 
+    stacked = True
+
     def create(self, shape: ExpertShape, device: torch.device) -> dict[str, torch.Tensor]:
         self.shape = shape
         experts, hidden, channels = shape.experts, shape.hidden, shape.intermediate

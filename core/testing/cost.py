@@ -159,6 +159,16 @@ class CostContract:
         found = cost.prefill_seconds(600, chunk=self.engine.token_budget)
         assert cost.prefill_seconds(600) == found, "the default chunk must be engine.token_budget"
 
+    def test_lanes_take_the_time_of_the_slowest(self) -> None:
+        cost, rows = self.bound(), list(ROWS)
+        whole = cost.step_seconds(rows)
+        equal = cost.lanes_seconds([rows, rows, rows])
+        assert equal == pytest.approx(whole), "lanes with equal rows must take the time of one of them"
+        alone = cost.lanes_seconds([rows[:1], rows, []])
+        assert 0 < alone <= whole * (1 + 1e-9), f"other lanes have fewer rows: at most {whole} s, got {alone} s"
+        if (terms := cost.lanes_terms([rows[:1], rows, []])) is not None:
+            assert len(terms) == 3 and terms[2].seconds == 0.0, "lanes_terms must be those of each lane"
+
     def test_drafting_takes_time_if_the_drafter_has_a_model(self) -> None:
         cost = self.bound()
         assert cost.draft_seconds(8, 4, 900) == 0.0, "drafting takes 0 s unless the drafter has a model"

@@ -6,24 +6,29 @@ channels, F channels of an expert.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from dovetail.core.arithmetic import ceil_div
+from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import SWIGLU, Collective, ExpertPlacement, ModelSpec, Partial, Routing
 from dovetail.core.interfaces.expert import PARTS
 from dovetail.core.layers import Experts, load_weights
-from dovetail.core.layers.expert_slots import layouts_of
+from dovetail.core.layers.expert_slots import layouts_of, rebalanced_by
 from dovetail.core.ops import encode
 from dovetail.core.testing.host_sync import NoHostSync
 from dovetail.core.testing.model_driver import Alone, Lazy, build_context
 from dovetail.core.testing.numeric import poisoned_memory
 from dovetail.core.testing.rank_threads import on_threads
+from dovetail.core.worker.expert_moves import ExpertBalancer
 
 EXPERTS, HIDDEN, CHANNELS = 8, 16, 8
+
+_Input = tuple[torch.Tensor, Routing, torch.Tensor]
+"""States of a step's tokens, their routing, and the exact sums."""
 
 
 class ExpertsContract:
@@ -74,8 +79,12 @@ class ExpertsContract:
         self._check(large, "a large step", (large, large[:1], large[:5]))
 
     def test_it_does_not_wait_for_the_device(self) -> None:
-        """With one rank, where no transport waits."""
+        """With one rank, where no transport waits, if the placement serves one."""
         placement = self.make()
+        try:
+            placement.layout(EXPERTS, 0, 1)
+        except ConfigError:
+            return
         layer = self._layer(placement, Alone(None), 1, False)
         x, routing = torch.randn(5, HIDDEN), Routing(torch.tensor([[1, 0]] * 5, dtype=torch.int32), torch.ones(5, 2))
         given = encode(x, (layer.input,))
@@ -83,7 +92,58 @@ class ExpertsContract:
             sent = layer.dispatch(given, routing)
             layer.combine(layer.multiply(sent), sent)
 
+    # Moves
+
+    def test_balanced_layouts_have_every_expert(self) -> None:
+        """In as many slots, and not twice on a rank. Two placements agree, since each rank balances by itself."""
+        for _, size in self._moving_layouts():
+            layouts = layouts_of(self.make(), EXPERTS, size)
+            for loads in (range(EXPERTS), [100, *[1] * (EXPERTS - 1)], [0] * EXPERTS):
+                found = rebalanced_by(self.make(), list(loads), layouts)
+                again = rebalanced_by(self.make(), list(loads), layouts)
+                assert found == again, "equal calls of balance must give equal layouts"
+
+    def test_moves_change_no_sum(self) -> None:
+        """Experts that only one rank has get most tokens, then others do."""
+        for ranks, size in self._moving_layouts():
+            first, *others = layouts_of(self.make(), EXPERTS, size)
+            alone = [expert for expert in first if not any(expert in layout for layout in others)]
+            if not alone:
+                continue
+            one, other = alone[0], alone[-1]
+            hot, later = [[one, -1], [other, -1], [6, 1]], [[7, 2], [-1, 7], [one, 3]]
+            inputs = [self._input(torch.tensor(rows).repeat(3, 1)) for rows in (*[hot] * 4, *[later] * 3)]
+            found = on_threads(ranks, partial(self._run_moving, size=size, inputs=inputs))
+            self._compare([sums for sums, _ in found], inputs, f"{ranks} ranks (engine.ep={size}), experts move")
+            layouts = [each for _, each in found]
+            assert all(each == layouts[0] for each in layouts), "ranks have different layouts after equal moves"
+            assert len(set(layouts[0])) > 1, f"no expert moved, though the loads change: {layouts[0][0]}"
+
     # Helpers
+
+    def _moving_layouts(self) -> list[tuple[int, int]]:
+        """Return those in which moves change loads: each expert rank has several slots, and as many as the others."""
+        placement, found = self.make(), []
+        for ranks, size in self._layouts():
+            slots = {len(placement.layout(EXPERTS, rank, size)) for rank in range(size)}
+            if size > 1 and len(slots) == 1 and slots != {1}:
+                found.append((ranks, size))
+        return found
+
+    def _run_moving(
+        self, collective: Collective, size: int, inputs: Sequence[_Input]
+    ) -> tuple[list[torch.Tensor], list[tuple[tuple[int, ...], ...]]]:
+        """Return the sums of each step on one rank, and the layouts in it."""
+        placement = self.make()
+        placement.rebalance = 1
+        layer = self._layer(placement, collective, size, bias=True)
+        balancer, layouts = ExpertBalancer(placement, [layer], depth=0), []
+
+        def before() -> None:
+            balancer.before_step()
+            layouts.append(layer.slots.layouts)
+
+        return self._sums(placement, layer, inputs, before), layouts
 
     def _layouts(self) -> list[tuple[int, int]]:
         if self.make().spreads:
@@ -99,34 +159,44 @@ class ExpertsContract:
         bias: bool = False,
     ) -> None:
         """Compare the sums with float64 ones, on each layout. `steps`: routings of consecutive steps of one layer."""
-        inputs = []
-        for step in steps or (experts_TK,):
-            generator = torch.Generator().manual_seed(7)
-            x_TC = torch.randn(len(step), HIDDEN, generator=generator)
-            routing = Routing(step.int(), torch.rand(step.shape, generator=generator) + 0.1)
-            exact_TC = _exact(x_TC, routing, bias)
-            x_TC[list(poisoned)] = float("nan")
-            inputs.append((x_TC, routing, exact_TC))
+        inputs = [self._input(step, poisoned, bias) for step in steps or (experts_TK,)]
         for ranks, size in self._layouts():
             found = on_threads(ranks, partial(self._run, size=size, inputs=inputs, bias=bias))
-            for rank, sums in enumerate(found):
-                for got_TC, (_, _, exact_TC) in zip(sums, inputs, strict=True):
-                    where = f"{what}: rank {rank} of {ranks} (engine.ep={size})"
-                    assert got_TC.shape == exact_TC.shape, f"{where} has shape {tuple(got_TC.shape)}"
-                    near = torch.allclose(got_TC.double(), exact_TC, rtol=1e-4, atol=1e-5)
-                    assert near, f"{where}: expected {exact_TC}, got {got_TC}"
+            self._compare(found, inputs, f"{what}: {ranks} ranks (engine.ep={size})")
 
-    def _run(
-        self,
-        collective: Collective,
-        size: int,
-        inputs: Sequence[tuple[torch.Tensor, Routing, torch.Tensor]],
-        bias: bool,
-    ) -> list[torch.Tensor]:
+    def _input(self, experts_TK: torch.Tensor, poisoned: Sequence[int] = (), bias: bool = True) -> _Input:
+        generator = torch.Generator().manual_seed(7)
+        x_TC = torch.randn(len(experts_TK), HIDDEN, generator=generator)
+        routing = Routing(experts_TK.int(), torch.rand(experts_TK.shape, generator=generator) + 0.1)
+        exact_TC = _exact(x_TC, routing, bias)
+        x_TC[list(poisoned)] = float("nan")
+        return x_TC, routing, exact_TC
+
+    def _compare(self, found: Sequence[Sequence[torch.Tensor]], inputs: Sequence[_Input], what: str) -> None:
+        """Compare each rank's sums of each step with the exact ones."""
+        for rank, sums in enumerate(found):
+            for step, (got_TC, (_, _, exact_TC)) in enumerate(zip(sums, inputs, strict=True)):
+                where = f"{what}: step {step} of rank {rank}"
+                assert got_TC.shape == exact_TC.shape, f"{where} has shape {tuple(got_TC.shape)}"
+                near = torch.allclose(got_TC.double(), exact_TC, rtol=1e-4, atol=1e-5)
+                assert near, f"{where}: expected {exact_TC}, got {got_TC}"
+
+    def _run(self, collective: Collective, size: int, inputs: Sequence[_Input], bias: bool) -> list[torch.Tensor]:
         """Return the sums for all tokens of each step, on one rank."""
-        placement, found = self.make(), []
-        layer = self._layer(placement, collective, size, bias)
+        placement = self.make()
+        return self._sums(placement, self._layer(placement, collective, size, bias), inputs)
+
+    def _sums(
+        self,
+        placement: ExpertPlacement,
+        layer: Experts,
+        inputs: Sequence[_Input],
+        before: Callable[[], None] = lambda: None,
+    ) -> list[torch.Tensor]:
+        """Run the steps; `before` is called before each."""
+        collective, found = placement.ranks, []
         for x_TC, routing, _ in inputs:
+            before()
             tokens, own = len(x_TC), placement.rows == "own"
             if own:
                 x_TC, routing = _share(x_TC, routing, collective)

@@ -23,7 +23,7 @@ from dovetail.core.interfaces import (
     ModelSpec,
     Quantizer,
 )
-from dovetail.core.layers.alone import Alone
+from dovetail.core.interfaces.collective import Alone
 from dovetail.core.testing.paging import Paging
 
 __all__ = ["PAGES", "Alone", "Driver", "Lazy", "build_context"]

@@ -121,6 +121,21 @@ class ExpertTests:
         one, other = (self._apply(layer, x_TC, routing, bias=layer.bias).double() for layer in (first, second))
         self._check(one + other, matrices.exact(x_TC, routing, SWIGLU, matrices.bias), factor=3.0)
 
+    def test_stacked_experts_can_be_copied(self) -> None:
+        """Experts that exchange their entries exchange their results (ExpertMethod.stacked)."""
+        layer, matrices = self._experts(torch.float32)
+        if not layer.method.stacked:
+            return
+        sizes = {name: len(tensor) for name, tensor in layer.params.items()}
+        assert set(sizes.values()) == {EXPERTS}, f"stacked tensors have an entry for each of {EXPERTS} experts: {sizes}"
+        saved = [tensor.clone() for tensor in layer.stored(0)]
+        for to, source in zip(layer.stored(0) + layer.stored(1), layer.stored(1) + saved, strict=True):
+            to.copy_(source)
+        x_TC, routing = self._x(3, layer.shape.hidden), self._routing([[0, 1], [2, 0], [1, -1]])
+        exchanged = Routing(self._routing([[1, 0], [2, 1], [0, -1]]).experts_TK, routing.weights_TK)
+        got = self._apply(layer, x_TC, routing)
+        self._check(got, matrices.exact(x_TC, exchanged, SWIGLU), factor=3.0)
+
     def test_experts_do_not_wait_for_the_device(self) -> None:
         layer, _ = self._experts(self.dtypes[-1])
         x_TC, routing = self._x(5, layer.shape.hidden, self.dtypes[-1]), self._routing([[1, 0]] * 5)

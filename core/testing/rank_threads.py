@@ -35,7 +35,7 @@ class ThreadCollective(Alone):
         return torch.cat(self._exchange(x), dim=-1)
 
     def broadcast(self, x: torch.Tensor, root: int = 0) -> torch.Tensor:
-        return self._exchange(x)[root]
+        return self._exchange(x.clone())[root]
 
     def barrier(self) -> None:
         self.meeting.barrier.wait()

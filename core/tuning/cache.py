@@ -19,8 +19,9 @@ from pathlib import Path
 import torch
 
 from dovetail.core.errors import ConfigError, shown
+from dovetail.core.files import write_file
 from dovetail.core.ops import packed_tiles, tile_choice
-from dovetail.core.tuning.table import Check, GpuFacts, TuningTable, merged, read_table, write_file
+from dovetail.core.tuning.table import Check, GpuFacts, TuningTable, merged, read_table
 
 CHECKS: Mapping[str, Check] = {
     tile_choice.OP: tile_choice.check_matmul,

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -145,17 +144,6 @@ def merged(tables: Iterable[TuningTable]) -> TuningTable:
             if at not in choices:
                 choices[at], origins[at] = choice, table.origins[at]
     return TuningTable(TuningTable.of(choices, "").entries, origins, gpus)
-
-
-def write_file(path: Path, text: str) -> None:
-    """Replace a file atomically: a reader finds the previous content or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f"{path.name}.{os.getpid()}.new")
-    try:
-        scratch.write_text(text, encoding="utf-8")
-        os.replace(scratch, path)
-    finally:
-        scratch.unlink(missing_ok=True)
 
 
 # Reading.

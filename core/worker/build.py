@@ -56,7 +56,9 @@ def check_weights(composition: Composition, quantizer: Quantizer, rank: int, siz
     if composition.part("model").target().check_checkpoint is Model.check_checkpoint:
         weights = None
     drafts = type(drafter).check_files is not Drafter.check_files
-    if weights is None and not drafts:
+    # Layers whose experts move refuse weight formats that cannot.
+    moves = "experts" in composition.parts and composition.build("experts").rebalance > 0
+    if weights is None and not drafts and not moves:
         return
     with nullcontext() if weights is None else located(weights):
         model = model_without_weights(composition, quantizer, torch.device("cpu"), rank, size)

@@ -36,6 +36,7 @@ from dovetail.core.worker.build import (
     tuned_sizes,
 )
 from dovetail.core.worker.dtypes import resolve_device, resolve_dtype
+from dovetail.core.worker.expert_moves import ExpertBalancer
 from dovetail.core.worker.fill import fill
 from dovetail.core.worker.graph_support import reason_against_graphs
 from dovetail.core.worker.graphs import Recorder, StepGraphs
@@ -192,6 +193,9 @@ def _build_parts(
     if drafter.simulated_rates:
         rates = ", ".join(f"{rate:.3g}" for rate in drafter.simulated_rates)
         note(f"{SIMULATED}: drafts are accepted by a coin, by position {rates}; the text has no meaning")
+    balancer = None
+    if build.placement is not None and build.placed:
+        balancer = ExpertBalancer(build.placement, build.placed, engine.depth)
     fill(model, target.source, engine.seed, progress)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -220,6 +224,7 @@ def _build_parts(
         groups=groups,
         host_pools=make_host_pools(groups, host_pages, device),
         adapters=adapters,
+        balancer=balancer,
         overlapped=overlapped,
         graph_tokens=_graph_tokens(composition, device),
     )

@@ -42,6 +42,7 @@ class _Pending:
     done: Mark
     drafted: Mark | None
     forwarded: Mark | None
+    loads: tuple[float, float] | None
 
 
 class ResultCopies:
@@ -62,10 +63,11 @@ class ResultCopies:
         *,
         drafted: Mark | None = None,
         forwarded: Mark | None = None,
+        loads: tuple[float, float] | None = None,
     ) -> None:
         """Enqueue the copies of a step's results after all work launched so far. `logprobs_wanted` is the number that
         each row wants; its keys, those of `prompt` and the list in `pooled` are indices into `rows`. `drafted`,
-        `forwarded`: ends of the drafter's work and of the layers."""
+        `forwarded`: ends of the drafter's work and of the layers. `loads`: StepResult.expert_loads."""
         tensors: list[torch.Tensor] = []
         if sampled is not None:
             verified = [sampled.drafted_R[:, None]] if sampled.tokens_RW.shape[1] > 1 else []
@@ -83,6 +85,7 @@ class ResultCopies:
                 done=self.clock.mark(),
                 drafted=drafted,
                 forwarded=forwarded,
+                loads=loads,
             )
         )
 
@@ -123,7 +126,7 @@ class ResultCopies:
         began, done = pending.began, pending.done
         draft = 0.0 if pending.drafted is None else _seconds(began, pending.drafted)
         draw = 0.0 if pending.forwarded is None else _seconds(pending.forwarded, done)
-        return StepResult(pending.step, results, *self.clock.read(began, done), draft, draw)
+        return StepResult(pending.step, results, *self.clock.read(began, done), draft, draw, pending.loads)
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         if not self._cuda:

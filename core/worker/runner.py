@@ -40,6 +40,7 @@ from dovetail.core.worker.batch import Batch, Rows, adapting, build_batch
 from dovetail.core.worker.device_state import DeviceState
 from dovetail.core.worker.draft_copies import DraftCopies
 from dovetail.core.worker.drafts import Drafts
+from dovetail.core.worker.expert_moves import ExpertBalancer
 from dovetail.core.worker.graphs import ForwardGraph, Recorder, StepGraphs
 from dovetail.core.worker.result_copies import Mark, ResultCopies, pooled_states, prompt_logprobs
 from dovetail.core.worker.row_sections import (
@@ -106,6 +107,8 @@ class RankParts:
     """Runs the layers of steps without a graph; None = `Model.forward` does."""
     graph_tokens: int
     """Tokens of the largest mixed step that gets a graph, if steps run as graphs; 0 = mixed steps get none."""
+    balancer: ExpertBalancer | None = None
+    """None = experts do not move."""
     recorder: Recorder | None = None
     """Owner of the captured graphs."""
 
@@ -119,7 +122,7 @@ class RankParts:
         if self.recorder is not None:
             self.recorder.forget()
         self.recorder = self.overlapped = self.adapters = self.model = self.drafter = self.attention = None
-        self.processors, self.host_pools = {}, {}
+        self.processors, self.host_pools, self.balancer = {}, {}, None
 
 
 @dataclass(slots=True)
@@ -191,6 +194,8 @@ class Runner:
         """Enqueue a plan. If the plan has late inputs, only its forward half is enqueued; `complete` must follow. On
         CUDA this returns while the device still runs earlier plans."""
         self._use_device()
+        if self.parts.balancer is not None and (plan.rows or plan.shape is not None):
+            self.parts.balancer.before_step()
         if not plan.rows:
             self._serve_experts(plan)
             return
@@ -373,7 +378,8 @@ class Runner:
             if not logprobs.isdisjoint(rows.sampled_slots):
                 wanted = {i: slots[slot].params.logprobs for i, slot in enumerate(rows.slots) if slot in logprobs}
             marks = {"drafted": step.drafted, "forwarded": forwarded}
-            self.results.send(plan.step, step.began, rows, wanted, sampled, prompt, pooled, **marks)
+            loads = None if parts.balancer is None else parts.balancer.take_loads()
+            self.results.send(plan.step, step.began, rows, wanted, sampled, prompt, pooled, loads=loads, **marks)
 
     def _sample(self, step: _ForwardedStep, late: LateInputs | None) -> SampledRows | None:
         parts, state, batch, hidden = self.parts, self.state, step.batch, step.hidden

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from dovetail.core.calibration.file import Calibration, differences, formats, read, shapes
 from dovetail.core.compose import EngineConfig, installed
@@ -65,6 +65,10 @@ class Measured(CostModel):
         terms = self._prior.terms(rows)
         assert terms is not None
         return terms.scaled(self._factors)
+
+    def lanes_terms(self, lanes: Sequence[Sequence[RowWork]]) -> Sequence[StepTerms] | None:
+        found = self._prior.lanes_terms(lanes)
+        return None if found is None else [terms.scaled(self._factors) for terms in found]
 
     def launch_seconds(self, plan: StepPlan) -> float:
         launches = self._found.host

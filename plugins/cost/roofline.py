@@ -28,7 +28,7 @@ class Roofline(CostModel):
     are those of one of engine.tp ranks, and pipeline stages add up. Weights are read once per step, KV once per row.
     Activations stay in cache and are not counted. Experts on different ranks (engine.ep) take as long as those of the
     busiest rank; their exchange counts as two all-reduces, and between lanes as a gather and a scatter of every lane's
-    rows, of which all have as many.
+    rows, padded to those of the fullest lane.
     """
 
     config: RooflineConfig
@@ -42,7 +42,8 @@ class Roofline(CostModel):
         self._bandwidth = c.bandwidth * 1e12
         self._kv_bandwidth = self._bandwidth * c.kv_share
         # FLOPs on one rank; a multiply-add is two.
-        self._linear_flops = 2 * (p.attention + p.mlp + p.active_experts) / tp
+        self._linear_flops = 2 * (p.attention + p.mlp) / tp
+        self._expert_flops = 2 * p.active_experts / tp
         self._head_seconds = 2 * (p.head or p.embedding) / tp / self._flops(formats.head_product or formats.dtype)
         self._windows = Counter(spec.windows or (0,) * spec.layers)
         self._kv_bytes = spec.kv_bytes_per_token(formats.kv_bytes, tp) / spec.layers
@@ -59,7 +60,15 @@ class Roofline(CostModel):
     def step_seconds(self, rows: Iterable[RowWork]) -> float:
         return self.terms(rows).seconds
 
+    def lanes_terms(self, lanes: Sequence[Sequence[RowWork]]) -> Sequence[StepTerms]:
+        total = sum(row.tokens * row.times for rows in lanes for row in rows)
+        return [self._terms(rows, total / len(lanes)) for rows in lanes]
+
     def terms(self, rows: Iterable[RowWork]) -> StepTerms:
+        return self._terms(rows)
+
+    def _terms(self, rows: Iterable[RowWork], mean: float | None = None) -> StepTerms:
+        """`mean`: tokens of the mean lane; None = all lanes have as many as this one."""
         tokens = sampled = 0
         chunk_flops = chunk_bytes = decode_flops = decode_bytes = 0.0
         for row in rows:
@@ -75,9 +84,11 @@ class Roofline(CostModel):
                 chunk_bytes += row.times * read
         if not tokens:
             return StepTerms()
-        more_bytes, more_flops = self._excess(tokens)
-        weights = (self.step_weight_bytes(tokens) + more_bytes) / self.engine.tp / self._bandwidth
-        products = (tokens * self._linear_flops + more_flops) / self._products + sampled * self._head_seconds
+        mean = tokens if mean is None else mean
+        more_bytes, more_flops = self._excess(mean)
+        weights = (self._read_bytes(mean) + more_bytes) / self.engine.tp / self._bandwidth
+        flops = tokens * self._linear_flops + mean * self._expert_flops + more_flops
+        products = flops / self._products + sampled * self._head_seconds
         chunks = max(chunk_flops / self._attention, chunk_bytes / self._kv_bandwidth)
         decodes = max(decode_flops / self._attention, decode_bytes / self._kv_bandwidth)
         sampling = sampled * self._sample_seconds
@@ -95,16 +106,16 @@ class Roofline(CostModel):
             found[1] += bound
         return _mean_rows(sums)
 
-    def _excess(self, tokens: int) -> tuple[float, float]:
-        """Return (bytes over the replica's ranks, FLOPs of a rank) that experts of the busiest rank add to the mean."""
+    def _excess(self, tokens: float) -> tuple[float, float]:
+        """Return (bytes over the replica's ranks, FLOPs of a rank) that experts of the busiest rank add to the mean.
+        `tokens`: those of the mean lane."""
         p, moe, ep = self._parameters, self.spec.moe, self.engine.ep or 1
         if moe is None or ep == 1:
             return 0.0, 0.0
         lanes = self.engine.lanes
-        load = expert_load(moe, tokens * lanes, ep)
+        load = expert_load(moe, round(tokens * lanes), ep)
         read = self.formats.expert_bytes(p.experts * load.distinct * ep / moe.experts / load.reads) / lanes
-        flops = 2 * tokens * p.active_experts / self.engine.tp
-        return (load.reads - 1) * read, (load.products - 1) * flops
+        return (load.reads - 1) * read, (load.products - 1) * tokens * self._expert_flops
 
     def _attended(self, row: RowWork) -> tuple[float, float]:
         """Return (query-key pairs, KV bytes read) of one row over all layers."""

@@ -42,6 +42,12 @@ def multiproc(config: MultiprocConfig, host: Host) -> Capabilities:
 
 def simulated(config: SimulatedConfig, host: Host) -> Capabilities:
     return Capabilities(
-        provides={"processes": "one", "holds_weights": False, "clock": config.clock},
+        # Lanes share a device, which only virtual time lets one process simulate.
+        provides={
+            "processes": "one",
+            "holds_weights": False,
+            "clock": config.clock,
+            "lanes": config.clock == "virtual",
+        },
         requires=_ONE_PIPELINE if config.acceptance is not None else (_NO_DRAFTS, *_ONE_PIPELINE),
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,7 @@ from dovetail.core.interfaces import (
 )
 from dovetail.core.interfaces.plan import DECODE, DECODE_AND_SAMPLE, LATE, SAMPLE
 from dovetail.core.memory.sizing import group_layers, page_count, wanted_tokens
+from dovetail.core.parallel.lockstep import Lockstep, StepTimes
 from dovetail.core.parallel.slot_ledger import SlotLedger
 from dovetail.plugins.executor.config import SimulatedConfig
 
@@ -58,10 +59,8 @@ class _Slot:
 @dataclass(slots=True)
 class _SimulatedStep:
     plan: StepPlan
-    ready: float
-    """Time at which the simulated device is done."""
-    seconds: float
-    idle: float
+    times: StepTimes | None
+    """None = it runs in lanes, of which some have not launched it yet."""
     rows: tuple[RowResult, ...] = ()
 
 
@@ -75,8 +74,12 @@ class SimulatedExecutor(Executor):
         self._slots: dict[int, _Slot] = {}
         self._free_at: float | None = None
         """Time at which the device has run all plans; None = it has run none."""
+        self._lockstep: Lockstep | None = None
         if config.clock == "virtual":
             self.clock = VirtualClock()
+        if composition.lane is not None:
+            assert isinstance(composition.lane.lockstep, Lockstep)  # lanes in processes are refused
+            self._lockstep = composition.lane.lockstep
 
     def start(self, progress: Progress) -> ExecutorInfo:
         began = time.perf_counter()
@@ -111,41 +114,54 @@ class SimulatedExecutor(Executor):
             lookahead=self._lookahead,
             device="simulated",
             phases={"read shapes": time.perf_counter() - began},
-            notes=(f"executor=simulated: tokens are made up, and a step takes {cost}", *self._acceptance_note),
+            notes=(f"executor=simulated: tokens are made up, and a step takes {cost}", *self._more_notes()),
         )
 
-    @property
-    def _acceptance_note(self) -> tuple[str, ...]:
-        rate = self.config.acceptance
-        return () if rate is None else (f"executor=simulated: drafts are accepted at random, {rate:.0%} of them",)
+    def _more_notes(self) -> Iterator[str]:
+        if (rate := self.config.acceptance) is not None:
+            yield f"executor=simulated: drafts are accepted at random, {rate:.0%} of them"
+        if "experts" in self.composition.parts and (every := self.composition.build("experts").rebalance):
+            yield f"executor=simulated: experts have equal loads, and experts.rebalance={every} moves none"
 
     def submit(self, plan: StepPlan, blobs: Blobs) -> None:
         self._ledger.apply(plan)
         for join in plan.joins:
             blob = blobs[join.uid, join.epoch]
             self._slots[join.slot] = _Slot(blob.request, blob.tokens[-1])
-        seconds = 0.0 if self._cost is None else self._seconds(plan, self._cost) / self.config.speed
         if self._cost is not None and self.clock.virtual:
             self.clock.wait_until(self.clock.now() + self._cost.launch_seconds(plan))
-        now = self.clock.now()
-        free_at = now if self._free_at is None else self._free_at
-        idle = max(now - free_at, 0.0)
-        self._free_at = max(now, free_at) + seconds
-        self._steps.append(_SimulatedStep(plan, self._free_at, seconds, idle))
+        self._steps.append(_SimulatedStep(plan, self._launched(plan)))
         if not plan.late:
             self._run({})
 
-    def _seconds(self, plan: StepPlan, cost: CostModel) -> float:
-        """Return the time of drafting and of the step, with the drafter's part in prompts."""
-        seconds = cost.seconds(plan)
-        if self._follows and plan.follows and not plan.rows[-1].flags & DECODE:
+    def _launched(self, plan: StepPlan) -> StepTimes | None:
+        """Enqueue the step on the simulated device, or on that of all lanes."""
+        now, cost = self.clock.now(), self._cost
+        if self._lockstep is not None:
+            works = () if cost is None else tuple(cost.works(plan.rows))
+            drafting = 0.0 if cost is None else self._draft_seconds(plan, cost)
+            lanes = self._lockstep.launch(plan.step, now, (works, drafting))
+            if lanes is not None:
+                every, drafts = zip(*lanes, strict=True)
+                seconds = 0.0 if cost is None else max(drafts) + cost.lanes_seconds(every)
+                self._lockstep.run(plan.step, seconds / self.config.speed)
+            return None
+        seconds = 0.0 if cost is None else self._draft_seconds(plan, cost) + cost.seconds(plan)
+        seconds /= self.config.speed
+        free_at = now if self._free_at is None else self._free_at
+        self._free_at = max(now, free_at) + seconds
+        return StepTimes(self._free_at, seconds, max(now - free_at, 0.0))
+
+    def _draft_seconds(self, plan: StepPlan, cost: CostModel) -> float:
+        """Return the time of drafting, and of the drafter's part in prompts."""
+        seconds = 0.0
+        if self._follows and plan.follows and plan.rows and not plan.rows[-1].flags & DECODE:
             seconds += cost.follow_seconds(RowWork.of(row) for row in plan.rows if not row.flags & DECODE)
         drafted = [row for row in plan.rows if row.draft] if self._lookahead else []
         if not drafted:
             return seconds
         decodes = sum(row.flags & DECODE != 0 for row in plan.rows)
-        length = max(row.bound for row in drafted)
-        return cost.draft_seconds(decodes, self._draft_depth, length) + seconds
+        return seconds + cost.draft_seconds(decodes, self._draft_depth, max(row.bound for row in drafted))
 
     def complete(self, late: LateInputs) -> None:
         self._ledger.complete(late)
@@ -171,8 +187,12 @@ class SimulatedExecutor(Executor):
     def collect(self) -> StepResult:
         self._ledger.check_collect(len(self._steps))
         step = self._steps.popleft()
-        self.clock.wait_until(step.ready)
-        return StepResult(step.plan.step, step.rows, step.seconds, step.idle)
+        times = step.times
+        if times is None:
+            assert self._lockstep is not None
+            times = self._lockstep.take(step.plan.step)
+        self.clock.wait_until(times.ready)
+        return StepResult(step.plan.step, step.rows, times.seconds, times.idle)
 
     @property
     def pending(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dovetail.core.interfaces import Activation, Dispatched, ExpertPlacement, ExpertSlots, Routing
-from dovetail.plugins.experts.layout import consecutive
+from dovetail.plugins.experts.layout import Consecutive
 
 
 class TensorPlacement(ExpertPlacement):
@@ -18,8 +18,5 @@ class TensorPlacement(ExpertPlacement):
         return Dispatched(x, routing)
 
 
-class WholePlacement(ExpertPlacement):
+class WholePlacement(Consecutive):
     """Consecutive experts on each rank; rows without an expert there add zeros."""
-
-    def layout(self, experts: int, rank: int, size: int) -> range:
-        return consecutive(experts, rank, size)

@@ -3,15 +3,48 @@
 from __future__ import annotations
 
 from dovetail.core.errors import ConfigError
+from dovetail.core.interfaces import ExpertPlacement
+from dovetail.plugins.experts.config import SpreadConfig
 
 
-def consecutive(experts: int, rank: int, size: int) -> range:
-    """Return the experts of a rank: as many on each. Raise ConfigError if `size` does not divide them."""
-    if experts % size:
-        works = [str(ranks) for ranks in range(1, experts + 1) if experts % ranks == 0]
+class Consecutive(ExpertPlacement):
+    """Placement whose ranks have equally many experts, and `redundant` copies over all of them."""
+
+    config: SpreadConfig
+
+    def __init__(self, config: SpreadConfig) -> None:
+        super().__init__(config)
+        self.rebalance = config.rebalance
+
+    def layout(self, experts: int, rank: int, size: int) -> list[int]:
+        """A rank's slots for copies have the experts of the ranks after it, until loads are known."""
+        slots = _slots(experts, self.config.redundant, size)
+        start = rank * experts // size
+        return [expert % experts for expert in range(start, start + slots)]
+
+
+def _slots(experts: int, redundant: int, size: int) -> int:
+    """Return the number of slots of a rank. Raise ConfigError if the experts and their copies do not fill the ranks."""
+    if redundant and size == 1:
         raise ConfigError(
-            f"engine.ep={size} does not divide {experts} experts (null: as many as engine.tp). It must be one of "
-            f"{', '.join(works)}; experts=tensor has some channels of each expert on every rank"
+            f"experts.redundant={redundant} makes copies of experts for other ranks, and engine.ep=1. Set "
+            "experts.redundant=0, or engine.ep to at least 2 (null: as many as engine.tp)"
         )
-    each = experts // size
-    return range(rank * each, (rank + 1) * each)
+    if (experts + redundant) % size:
+        less = (experts + redundant) // size * size - experts
+        numbers = [str(number) for number in (less, less + size) if 0 <= number <= experts * (size - 1)]
+        fewest = 2 if redundant else 1
+        works = [str(ranks) for ranks in range(fewest, experts + 1) if (experts + redundant) % ranks == 0]
+        copies = f" and experts.redundant={redundant} copies" if redundant else ""
+        sizes = f"It must be one of {', '.join(works)}; or set" if works else "Set"
+        raise ConfigError(
+            f"engine.ep={size} does not divide {experts} experts{copies} (null: as many as engine.tp). {sizes} "
+            f"experts.redundant to {' or '.join(numbers)}; experts=tensor has some channels of each expert on every "
+            "rank"
+        )
+    if redundant > experts * (size - 1):
+        raise ConfigError(
+            f"experts.redundant={redundant} is more than one copy of each of {experts} experts on each of "
+            f"engine.ep={size} groups of ranks: it must be at most {experts * (size - 1)}"
+        )
+    return (experts + redundant) // size

@@ -13,19 +13,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dovetail.core.interfaces import Activation, Dispatched, ExpertPlacement, ExpertSlots, Routing
+from dovetail.core.interfaces import Activation, Dispatched, ExpertSlots, Routing
 from dovetail.core.interfaces.rows import scaled_by_row, with_scale
 from dovetail.plugins.experts.config import AllToAllConfig
-from dovetail.plugins.experts.layout import consecutive
+from dovetail.plugins.experts.layout import Consecutive
 
 
-class GatherPlacement(ExpertPlacement):
+class GatherPlacement(Consecutive):
     """Every rank gathers all rows and multiplies those with an expert there; sums are reduce-scattered."""
 
     rows = "own"
-
-    def layout(self, experts: int, rank: int, size: int) -> range:
-        return consecutive(experts, rank, size)
 
     def dispatch(self, x: Activation, routing: Routing, slots: ExpertSlots) -> Dispatched:
         parts = self.ranks.gather_rows([*_tensors(x), _packed(routing)])
@@ -47,7 +44,7 @@ class _Sent:
     """Place of the row among those that went there."""
 
 
-class AllToAllPlacement(ExpertPlacement):
+class AllToAllPlacement(Consecutive):
     """Rows go to the ranks that have their experts, once each. The first round has room for somewhat more rows than
     uniform routing sends to a rank, the second one for all others: no row is dropped, and all shapes are static. Large
     steps without a graph leave out the second round if no rank needs it, which the host reads from the device.
@@ -55,9 +52,6 @@ class AllToAllPlacement(ExpertPlacement):
 
     rows = "own"
     config: AllToAllConfig
-
-    def layout(self, experts: int, rank: int, size: int) -> range:
-        return consecutive(experts, rank, size)
 
     def dispatch(self, x: Activation, routing: Routing, slots: ExpertSlots) -> Dispatched:
         rows, active = routing.experts_TK.shape

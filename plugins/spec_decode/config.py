@@ -170,7 +170,16 @@ class Trees(DrafterOptions):
         return self
 
 
-class DraftModelConfig(Trees):
+class OwnLayers(Trees):
+    """Options of drafters with layers and weights of their own."""
+
+    tp: Literal[1] | None = None
+    """Ranks over which the drafter's layers are cut. null: engine.tp, as the model's. 1: every rank has the whole
+    drafter, so that its passes need no all-reduce, which takes most of a small layer's time; embedding and logits of
+    the model stay cut. More weights and KV cache on each GPU."""
+
+
+class DraftModelConfig(OwnLayers):
     """Drafts by a smaller model with the same vocabulary, which has KV pages of its own."""
 
     lookahead: int = Field(4, ge=1, le=16)
@@ -196,7 +205,7 @@ class LayerSkipConfig(DrafterOptions):
     """Share of the layers that drafts run: the first, the last, and others at equal distances."""
 
 
-class HeadFiles(Trees):
+class HeadFiles(OwnLayers):
     """Options of drafters that are trained for one target."""
 
     lookahead: int = Field(4, ge=1, le=16)

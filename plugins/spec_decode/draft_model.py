@@ -66,7 +66,7 @@ class DraftModel(BuiltinDrafter):
         check_fit(f"model@spec_decode.model={part.name}", spec, source, target)
         quantizer = self.config.quant.build()
         read_headers(quantizer, source)
-        return model_class(part.config, target.build_context(spec, quantizer)), source
+        return model_class(part.config, target.build_context(spec, quantizer, self.config.tp)), source
 
     def bind(self, target: TargetView) -> None:
         super().bind(target)

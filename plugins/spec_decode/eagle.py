@@ -78,7 +78,8 @@ class Eagle(BuiltinDrafter):
         quantizer = self.config.quant.build()
         read_headers(quantizer, source)
         headers = {} if source.weights is None else source.weights.tensors()
-        return self.layer_class(target.build_context(shape.spec, quantizer), shape, headers.__contains__), source
+        build = target.build_context(shape.spec, quantizer, self.config.tp)
+        return self.layer_class(build, shape, headers.__contains__), source
 
     def bind(self, target: TargetView) -> None:
         super().bind(target)

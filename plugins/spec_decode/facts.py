@@ -79,4 +79,5 @@ def _with_layers(config: DraftModelConfig | HeadFiles, spec: ModelSpec) -> Draft
         config.verify,
         tables["head_bits"],
         tables["embedding_bits"],
+        tp=config.tp,
     )

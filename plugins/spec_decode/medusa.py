@@ -90,7 +90,7 @@ class Medusa(BuiltinDrafter):
             )
         quantizer = self.config.quant.build()
         read_headers(quantizer, source)
-        return MedusaHeads(target.build_context(spec, quantizer), shape), source
+        return MedusaHeads(target.build_context(spec, quantizer, self.config.tp), shape), source
 
     def bind(self, target: TargetView) -> None:
         super().bind(target)

@@ -36,6 +36,7 @@ ERRORS = {
     "test_equals_the_loop": "IndexError",
     "test_reading_in_a_separate_thread": "RequestError: adapter: .* has no adapter_config.json",
     "test_every_expert_has_a_slot": r"ConfigError: .*(no rank has|has) expert",
+    "test_balanced_layouts_have_every_expert": r"ConfigError: .*(no rank has expert|slots, and it returned)",
     "test_emits_the_formats_asked_for": "KeyError: .* was not emitted",
     "test_attend_mla_emits_the_formats_asked_for": "KeyError: .* was not emitted",
     "test_it_accepts_what_it_serves": "RequestError: presence_penalty|ValidationError",

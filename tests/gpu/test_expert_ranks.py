@@ -30,6 +30,9 @@ def tokens(*overrides: str) -> list[list[int]]:
         ("experts=gather", "collective=symm_mem"),
         ("experts=whole", "collective=symm_mem"),
         ("experts=all_to_all", "engine.overlap_tokens=16", "engine.graph_tokens=0"),
+        ("experts=whole", "experts.redundant=4", "experts.rebalance=2"),
+        ("experts=gather", "experts.rebalance=1", "collective=symm_mem"),
+        ("experts=all_to_all", "experts.redundant=8", "experts.rebalance=1"),
     ],
     ids=" ".join,
 )

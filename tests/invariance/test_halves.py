@@ -59,6 +59,7 @@ def test_halves_change_no_token(cut: list[int]) -> None:
     assert len(cut) - steps > 1.5 * steps, "hardly a step was cut"
 
 
+@pytest.mark.nightly
 def test_each_half_runs_with_its_own_adapters(save_lora: Callable[..., str]) -> None:
     overrides = ["engine.token_budget=24", "adapter=lora", f"+adapter.load.a='{save_lora('a', seed=1)}'"]
     with LLM("tiny", overrides=[*BASE, *overrides]) as whole, LLM("tiny", overrides=[*BASE, *overrides, HALVES]) as cut:

@@ -80,7 +80,16 @@ def reference() -> list[Generation]:
     return run(*REFERENCE)
 
 
-@pytest.mark.parametrize("overrides", VARIANTS.values(), ids=VARIANTS.keys())
+BRIEF = {"depth 4, results late", "draft model, preempted, small chunks, depth 4", "small chunks, depth 4"}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(words, id=name, marks=[pytest.mark.nightly] * (name not in BRIEF))
+        for name, words in VARIANTS.items()
+    ],
+)
 def test_same_tokens(reference: list[Generation], overrides: list[str]) -> None:
     for ours, theirs in zip(run(*overrides), reference, strict=True):
         assert outputs(ours) == outputs(theirs)
@@ -103,7 +112,7 @@ def test_the_variants_do_what_their_names_say() -> None:
         assert again[0].cached_tokens >= 16, "the common prefix was computed twice"
 
 
-@pytest.mark.parametrize("allocator", ["prefix_hash", "radix"])
+@pytest.mark.parametrize("allocator", [pytest.param("prefix_hash", marks=pytest.mark.nightly), "radix"])
 def test_evicted_prefixes_come_back_from_the_host(allocator: str) -> None:
     """Prompts alternate on a device that has room for only one of them."""
     turns, params = [PROMPTS[n] for n in (0, 1, 3, 0, 1, 0)], SamplingParams(temperature=0.0, max_tokens=12)

@@ -30,6 +30,10 @@ if "DOVETAIL_NIGHTLY" in os.environ:
         "nccl": ["collective=nccl", "spec_decode=draft_model"],
         "nccl, trees": ["spec_decode=draft_model", "spec_decode.tree=12", "spec_decode.tree_shape=sequoia"],
         "nccl, sharded, features": ["collective=nccl", "collective.shard_rows=12", "spec_decode=eagle3_tiny"],
+        "nccl, sharded, whole features": [
+            *("collective=nccl", "collective.shard_rows=12", "spec_decode=eagle3_tiny", "spec_decode.tp=1")
+        ],
+        "nccl, whole draft model": ["spec_decode=draft_model", "spec_decode.tp=1", "spec_decode.tree=12"],
         "nccl, heads": ["collective=nccl", "spec_decode=medusa_tiny", "spec_decode.hf.medusa_shared_head=false"],
         "ordered, sharded": ["collective=ordered", *MIXED],
     }

@@ -112,6 +112,7 @@ def test_files_of_sentence_transformers_say_how(mode, pooling, tmp_path):
         assert llm.engine.info.spec.embedding.dimensions == (16, 32) and not llm.engine.info.spec.head
 
 
+@pytest.mark.nightly
 def test_two_ranks(tmp_path):
     reference = save_headless(tmp_path, "gqa")
     with LLM(str(tmp_path), overrides=[*CPU, "executor=multiproc", "engine.tp=2", "engine.token_budget=32"]) as llm:

@@ -15,7 +15,7 @@ from dovetail.core.interfaces import ExpertPlacement, Quantizer
 from dovetail.core.testing.rank_threads import ThreadCollective, on_threads
 from dovetail.plugins.collective.config import OrderedConfig
 from dovetail.plugins.collective.ordered import OrderedCollective
-from dovetail.plugins.experts.config import AllToAllConfig
+from dovetail.plugins.experts.config import AllToAllConfig, WholeConfig
 from dovetail.plugins.experts.everywhere import WholePlacement
 from dovetail.plugins.experts.own_rows import AllToAllPlacement, GatherPlacement
 from dovetail.plugins.model.config import LlamaConfig
@@ -73,7 +73,7 @@ class Dealt(WholePlacement):
 class FewGo(AllToAllPlacement):
     """The second round has most rows."""
 
-    def __init__(self, config: None) -> None:
+    def __init__(self, config: WholeConfig) -> None:
         super().__init__(AllToAllConfig(capacity=0.3))
 
 
@@ -84,7 +84,7 @@ def placed(
     folder: Path,
     quantizer: Quantizer | None = None,
 ) -> Llama:
-    made = placement(None)
+    made = placement(WholeConfig())
     made.bind(ranks, ep)
     model = build_model(LlamaConfig(path=str(folder)), collective=ranks, placement=made, quantizer=quantizer)
     checkpoint = open_checkpoint(folder)

@@ -113,7 +113,7 @@ def test_an_engine_that_hangs_is_killed(start):
         ("model.path=/nowhere", "/nowhere"),
         pytest.param("serve.host=203.0.113.1", "serve.host=203.0.113.1", marks=pytest.mark.nightly),
         pytest.param("serve.chat_template=/nowhere.jinja", "serve.chat_template", marks=pytest.mark.nightly),
-        ("attention=triton", "triton"),
+        pytest.param("attention=triton", "triton", marks=pytest.mark.nightly),
     ],
 )
 def test_a_failed_start_reports_the_reason(override, words):

@@ -15,6 +15,7 @@ from dovetail import SamplingParams
 from dovetail.core.compose import compose
 from dovetail.core.compose.composition import Lane
 from dovetail.core.engine.engine import Engine, start_engine
+from dovetail.core.interfaces import Observer, StepRecord
 from dovetail.core.parallel.address import free_address
 from dovetail.core.parallel.lanes import LaneBoard, Lanes
 
@@ -44,6 +45,20 @@ class Done:
     empty: int = 0
     """Plans without rows."""
     accepted: int = 0
+    moved: int = 0
+    """Experts that moved to another slot."""
+    loads: list[tuple[float, float]] = field(default_factory=list)
+    """Expert loads that records of steps have: on the busiest rank, and the mean."""
+
+
+class Loads(Observer):
+    def __init__(self, done: Done) -> None:
+        super().__init__(None)
+        self.done = done
+
+    def step(self, record: StepRecord) -> None:
+        if record.mean_expert_load:
+            self.done.loads.append((record.expert_load, record.mean_expert_load))
 
 
 class Loop:
@@ -60,6 +75,7 @@ class Loop:
             submit(plan, blobs)
 
         engine.executor.submit = counted
+        engine.observers["loads"] = Loads(self.done)
 
     @property
     def over(self) -> bool:
@@ -86,6 +102,8 @@ class Loop:
             self.lanes.silence()
         self.done.preemptions = engine.scheduler.stats().preemptions
         self.done.accepted = engine.counters.accepted
+        balancer = engine.executor._runner.parts.balancer
+        self.done.moved = 0 if balancer is None else balancer.moved
 
 
 def alone(script: Sequence[Work], *overrides: str) -> Done:

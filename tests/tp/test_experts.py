@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+from lane_threads import Work, alone
 
 from dovetail import LLM, SamplingParams
 
@@ -21,6 +22,8 @@ CHOICES = [
     ("gather", 4, ("collective.shard_rows=8",)),
     ("whole", 4, ("collective=ordered",)),
     ("all_to_all", 2, ("engine.overlap_tokens=16",)),
+    ("gather", 4, ("experts.redundant=8",)),
+    ("whole", 2, ("quant=none", "engine.overlap_tokens=16", "experts.redundant=2", "experts.rebalance=1")),
 ]
 
 
@@ -41,3 +44,21 @@ def test_processes_equal_one(placement, ranks, more, expected):
     found = tokens(f"experts={placement}", "executor=multiproc", f"engine.tp={ranks}", *more)
     assert found == expected
     assert len({tuple(ids) for group in found for ids in group}) == 4
+
+
+@pytest.mark.parametrize(
+    ("placement", "ranks", "more"),
+    [
+        ("whole", 2, ("experts.redundant=4", "experts.rebalance=2", "engine.depth=2")),
+        ("whole", 4, ("engine.ep=2", "experts.rebalance=1")),
+        ("gather", 4, ("experts.redundant=4", "experts.rebalance=1", "spec_decode=ngram")),
+        ("all_to_all", 4, ("experts.redundant=16", "experts.rebalance=3", "engine.depth=2")),
+    ],
+)
+def test_moves_change_no_token(placement: str, ranks: int, more: tuple[str, ...]) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    work = [Work(n, prompt, params) for n, prompt in enumerate(PROMPTS)]
+    options = "model=small_moe", "engine.token_budget=32"
+    moving = alone(work, *options, f"experts={placement}", "executor=multiproc", f"engine.tp={ranks}", *more)
+    assert moving.moved > 3 and moving.loads
+    assert moving.tokens == alone(work, *options).tokens

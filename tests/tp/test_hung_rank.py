@@ -32,6 +32,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[tuple[LLM, int]]:
         llm.close()
 
 
+@pytest.mark.nightly
 def test_closing_does_not_wait_for_it(engine: tuple[LLM, int], gone: Callable[[int], bool]) -> None:
     llm, pid = engine
     stream = llm.stream([1, 2, 3], LONG)

@@ -1,5 +1,5 @@
 """Lanes, replicas that share routed experts, give the tokens of one engine with all experts. In CI the lanes are
-threads of one process; .ci/nightly also runs 200 random schedules, processes, and lanes of several ranks."""
+threads of one process; .ci/nightly also runs 300 random schedules, processes, and lanes of several ranks."""
 
 from __future__ import annotations
 
@@ -81,6 +81,18 @@ def test_drafts_up_to_the_longest_sequence() -> None:
     check(found, scripts, *short)
 
 
+def test_experts_move_while_lanes_run() -> None:
+    """Copies and moves of experts change no token; observers get the loads of the ranks."""
+    scripts = [[greedy(1, [7, 300, 21, 4], 20), greedy(2, [9] * 40, 9, after=2)], [greedy(3, [5, 6], 12, after=3)]]
+    moving = ("experts=all_to_all", "engine.ep=2", "experts.redundant=4", "experts.rebalance=2", "engine.depth=2")
+    with lanes(2, *MOE, *moving) as run:
+        found = run(scripts)
+    assert found[0].moved == found[1].moved > 3
+    loads = [pair for done in found for pair in done.loads]
+    assert loads and all(greatest >= mean > 0 for greatest, mean in loads)
+    check(found, scripts, *MOE)
+
+
 def open_lanes(count: int) -> tuple[LaneBoard, list[Lanes]]:
     board = LaneBoard(count)
     made = []
@@ -106,10 +118,12 @@ def test_the_end_of_the_lanes_ends_a_wait() -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("model", [MOE, LATENTS], ids=["small_moe", "latents"])
-@pytest.mark.parametrize("placement", ["gather", "all_to_all"])
+@pytest.mark.parametrize(
+    "placement", ["gather", "all_to_all", "all_to_all experts.redundant=4 experts.rebalance=1 engine.depth=2"]
+)
 def test_random_schedules(placement: str, model: tuple[str, ...], count: int) -> None:
-    """25 for each choice, so 200 together."""
-    with lanes(count, *model, f"experts={placement}", f"engine.ep={count}", "engine.kv_pages=12") as run:
+    """25 for each choice, so 300 together."""
+    with lanes(count, *model, *f"experts={placement}".split(), f"engine.ep={count}", "engine.kv_pages=12") as run:
         for seed in range(25):
             scripts = schedule(1000 * count + seed, count)
             check(run(scripts), scripts, *model)

@@ -103,6 +103,7 @@ def test_one_rank_needs_no_workers() -> None:
             1,
             "was killed by SIGKILL .* in phase 'capture graphs'",
             id="capture, killed",
+            marks=pytest.mark.nightly,
         ),
         pytest.param(
             rank_runners.RaisesInCapture,
@@ -141,6 +142,7 @@ def test_a_rank_that_fails_in_start_up_ends_it(
     assert len(pids) == tp - 1 and all(map(gone, pids))
 
 
+@pytest.mark.nightly
 def test_a_rank_that_never_connects_is_named(gone: Gone, capfd: pytest.CaptureFixture[str]) -> None:
     """The other ranks wait for it; none of them dies."""
     executor = rank_runners.executor(rank_runners.StoppedBeforeConnecting, composition(3))
@@ -207,6 +209,7 @@ def test_a_rank_that_fails_in_a_step_is_the_one_named(
     assert ("third step" in cause) == ("in execute" in str(raised.value.__cause__))
 
 
+@pytest.mark.nightly
 def test_an_error_of_rank_0_stays_its_own(gone: Gone) -> None:
     with pytest.raises(ZeroDivisionError, match="third step"):
         with running(rank_runners.RankZeroRaisesInStep, 2) as executor:
@@ -251,6 +254,7 @@ def test_shutdown_does_not_wait_for_a_worker_that_is_stuck(gone: Gone) -> None:
     assert all(map(gone, pids))
 
 
+@pytest.mark.nightly
 def test_a_worker_that_ends_first_takes_nobody_along(caplog: pytest.LogCaptureFixture) -> None:
     with running(rank_runners.SlowToClose, 3) as executor:
         workers = executor._workers

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dovetail.core.errors import ConfigError
+from dovetail.core.files import write_file
 from dovetail.core.interfaces import App
 from dovetail.core.parallel.process import order_for
 from dovetail.plugins.app.ablate.children import Child, Failure
@@ -179,7 +180,8 @@ class AblateApp(App):
         config = self.config
         result["comparisons"] = comparisons(result["variants"], config.primary, config.gate.model_dump())
         if self.config.out is not None:
-            Path(self.config.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            # Atomic, so that an ablation that is killed here can be resumed.
+            write_file(Path(self.config.out), json.dumps(result, indent=1) + "\n")
 
 
 def _record(variant: Variant) -> dict[str, Any]:

@@ -26,6 +26,8 @@ class Metric:
     """True: compared as a ratio. False: the value is a share and is compared as a difference."""
     of_start: bool = False
     """True: one value per start, not per run."""
+    absent: float | None = None
+    """Value of runs that lack it, if the other variant has it; None = they cannot be compared."""
 
 
 METRICS = (
@@ -36,11 +38,16 @@ METRICS = (
     Metric("itl_ms.p99", "ITL p99", "the 99th percentile of ITL", False),
     Metric("goodput.requests_per_s", "goodput", "goodput", True),
     Metric("prefix_hit_rate", "hits", "the share of prefix hits", True, ratio=False),
-    Metric("acceptance_length", "tokens/row", "tokens per decode row", True),
+    # Without drafts, a row yields one token.
+    Metric("acceptance_length", "tokens/row", "tokens per decode row", True, absent=1.0),
     Metric("kv_waste", "KV waste", "KV waste", False, ratio=False),
     Metric("startup_s", "start-up s", "the time to start", False, of_start=True),
 )
 BY_PATH = {metric.path: metric for metric in METRICS}
+
+
+OPEN = 50.0
+"""Percent, or percentage points: an interval that includes both no change and such an effect is no useful bound."""
 
 
 class Load(NamedTuple):
@@ -81,14 +88,17 @@ def _rates(variant: Mapping[str, Any]) -> list[float | None]:
     return list(dict.fromkeys(load["rate"] for start in variant["starts"] for load in start["loads"]))
 
 
-def samples(variant: Mapping[str, Any], rate: float | None, metric: Metric) -> dict[int, list[float]]:
-    """Return round -> the values of its runs. A void round, and one in which a run lacks the value, is left out."""
+def samples(
+    variant: Mapping[str, Any], rate: float | None, metric: Metric, absent: float | None = None
+) -> dict[int, list[float]]:
+    """Return round -> the values of its runs. A void round, and one in which a run lacks the value, is left out.
+    `absent`: value of runs that lack it."""
     found = {}
     for start in variant["starts"]:
         if start.get("void"):
             continue
         runs = [start["startup"]] if metric.of_start else _runs(start, rate)
-        values = [at(run, metric.path) for run in runs]
+        values = [absent if (value := at(run, metric.path)) is None else value for run in runs]
         if values and None not in values:
             found[start["round"]] = [value for value in values if value is not None]
     return found
@@ -156,6 +166,8 @@ def _changes(
     found = {}
     for metric in METRICS:
         both = samples(variant, rate, metric), samples(other, rate, metric)
+        if any(both) and metric.absent is not None:
+            both = samples(variant, rate, metric, metric.absent), samples(other, rate, metric, metric.absent)
         if (estimate := paired(*both, ratio=metric.ratio)) is None:
             continue
         rounds = by_round(*both, ratio=metric.ratio)
@@ -212,6 +224,9 @@ def sentence(one: Mapping[str, Any], primary: str) -> str:
     if change["low"] is None or change["unit"] != "rounds":
         return f"{claim} in one round, which is no evidence"
     low, high = percent(change["low"], metric), percent(change["high"], metric)
+    if low <= 0 <= high and max(-low, high) >= OPEN:
+        edges = f"between -{_digits(-low, 3)} and +{_digits(high, 3)} {unit(metric)}"
+        return f"{name}: the effect on {metric.words} remains open, {edges}"
     if low <= 0 <= high:
         return f"{name} has no effect on {metric.words} larger than {_digits(max(-low, high), 2)} {unit(metric)}"
     least, most = sorted((abs(low), abs(high)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,8 @@ from dovetail.plugins.app.ablate.compare import (
     summary,
     unit,
 )
-from dovetail.plugins.app.ablate.report import seen, sentences
+from dovetail.plugins.app.ablate.config import GateConfig
+from dovetail.plugins.app.ablate.report import ANSWERS, answer_cells, seen, sentences
 from dovetail.plugins.app.ablate.stats import CONFIDENCE
 from dovetail.plugins.app.tables import NONE, number, share
 
@@ -32,6 +34,8 @@ COST = "tpot_ms.median"
 GAIN = "output_tokens_per_s"
 WIDTH, HEIGHT = 520, 300
 """Pixels of the plot."""
+LINE = 13
+"""Pixels between two names in the plot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,8 @@ class Bar:
     at: float
     low: float
     high: float
+    unchanged: float
+    """Place of no change."""
     text: str
     verdict: str
     """"better" or "worse" if significant, else ""."""
@@ -52,6 +58,8 @@ class Point:
     name: str
     x: float
     y: float
+    label_y: float
+    """Baseline of its name, which covers no other name."""
     best: bool
     """No other variant is better in both figures."""
 
@@ -74,6 +82,8 @@ def write_report(path: str, result: Mapping[str, Any]) -> None:
         seed=config["engine"]["seed"],
         width=WIDTH,
         height=HEIGHT,
+        answer_heads=ANSWERS,
+        gated=GateConfig(**config["ablate"]["gate"]).limits,
     )
     Path(path).write_text(text + "\n", encoding="utf-8")
 
@@ -94,7 +104,8 @@ def _load(result: Mapping[str, Any], load: Load, primary: Metric) -> dict[str, A
         },
         "changes": [(one, [_cell(one["changes"].get(metric.path), metric) for metric in metrics]) for one in rows],
         "bars": list(_bars(rows, primary)),
-        "points": _points({name: one for name, one in found.items() if name not in repeats}),
+        "plot": _plot({name: one for name, one in found.items() if name not in repeats}),
+        "answers": [(one, answer_cells(one["quality"])) for one in rows] if any(one["quality"] for one in rows) else [],
     }
 
 
@@ -118,33 +129,46 @@ def _value(value: float, metric: Metric) -> str:
 def _bars(rows: Sequence[Mapping[str, Any]], metric: Metric) -> Iterator[Bar]:
     known = [(one, one["changes"][metric.path]) for one in rows if metric.path in one["changes"]]
     unchanged = 1.0 if metric.ratio else 0.0
-    edges = [edge for _, c in known for edge in (c["value"], c["low"], c["high"]) if edge is not None]
-    least, most = min([*edges, unchanged]), max([*edges, unchanged])
+    # x2 and x0.5 are equally far from no change.
+    place = math.log if metric.ratio else float
+    edges = [place(edge) for _, c in known for edge in (c["value"], c["low"], c["high"]) if edge is not None]
+    least, most = min([*edges, 0.0]), max([*edges, 0.0])
     scale = 100 / ((most - least) or 1.0)
     for one, change in known:
         low, high = (change["value"] if change[edge] is None else change[edge] for edge in ("low", "high"))
-        at, low, high = ((edge - least) * scale for edge in (change["value"], low, high))
+        at, low, high = ((place(edge) - least) * scale for edge in (change["value"], low, high))
         tested = one.get("primary")
         verdict = ""
         if tested is not None and tested["p"] < 1 - CONFIDENCE and not one["gate"]:
             verdict = "better" if (change["value"] > unchanged) == metric.more_is_better else "worse"
-        yield Bar(f"{one['variant']} / {one['baseline']}", at, low, high, _value(change["value"], metric), verdict)
-    if known:
-        zero = (unchanged - least) * scale
-        yield Bar("no change", zero, zero, zero, "", "")
+        text = " ".join(_cell(change | {"detectable": None}, metric))
+        yield Bar(f"{one['variant']} / {one['baseline']}", at, low, high, -least * scale, text, verdict)
 
 
-def _points(found: Mapping[str, Mapping[str, float]]) -> list[Point]:
+def _plot(found: Mapping[str, Mapping[str, float]]) -> dict[str, Any] | None:
+    """Return the points, and the values at the ends of both axes; None = no variant has both figures."""
     known = {name: (one[COST], one[GAIN]) for name, one in found.items() if COST in one and GAIN in one}
     if not known:
-        return []
+        return None
     widest, highest = (1.1 * max(pair[i] for pair in known.values()) or 1.0 for i in (0, 1))
-    return [
+    labels = _spread({name: HEIGHT * (1 - gain / highest) + 4 for name, (_, gain) in known.items()})
+    points = [
         Point(
             f"{name}: {gain:.4g} output tokens/s at a median TPOT of {cost:.3g} ms",
             WIDTH * cost / widest,
             HEIGHT * (1 - gain / highest),
+            labels[name],
             not any(c <= cost and g >= gain and (c, g) != (cost, gain) for c, g in known.values()),
         )
         for name, (cost, gain) in known.items()
     ]
+    return {"points": points, "x_end": f"{widest:.3g}", "y_end": f"{highest:.4g}"}
+
+
+def _spread(wanted: Mapping[str, float]) -> dict[str, float]:
+    """Move lines of text down until each is LINE pixels below the one above it."""
+    found: dict[str, float] = {}
+    last = -math.inf
+    for name in sorted(wanted, key=lambda name: wanted[name]):
+        found[name] = last = max(wanted[name], last + LINE)
+    return found

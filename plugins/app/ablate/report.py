@@ -23,6 +23,7 @@ from dovetail.plugins.app.ablate.compare import (
 from dovetail.plugins.app.ablate.stats import CONFIDENCE, Estimate
 from dovetail.plugins.app.tables import NONE, console, figures_table, number, share, simulated_title
 
+ANSWERS = ("greedy tokens equal", "outputs equal", "top-1 agreement", "NLL change, nats/token")
 DRAWN = ("output_tokens_per_s", "ttft_ms.median", "tpot_ms.median")
 
 
@@ -184,17 +185,20 @@ def _quality(result: Mapping[str, Any]) -> Iterator[Table]:
     for load, against, rows in found_by:
         if not any(row["quality"] for row in rows):
             continue
-        heads = ("greedy tokens equal", "outputs equal", "top-1 agreement", "NLL change, nats/token")
-        table = _table(result, f"answers {against}", Load(load.block, None), heads)
+        table = _table(result, f"answers {against}", Load(load.block, None), ANSWERS)
         for row in rows:
-            if (found := row["quality"]) is None:
-                table.add_row(Text(load.name(row["variant"])), *[NONE] * 4)
-                continue
-            change = Estimate(**found["nll_change"])
-            interval = "" if change.low is None else f" [{change.low:+.4f}, {change.high:+.4f}]"
-            shares = (share(found[name]) for name in ("greedy_tokens_equal", "outputs_equal", "top1_agreement"))
-            table.add_row(Text(load.name(row["variant"])), *shares, f"{change.value:+.4f}{interval}")
+            table.add_row(Text(load.name(row["variant"])), *answer_cells(row["quality"]))
         yield table
+
+
+def answer_cells(found: Mapping[str, Any] | None) -> list[str]:
+    """Return the cells under ANSWERS. None = the variant or its baseline has no answers."""
+    if found is None:
+        return [NONE] * len(ANSWERS)
+    change = Estimate(**found["nll_change"])
+    interval = "" if change.low is None else f" [{change.low:+.4f}, {change.high:+.4f}]"
+    shares = [share(found[name]) for name in ("greedy_tokens_equal", "outputs_equal", "top1_agreement")]
+    return [*shares, f"{change.value:+.4f}{interval}"]
 
 
 # Plot.

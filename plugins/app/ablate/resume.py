@@ -10,8 +10,9 @@ from typing import Any
 from dovetail.core.errors import ConfigError
 from dovetail.core.files import read_object
 
-MAY_DIFFER = frozenset(("rounds", "out", "plot", "report", "resume", "primary", "gate"))
-"""Options that change how many rounds there are, or how they are shown."""
+MAY_DIFFER = frozenset(("rounds", "out", "plot", "report", "resume"))
+"""Options that change how many rounds there are, or where they are shown. Primary figure and gate are named before the
+first start, so they may not."""
 
 
 def restore(path: str, result: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 CONFIDENCE = 0.95
@@ -98,6 +99,7 @@ def t_within(t: float, df: int) -> float:
     return 2 / math.pi * (theta + within) if odd else within
 
 
+@lru_cache
 def t_quantile(df: int, confidence: float = CONFIDENCE) -> float:
     """Return t such that P(|T| <= t) = confidence."""
     low, high = 0.0, 1.0

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dovetail.core.frontend.messages import EngineStats
     from dovetail.core.frontend.replicas import CheckedRouter
     from dovetail.core.frontend.request_table import Delivery, OpenRequest
+    from dovetail.core.parallel.lockstep import Lockstep
 
 KV_EVERY = 16
 """Steps between samples of KV cache usage, whose cost grows with the number of sequences."""
@@ -153,10 +154,11 @@ class StepDrive(Drive):
         requests: Sequence[TimedRequest],
         on_done: OnDone,
         router: CheckedRouter | None = None,
+        lockstep: Lockstep | None = None,
     ) -> None:
-        """`router`: required for several engines."""
+        """`router`: required for several engines. `lockstep`: given if they are lanes."""
         self._engines = [_Stepped(number, engine) for number, engine in enumerate(engines)]
-        self._router = router
+        self._router, self._lockstep = router, lockstep
         super().__init__(requests, on_done)
 
     def _counted(self) -> list[tuple[Counters, int]]:
@@ -169,6 +171,8 @@ class StepDrive(Drive):
     def run(self) -> None:
         due = self._due
         began = max(one.clock.now() for one in self._engines)
+        if self._lockstep is not None:
+            self._lockstep.step = lambda number: self._go_on(self._engines[number], began)
         while not self.stopped and (due or any(one.engine.has_work for one in self._engines)):
             first = self._first()
             now = first.clock.now() - began
@@ -182,7 +186,10 @@ class StepDrive(Drive):
                 # The launch waits for requests, as in a server.
                 first.clock.wait_until(began + now + min(due[0][0] - now, delay), spin=SPIN_SECONDS)
             else:
-                self._deliver(first, self._step(first), began)
+                self._go_on(first, began)
+
+    def _go_on(self, one: _Stepped, began: float) -> None:
+        self._deliver(one, self._step(one), began)
 
     def _first(self) -> _Stepped:
         """Return the engine that goes on: the one with work whose time is earliest."""

@@ -15,15 +15,18 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from dovetail.core.compose.composition import Lane
 from dovetail.core.engine.checks import has_virtual_time
 from dovetail.core.errors import ConfigError, RequestError
 from dovetail.core.interfaces import FinishReason, Progress, RequestOptions, SamplingParams, TimedRequest, TokenLogprobs
 from dovetail.core.parallel.failure import for_user
+from dovetail.core.parallel.lockstep import Lockstep
 from dovetail.plugins.app.bench.drives import Drive, StepDrive, TableDrive
 from dovetail.plugins.app.bench.metrics import Timeline
 from dovetail.plugins.app.bench.target import OnDone, Target
 
 if TYPE_CHECKING:
+    from dovetail.core.compose import Composition
     from dovetail.core.engine.engine import Engine
     from dovetail.core.frontend.engines import Engines
     from dovetail.core.frontend.request_table import Delivery, OpenRequest
@@ -35,6 +38,8 @@ Answer = tuple[list[int], list[TokenLogprobs]]
 class EngineTarget(Target):
     _stepped: Sequence[Engine] = ()
     """Engines that this process steps; empty if replicas have processes. Set by `start`."""
+    _lockstep: Lockstep | None = None
+    """Set by `start` if those engines are lanes."""
     engine: Any = None
     """An Engine, or Engines if there are replicas in processes; the first of several simulated ones. Set by `start`."""
 
@@ -67,8 +72,11 @@ class EngineTarget(Target):
                 parts = [replace(self.composition, engine_config=alone)] * engine.dp
             else:
                 parts = replica_compositions(self.composition)
-            for one in parts:
-                self._stepped = [*self._stepped, start_engine(one, progress)]
+            if engine.lanes > 1:
+                self._start_lanes(parts, progress)
+            else:
+                for one in parts:
+                    self._stepped = [*self._stepped, start_engine(one, progress)]
             self.engine = self._stepped[0]
         else:
             self.engine = start_engines(self.composition, progress)
@@ -88,6 +96,18 @@ class EngineTarget(Target):
             "tuning": info.tuning,
         }
 
+    def _start_lanes(self, parts: Sequence[Composition], progress: Progress) -> None:
+        """Start simulated lanes, which this thread steps in lockstep."""
+        from dovetail.core.engine.engine import start_engine
+
+        self._lockstep = Lockstep(len(parts))
+        for one, lane in zip(parts, self._lockstep.lanes, strict=True):
+            placed = replace(one, lane=Lane(lane.number, len(parts), "", self._lockstep))
+            engine = start_engine(placed, progress, lanes=lane)
+            self._stepped = [*self._stepped, engine]
+            lane.clock = engine.executor.clock
+        self._lockstep.step = lambda number: self._stepped[number].step()
+
     def run(self, requests: Sequence[TimedRequest], on_done: OnDone) -> tuple[list[Timeline], dict[str, Any]]:
         """Run requests at their arrival times. All that have arrived are queued before the next step."""
         # Otherwise this run would find the prompts of the last one in the cache.
@@ -95,7 +115,7 @@ class EngineTarget(Target):
         gc.collect()
         drive: Drive
         if self._stepped:
-            drive = StepDrive(self._stepped, requests, on_done, self._router)
+            drive = StepDrive(self._stepped, requests, on_done, self._router, self._lockstep)
         else:
             drive = TableDrive(self.engine, requests, on_done)
         self._run_in_thread(drive)

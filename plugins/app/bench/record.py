@@ -60,15 +60,18 @@ def machine() -> dict[str, Any]:
 
 def commit() -> dict[str, Any] | None:
     """Return the commit of the checkout that contains this code; None = an installed package."""
-    here = Path(__file__).resolve().parent
+    # Git knows no path through the links of a checkout.
+    here = Path(__file__).resolve()
 
     def git(*words: str) -> str | None:
         try:
-            done = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, timeout=10, check=False)
+            done = subprocess.run(
+                ["git", *words], cwd=here.parent, capture_output=True, text=True, timeout=10, check=False
+            )
         except (OSError, subprocess.TimeoutExpired):
             return None
         return done.stdout.strip() if done.returncode == 0 else None
 
-    if not git("ls-files", "--error-unmatch", __file__) or (head := git("rev-parse", "HEAD")) is None:
+    if not git("ls-files", "--error-unmatch", str(here)) or (head := git("rev-parse", "HEAD")) is None:
         return None
     return {"hash": head, "changed": bool(git("status", "--porcelain", "--untracked-files=no"))}

@@ -28,11 +28,22 @@ class PlacedExperts:
     replicates_shared: bool
     """Whether every rank has all channels of shared experts."""
     lanes: int = 1
+    move: bool = False
+    """Whether experts move between ranks."""
+
+    @property
+    def redundant(self) -> int:
+        """Copies of experts, over all ranks."""
+        return self.slots * self.ep - self.moe.experts
 
     def more_bytes(self, formats: Formats) -> float:
-        """Return the bytes of weights per GPU beyond an equal share: copies of experts, and whole shared experts."""
-        one = 3 * self.spec.hidden * self.moe.intermediate * (self.spec.layers - self.moe.dense_layers)
-        copies = (self.slots * self.ep - self.moe.experts) / (self.tp * self.lanes)
+        """Return the bytes of weights per GPU beyond an equal share: copies of experts, two more of one layer while
+        experts move, and whole shared experts."""
+        layers = self.spec.layers - self.moe.dense_layers
+        one = 3 * self.spec.hidden * self.moe.intermediate * layers
+        copies = self.redundant / (self.tp * self.lanes)
+        if self.move:
+            copies += 2 / layers * self.ep / (self.tp * self.lanes)
         shared = self.moe.shared * (1 - 1 / self.tp) if self.replicates_shared else 0
         return formats.expert_bytes(copies * one) + shared * one * formats.weight_bits / 8
 
@@ -40,11 +51,15 @@ class PlacedExperts:
         rows = exchanged_rows(self.exchange, self.moe.active, self.tp, self.ep, self.lanes)
         layers = self.spec.layers - self.moe.dense_layers
         # Lanes share the experts of a step; replicas have a step each.
-        loads = {str(batch): expert_load(self.moe, -(-batch * self.lanes // dp), self.ep) for batch in batches}
+        loads = {
+            str(batch): expert_load(self.moe, -(-batch * self.lanes // dp), self.ep, self.redundant)
+            for batch in batches
+        }
         return {
             "placement": self.name,
             "ep": self.ep,
             "per_gpu": self.slots,
+            "redundant": self.redundant,
             "parts": self.tp * self.lanes // self.ep,
             "lanes": self.lanes,
             "distinct": {batch: round(load.distinct, 2) for batch, load in loads.items()},
@@ -72,4 +87,5 @@ def placed_experts(composition: Composition, spec: ModelSpec, host: Host) -> Pla
         slots=max(len(placement.layout(moe.experts, rank, ep)) for rank in range(ep)),
         replicates_shared=placement.rows == "own",
         lanes=composition.lanes,
+        move=placement.rebalance > 0,
     )

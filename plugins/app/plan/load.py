@@ -14,7 +14,7 @@ from rich.table import Table
 from dovetail.core.compose import compose
 from dovetail.core.engine.checks import model_ranks
 from dovetail.core.errors import ConfigError, DovetailError
-from dovetail.core.interfaces import Workload
+from dovetail.core.interfaces import ModelSpec, Workload
 from dovetail.plugins.app.ablate.variants import key_of, merged, word
 from dovetail.plugins.app.bench.config import RunsConfig
 from dovetail.plugins.app.bench.inprocess import EngineTarget
@@ -93,13 +93,35 @@ def _overrides(node: str, options: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _grid(composition: Composition, config: PlanConfig) -> Iterator[list[str]]:
-    """Yield quantizers x ranks x replicas, with the fewest GPUs first. Ranks and replicas are powers of two."""
+    """Yield quantizers x ranks x replicas, with the fewest GPUs first. Ranks and replicas are powers of two. Replicas
+    of a model with routed experts are also lanes, which share them."""
     ranks = [tp for tp in model_ranks(composition, HOST, config.gpus) if tp & (tp - 1) == 0]
     powers = [1 << i for i in range(config.gpus.bit_length())]
     layouts = [(tp, dp) for tp in ranks for dp in powers if tp * dp <= config.gpus]
+    moe, shared = _spec(composition).moe, list(_of_lanes(composition))
+    experts = 0 if moe is None else moe.experts
     for tp, dp in sorted(layouts, key=lambda layout: (layout[0] * layout[1], layout[0])):
         for quant in dict.fromkeys((composition.choices["quant"], *config.quants)):
-            yield [f"quant={quant}", f"engine.tp={tp}", f"engine.dp={dp}"]
+            layout = [f"quant={quant}", f"engine.tp={tp}", f"engine.dp={dp}"]
+            yield layout
+            if dp > 1 and experts and experts % (tp * dp) == 0:
+                yield [*layout, f"engine.ep={tp * dp}", *shared]
+
+
+def _spec(composition: Composition) -> ModelSpec:
+    model = composition.part("model")
+    spec: ModelSpec = model.facts() or model.target().spec(model.config)
+    return spec
+
+
+def _of_lanes(composition: Composition) -> Iterator[str]:
+    """Yield what lanes need in place of what was chosen."""
+    if composition.part("experts").target().rows != "own":
+        yield "experts=gather"
+    if composition.engine.late_launch:
+        yield "engine.late_launch=false"
+    if composition.engine.overlap_tokens:
+        yield "engine.overlap_tokens=0"
 
 
 def _row(changes: Sequence[str], made: Callable[[Sequence[str]], Composition], config: PlanConfig) -> dict[str, Any]:

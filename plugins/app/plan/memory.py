@@ -79,7 +79,7 @@ class Plan:
         bits = 8 * formats.dtype_bytes if facts.weight_bits is None else facts.weight_bits
         head, embedding = facts.head_bits, facts.embedding_bits
         own = replace(formats, weight_bits=bits, head_bits=head, embedding_bits=embedding, expert_bits=None)
-        return probs + own.weight_bytes(p) / engine.tp
+        return probs + own.weight_bytes(p) / (facts.tp or engine.tp)
 
     @property
     def kv(self) -> float:
@@ -89,7 +89,8 @@ class Plan:
     def kv_bytes(self, length: int) -> float:
         """Return the KV cache bytes of a sequence of `length` tokens, the drafter's included."""
         drafts = self.drafter.spec
-        own = 0 if drafts is None else drafts.kv_bytes(length, self.formats.kv_bytes, self.engine.tp)
+        tp = self.drafter.tp or self.engine.tp
+        own = 0 if drafts is None else drafts.kv_bytes(length, self.formats.kv_bytes, tp)
         return self.cost.kv_bytes(length) + own
 
     def sequences(self, length: int) -> int:

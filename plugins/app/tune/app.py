@@ -91,8 +91,9 @@ class TuneApp(App):
 
     def _keep(self, table: TuningTable, cache: Cache) -> None:
         """Add entries to the cache and to the exported file: an interrupted search loses nothing."""
+        from dovetail.core.files import write_file
         from dovetail.core.tuning.cache import CHECKS
-        from dovetail.core.tuning.table import merged, read_table, write_file
+        from dovetail.core.tuning.table import merged, read_table
 
         cache.add(table)
         if self.config.export is not None:

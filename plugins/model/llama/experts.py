@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import torch
 
 from dovetail.core.interfaces import PLAIN, ActFormat, BuildContext, Bundle, ForwardContext, Partial, RowShard
+from dovetail.core.interfaces.collective import Alone
 from dovetail.core.interfaces.rows import share_of
 from dovetail.core.layers import ExpertRouter, Experts, Linear, Stack, Taker
-from dovetail.core.layers.alone import Alone
 from dovetail.plugins.model.llama.families import Layout
 from dovetail.plugins.model.llama.moe import ExpertNames
 

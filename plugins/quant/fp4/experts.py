@@ -32,6 +32,8 @@ from dovetail.plugins.quant.fp4.rounding import round_to_fp4
 class MXFP4Experts(ExpertMethod):
     """Plain weights, rounded to nearest as they load."""
 
+    stacked = True
+
     def __init__(self, activations: ActFormat) -> None:
         """`activations`: input format of both products, PLAIN or with a scale per row."""
         self.input = activations

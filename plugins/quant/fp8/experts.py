@@ -30,6 +30,7 @@ from dovetail.plugins.quant.fp8.format import E4M3, FP8_TOKEN, quantize_blocks, 
 
 class FP8Experts(ExpertMethod):
     input = FP8_TOKEN
+    stacked = True
 
     def __init__(self, fast_accum: bool, stored: Stored | None) -> None:
         """`stored`: description of a quantized checkpoint; None = plain weights, which are quantized as they load."""

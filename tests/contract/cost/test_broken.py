@@ -78,6 +78,10 @@ BROKEN: dict[str, list[type[CostModel]]] = {
             ),
         )
     ],
+    "test_lanes_take_the_time_of_the_slowest": [
+        fault("AddsLanesUp", lanes_seconds=lambda self, lanes: sum(map(self.step_seconds, lanes))),
+        fault("HasOneLane", lanes_terms=lambda self, lanes: [StepTerms(launches=self.step_seconds(lanes[0]))]),
+    ],
     "test_drafting_takes_time_if_the_drafter_has_a_model": [
         fault(
             "DraftsInOnePass",

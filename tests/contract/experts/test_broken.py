@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -12,6 +13,8 @@ from dovetail.core.testing.experts import ExpertsContract
 from dovetail.core.testing.suite import failures
 
 from ..faults import each, rejects, suite, variant
+
+Layouts = tuple[tuple[int, ...], ...]
 
 
 class Sound(ExpertPlacement):
@@ -96,6 +99,32 @@ class SumsTwice(Sound):
         return Partial(self.ranks.all_reduce(y_RC))
 
 
+class Moves(Sound):
+    """Experts dealt in turn, none twice."""
+
+    def layout(self, experts: int, rank: int, size: int) -> Sequence[int]:
+        return range(rank, experts, size)
+
+
+class BalancesByCalls(Moves):
+    """The balanced layouts depend on earlier calls."""
+
+    calls = 0
+
+    def balance(self, loads: Sequence[int], layouts: Layouts) -> Layouts:
+        BalancesByCalls.calls += 1
+        return tuple(layouts[(rank + BalancesByCalls.calls) % len(layouts)] for rank in range(len(layouts)))
+
+
+class KeepsTables(Moves):
+    """Finds experts where they were in the first step."""
+
+    def dispatch(self, x: Activation, routing: Routing, slots: ExpertSlots) -> Dispatched:
+        if not hasattr(self, "kept"):
+            self.kept = replace(slots, rank_EM=slots.rank_EM.clone(), slot_EM=slots.slot_EM.clone())
+        return super().dispatch(x, routing, self.kept)
+
+
 BROKEN: dict[str, list[type[Sound]]] = {
     "test_every_expert_has_a_slot": [
         LosesOne,
@@ -112,6 +141,15 @@ BROKEN: dict[str, list[type[Sound]]] = {
     "test_biases_count_once": [MultipliesEachCopy],
     "test_steps_of_other_sizes_leave_nothing_behind": [KeepsRows],
     "test_it_does_not_wait_for_the_device": [Counts],
+    "test_balanced_layouts_have_every_expert": [
+        BalancesByCalls,
+        variant(Moves, "GivesOneToAll", balance=lambda self, loads, layouts: ((0, 1, 2, 3),) * len(layouts)),
+        variant(Moves, "GivesFewer", balance=lambda self, loads, layouts: tuple(layout[1:] for layout in layouts)),
+    ],
+    "test_moves_change_no_sum": [
+        KeepsTables,
+        variant(Moves, "MovesNothing", balance=lambda self, loads, layouts: layouts),
+    ],
 }
 
 
@@ -126,3 +164,4 @@ def test_the_suite_rejects(broken: type[Sound], test: str) -> None:
 
 def test_the_unbroken_one_passes() -> None:
     assert failures(suite(ExpertsContract, make=lambda self: Sound())) == {}
+    assert failures(suite(ExpertsContract, make=lambda self: Moves(), layouts=((4, 2),))) == {}

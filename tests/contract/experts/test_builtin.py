@@ -19,6 +19,15 @@ class TestWhole(ExpertsContract):
         return WholePlacement(WholeConfig())
 
 
+class TestWholeWithCopies(ExpertsContract):
+    """A rank has six of eight experts; the others are on the other one alone."""
+
+    layouts = ((2, 2),)
+
+    def make(self) -> ExpertPlacement:
+        return WholePlacement(WholeConfig(redundant=4))
+
+
 class TestGather(ExpertsContract):
     def make(self) -> ExpertPlacement:
         return GatherPlacement(GatherConfig())
@@ -30,9 +39,9 @@ class TestAllToAll(ExpertsContract):
 
 
 class TestAllToAllWithLittleRoom(ExpertsContract):
-    """Most steps need the second round."""
+    """Most steps need the second round; some experts have copies."""
 
     layouts = ((2, 2), (4, 2))
 
     def make(self) -> ExpertPlacement:
-        return AllToAllPlacement(AllToAllConfig(capacity=0.1))
+        return AllToAllPlacement(AllToAllConfig(capacity=0.1, redundant=2))

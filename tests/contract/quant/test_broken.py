@@ -27,6 +27,7 @@ from dovetail.core.interfaces import (
 )
 from dovetail.core.interfaces.tuning import Choice, Trials, Tunable, make_key
 from dovetail.core.layers.looped_experts import LoopedExperts
+from dovetail.core.layers.plain_experts import PlainExperts
 from dovetail.core.testing.quant import QuantizerContract
 from dovetail.core.testing.suite import failures
 
@@ -300,6 +301,18 @@ class LosesChannels(LoopedExperts):
         super().load(params, expert, part, tensors)
 
 
+class KeepsMatrices(PlainExperts):
+    """Multiplies by copies of the experts."""
+
+    stacked = True
+
+    def finish(self, params: Params) -> None:
+        self.kept = {name: tensor.clone() for name, tensor in params.items()}
+
+    def apply(self, params, x, routing, activation=SWIGLU, bias=None):
+        return super().apply(self.kept, x, routing, activation, bias)
+
+
 BROKEN: dict[str, list[type]] = {
     "test_experts_give_the_weighted_sum": [
         with_experts("TakesTheFirstExpert", first_alone),
@@ -312,6 +325,14 @@ BROKEN: dict[str, list[type]] = {
     ],
     "test_experts_of_two_ranks_add_up": [
         variant(Chooses, "ChoosesLosesChannels", experts=lambda self, path, shape: LosesChannels(self, path, shape))
+    ],
+    "test_stacked_experts_can_be_copied": [
+        variant(Chooses, "ChoosesKeepsMatrices", experts=lambda self, path, shape: KeepsMatrices()),
+        variant(
+            Chooses,
+            "ChoosesLoopsOverStacked",
+            experts=lambda self, path, shape: variant(LoopedExperts, "Loops", stacked=True)(self, path, shape),
+        ),
     ],
     "test_experts_do_not_wait_for_the_device": [with_experts("CountsExperts", waiting)],
     "test_parts_go_where_they_belong": [

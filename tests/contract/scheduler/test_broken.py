@@ -249,7 +249,8 @@ def test_the_suite_rejects(broken: type[PolicyScheduler], test: str) -> None:
     assert rejects(suite_of(broken), test)
 
 
-@pytest.mark.parametrize("sound", [pytest.param(PolicyScheduler, marks=pytest.mark.nightly), LeastServed])
+@pytest.mark.nightly
+@pytest.mark.parametrize("sound", [PolicyScheduler, LeastServed])
 def test_a_sound_one_passes(sound: type[PolicyScheduler]) -> None:
     """With least-served-first, an endless stream of new requests keeps older ones out."""
     assert failures(suite_of(sound)) == {}

@@ -222,7 +222,7 @@ def test_an_ablation_is_resumed_where_it_stopped(
     more = ablate(tmp_path, 0, "ablate.resume=true", "ablate.rounds=4")
     assert [len(one["starts"]) for one in more["variants"]] == [4] * 4, "rounds may be added"
     capsys.readouterr()
-    for other in ("ablate.runs=3", "engine.seed=5"):
+    for other in ("ablate.runs=3", "engine.seed=5", "ablate.primary=ttft_ms.median", "ablate.gate.top1_agreement=0.5"):
         assert main([*VARY, f"ablate.out={tmp_path / 'out.json'}", "ablate.resume=true", other]) == 2
         printed = capsys.readouterr().err
         assert "out.json has another ablation" in printed and "now" in printed and len(printed.splitlines()) == 1
@@ -260,6 +260,7 @@ def test_a_variant_outside_the_gate_is_wrong_however_fast(
     assert "gate judges answers" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_blocks_are_compared_within_themselves(
     fake: type[FakeChild], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -284,7 +285,16 @@ def test_the_report_is_one_file_with_every_part(fake: type[FakeChild], tmp_path:
     ablate(tmp_path, 0, f"ablate.report={path}")
     text = path.read_text()
     assert "kv_cache=radix raises output tokens/s by 300 % [300, 300]" in text
-    for part in ("Compositions", "page_size", "seed", "torch", "no change", "kv_cache=prefix_hash, again"):
+    for part in (
+        "Compositions",
+        "page_size",
+        "seed",
+        "torch",
+        "no change",
+        "kv_cache=prefix_hash, again",
+        "logarithmic",
+        "Pareto",
+    ):
         assert part in text, part
     assert "<script" not in text and "http" not in text.replace("http://www.w3.org", "")
 

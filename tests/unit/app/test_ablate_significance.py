@@ -15,7 +15,7 @@ from dovetail.plugins.app.ablate.compare import METRICS, comparisons, faults, se
 from dovetail.plugins.app.ablate.conditions import Conditions, _descendants, void
 from dovetail.plugins.app.ablate.config import Primary, VoidConfig
 from dovetail.plugins.app.ablate.significance import detectable, holm, is_exact, sign_flip_p, t_p
-from dovetail.plugins.app.ablate.stats import mean, paired
+from dovetail.plugins.app.ablate.stats import Estimate, mean, paired
 
 ABLATIONS, ROUNDS, RUNS, REQUESTS = 2000, 6, 2, 16
 
@@ -34,21 +34,26 @@ def simulated(seed: int, effect: float = 0.0) -> np.ndarray:
     return logs
 
 
+def check_coverage(found: Sequence[Estimate | None], unchanged: float) -> None:
+    """Check that as many of the 95 % intervals of ablations without an effect contain no change as they state."""
+    assert len(found) == ABLATIONS
+    covered = np.mean([one is not None and not one.excludes(unchanged) for one in found])
+    assert 0.94 <= covered <= 0.96, f"{covered:.1%}"
+
+
 def test_intervals_over_rounds_cover_no_change_as_often_as_they_say() -> None:
     values = np.exp(simulated(7)).mean(axis=-1).tolist()
-    found = [
-        paired(dict(enumerate(mine)), dict(enumerate(theirs)), ratio=True)  # type: ignore[arg-type]
-        for mine, theirs in values
-    ]
-    covered = np.mean([not one.excludes(1.0) for one in found if one is not None])
-    assert 0.94 <= covered <= 0.96
+    check_coverage(
+        [paired(dict(enumerate(mine)), dict(enumerate(theirs)), ratio=True) for mine, theirs in values],
+        1.0,
+    )
 
 
 def test_intervals_over_requests_do_not() -> None:
     """Requests of one start are not independent: such intervals are far too narrow."""
-    logs = simulated(7)[:300]
-    found = [mean((mine - theirs).ravel().tolist(), "runs") for mine, theirs in logs]
-    assert np.mean([not one.excludes(0.0) for one in found]) < 0.7
+    found = [mean((mine - theirs).ravel().tolist(), "runs") for mine, theirs in simulated(7)]
+    with pytest.raises(AssertionError, match=r"^4\d\.\d%"):
+        check_coverage(found, 0.0)
 
 
 def test_sign_flips_are_scipy_s_and_keep_their_level() -> None:
@@ -132,6 +137,25 @@ def test_sentences_state_effects_and_bounds_and_never_no_effect() -> None:
     assert lines[0].startswith("fast raises output tokens/s by 31.3 % [31.1, 31.5], p = 0.031 after Holm's correction")
     assert lines[1] == "same has no effect on output tokens/s larger than 0.57 %"
     assert len(lines) == 2, "the repeated baseline is no variant"
+
+
+def test_an_interval_that_excludes_nothing_is_no_bound() -> None:
+    lines = said(variant("base", BASE, None), variant("x", [b * (0.2, 5.0)[i % 2] for i, b in enumerate(BASE)]))
+    assert lines[0].startswith("x: the effect on output tokens/s remains open, between -") and "e+" not in lines[0]
+
+
+def test_without_drafts_a_row_yields_one_token() -> None:
+    def drafting(name: str, lengths: Sequence[float | None], baseline: str | None) -> dict[str, Any]:
+        made = variant(name, BASE[: len(lengths)], baseline)
+        for start, length in zip(made["starts"], lengths, strict=True):
+            start["loads"][0]["runs"][0]["acceptance_length"] = length
+        return made
+
+    base, drafted = drafting("base", [None] * 3, None), drafting("ngram", [1.5, 1.6, 1.4], "base")
+    (one,) = comparisons([base, drafted], "acceptance_length")
+    assert sentence(one, "acceptance_length").startswith("ngram raises tokens per decode row by 49.8 % [")
+    (one,) = comparisons([base, drafting("x", [None] * 3, "base")], "acceptance_length")
+    assert "was not measured" in sentence(one, "acceptance_length")
 
 
 def test_few_rounds_and_slight_effects_are_called_that() -> None:

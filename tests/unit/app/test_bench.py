@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -24,9 +25,11 @@ from dovetail.core.interfaces import RequestOptions, TimedRequest
 from dovetail.plugins.app.bench.http import Address, Answer, HttpError
 from dovetail.plugins.app.bench.inprocess import EngineTarget
 from dovetail.plugins.app.bench.metrics import Timeline
+from dovetail.plugins.app.bench.record import commit
 from dovetail.plugins.app.bench.server import StreamedAnswer
 
 CPU = ("app=bench", "engine.device=cpu", "engine.max_len=128", "engine.kv_pages=200", "bench.warmup=1")
+ROOT = Path(__file__).parents[3]
 SMALL = ("workload.requests=4", "workload.prompt_tokens=6", "workload.output_tokens=5")
 
 
@@ -430,3 +433,11 @@ def test_an_incomplete_answer_is_an_error(pieces: tuple[bytes, ...], words: str)
 def test_an_address_must_be_one() -> None:
     with pytest.raises(ValueError, match="http://HOST"):
         Address("localhost:8000/v1", None)
+
+
+def test_results_name_the_commit_of_a_checkout() -> None:
+    """Through src/dovetail too, which has links to the files that git knows."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a checkout")
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert (found := commit()) is not None and found["hash"] == head.strip()

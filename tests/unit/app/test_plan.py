@@ -142,6 +142,12 @@ def test_a_drafter_takes_its_share() -> None:
     fp8 = plan(*words, *drafts, "quant@spec_decode.quant=fp8", "spec_decode.verify=rejection")
     probs = 257 * 4 * 128_256 * 4
     assert 0.5 < (fp8["bytes_per_gpu"]["drafter"] - probs) / sizes["drafter"] < 0.6
+    whole = plan(*words, *drafts, "spec_decode.tp=1")
+    assert whole["bytes_per_gpu"]["drafter"] == pytest.approx(8 * sizes["drafter"])
+    lost = sizes["kv_cache"] - whole["bytes_per_gpu"]["kv_cache"]
+    assert lost == pytest.approx(7 * sizes["drafter"])
+    per_token = drafted["kv_bytes_per_token_and_gpu"] + 131_072
+    assert whole["sequences"]["4096"] == int(whole["bytes_per_gpu"]["kv_cache"] // (4096 * per_token))
 
 
 def test_a_layer_for_multi_token_prediction_takes_its_share() -> None:
@@ -256,6 +262,13 @@ def test_experts_over_ranks_are_planned(capsys: pytest.CaptureFixture[str]) -> N
     moved = [p["experts"]["exchange_bytes_per_token"] for p in (cut, whole, groups, sent)]
     assert moved[0] == moved[1] == moved[2] > moved[3] > 0
     assert whole["speed"][1]["tpot_ms"] > cut["speed"][1]["tpot_ms"]
+    copied = plan(*words, "experts=whole", "experts.redundant=32")
+    assert (copied["experts"]["per_gpu"], copied["experts"]["redundant"]) == (36, 32)
+    each = 58 * 3 * 7168 * 2048  # an expert of every layer
+    assert copied["bytes_per_gpu"]["weights"] - whole["bytes_per_gpu"]["weights"] == pytest.approx(4 * each, rel=1e-3)
+    moving = plan(*words, "experts=whole", "experts.redundant=32", "experts.rebalance=100")
+    more = moving["bytes_per_gpu"]["weights"] - copied["bytes_per_gpu"]["weights"]
+    assert more == pytest.approx(2 * each / 58, rel=1e-3)
     assert main(["app=plan", *words, "experts=whole", "engine.ep=3"]) == 2
     assert "engine.ep=3 does not divide engine.tp=8 ranks. Would work: engine.ep=1" in capsys.readouterr().err
 

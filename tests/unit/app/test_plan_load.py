@@ -51,6 +51,18 @@ def test_candidates_have_all_layouts_and_quantizers_and_say_why_not() -> None:
     assert all(("no such quant" in row["reason"]) == ("gone" in row["overrides"]) for row in found["candidates"])
 
 
+def test_replicas_of_a_model_with_experts_are_also_lanes() -> None:
+    others = [word for word in SLOW if not word.startswith("model")]
+    words = ("model=small_moe", "experts=whole", "engine.late_launch=true", "plan.gpus=2", "plan.format=json")
+    with redirect_stdout(io.StringIO()) as printed:
+        assert main(["app=plan", *words, *others, *LOAD]) == 0
+    found = {row["overrides"]: row for row in json.loads(printed.getvalue())["candidates"]}
+    lanes = found["quant=auto engine.tp=1 engine.dp=2 engine.ep=2 experts=gather engine.late_launch=false"]
+    replicas = found["quant=auto engine.tp=1 engine.dp=2"]
+    assert len(found) == 4 and not lanes["reason"] and not replicas["reason"]
+    assert lanes["output_tokens_per_s"] == pytest.approx(replicas["output_tokens_per_s"], rel=0.02), "0.1 s a step"
+
+
 def test_an_answer_with_several_ranks_names_their_executor() -> None:
     assert plan('plan.layouts=["engine.tp=2"]')["best"] == "engine.tp=2 executor=multiproc"
 

@@ -129,6 +129,7 @@ def test_an_unknown_model_is_refused(table: ModuleType, tmp_path: Path, capsys: 
     assert "8b_fp4: there are 8b_bf16, 8b_fp8, 70b_fp8" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_every_run_composes(table: ModuleType) -> None:
     from peers.jobs import words_of
 

@@ -28,6 +28,24 @@ def test_the_busiest_rank_is_that_of_drawn_routings(experts, active, ep, tokens)
     assert load.reads >= 1 and load.products >= 1
 
 
+def test_copies_share_the_tokens_of_an_expert():
+    """Copies of a few experts, then one of each on every rank: that is the load of as many experts on one rank."""
+    moe = MoE(64, 6, 1)
+    for tokens, ep, redundant in ((16, 4, 8), (200, 4, 8), (5, 2, 64)):
+        rng, distinct = random.Random(tokens), []
+        for _ in range(200):
+            seen = set()
+            for _token in range(tokens):
+                for expert in rng.sample(range(64), 6):
+                    copies = 1 + redundant // 64 + (expert < redundant % 64)
+                    seen.add((expert, rng.randrange(copies)))
+            distinct.append(len(seen) / ep)
+        load = expert_load(moe, tokens, ep, redundant)
+        assert load.distinct / load.reads == pytest.approx(sum(distinct) / 200, rel=0.03)
+        assert load.pairs / load.products == pytest.approx(tokens * 6 / ep)
+    assert expert_load(moe, 16, 4, 0) == expert_load(moe, 16, 4)
+
+
 def test_one_rank_has_no_excess():
     load = expert_load(MoE(128, 8, 1), 16, 1)
     assert (load.reads, load.products, load.pairs) == (1, 1, 128)

@@ -230,3 +230,20 @@ def test_an_unknown_kv_dtype_is_refused(cost_of):
     assert cost_of("model=llama3_8b", "cost=h200", "engine.kv_dtype=fp8_e4m3").kv_bytes(1) == 65_536
     with pytest.raises(ConfigError, match=r"engine\.kv_dtype=fp9 is not one of auto, .*fp8_e5m2"):
         cost_of("model=llama3_8b", "cost=h200", "engine.kv_dtype=fp9")
+
+
+def test_lanes_share_experts_and_the_slowest_decides(cost_of):
+    """With the rows of one lane of eight, experts get an eighth of them; attention and dense layers take as long."""
+    cost = cost_of("model=deepseek_v3", "cost=h200", "quant=fp8_here", "engine.dp=8", "engine.ep=8", "experts=gather")
+    prompt, decode = [RowWork(2048, 2048)], [RowWork(1, 1000, times=16)]
+    assert cost.lanes_seconds([prompt] * 8) == pytest.approx(cost.step_seconds(prompt))
+    one, none = cost.lanes_terms([prompt, *[[]] * 7])[:2]
+    all_ = cost.terms(prompt)
+    p = cost.spec.parameters
+    share = 1 - (p.active_experts / (p.attention + p.mlp + p.active_experts)) * 7 / 8
+    assert one.products == pytest.approx(share * all_.products, rel=0.05) and one.prefill == all_.prefill
+    assert none.seconds == 0.0
+    few, many = cost.lanes_terms([decode, *[[]] * 7])[0], cost.terms(decode)
+    assert few.weights < 0.8 * many.weights and few.decode == many.decode
+    mixed = cost.lanes_seconds([prompt, *[decode] * 7])
+    assert cost.lanes_seconds([prompt, *[[]] * 7]) < mixed < cost.step_seconds(prompt)

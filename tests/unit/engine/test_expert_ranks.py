@@ -16,6 +16,10 @@ REFUSED = {
     "experts=whole model=tiny": r"experts=whole requires model with expert_placement true .*experts=tensor",
     "engine.ep=2 model=tiny": r"engine\.ep=2 spreads experts, and LlamaForCausalLM has none",
     "experts=gather adapter=lora model=glm45_air": r"adapter=lora applies to all rows .*adapter=none, experts=whole",
+    "experts=whole experts.redundant=3": r"experts\.redundant=3 copies .*Set experts\.redundant to 0 or 4",
+    "experts=gather experts.redundant=52": r"must be at most 48",
+    "experts=whole engine.ep=1 experts.redundant=2": r"engine\.ep=1\. Set experts\.redundant=0",
+    "experts=whole engine.ep=1 experts.rebalance=9": r"and engine\.ep=1\. Would work: experts\.rebalance=0",
     "experts=whole model.hf.num_experts=6": r"engine\.ep=4 does not divide 6 experts .* 1, 2, 3, 6",
 }
 
@@ -28,6 +32,15 @@ def test_what_does_not_fit_is_refused(words: str) -> None:
         check_fit(compose([*RANKS, *model, *chosen], app="generate"))
 
 
-@pytest.mark.parametrize("words", ["experts=whole", "experts=whole engine.ep=2", "experts=tensor engine.ep=1"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "experts=whole",
+        "experts=whole engine.ep=2",
+        "experts=tensor engine.ep=1",
+        "experts=whole experts.redundant=48 experts.rebalance=1",
+        "experts=gather model.hf.num_experts=6 experts.redundant=2",
+    ],
+)
 def test_what_fits_is_accepted(words: str) -> None:
     check_fit(compose([*RANKS, "model=small_moe", *words.split()], app="generate"))

@@ -105,7 +105,10 @@ def test_every_output_fits(llm: LLM) -> None:
     "overrides",
     [
         ["engine.depth=4", "executor.delay=3", "spec_decode=ngram"],
-        ["engine.depth=2", "engine.mask_wait=0", "engine.kv_pages=8", "engine.token_budget=9"],
+        pytest.param(
+            ["engine.depth=2", "engine.mask_wait=0", "engine.kv_pages=8", "engine.token_budget=9"],
+            marks=pytest.mark.nightly,
+        ),
         pytest.param(["executor=multiproc", "engine.tp=2", "engine.depth=2"], marks=pytest.mark.nightly),
     ],
     ids=["depth 4, drafts", "impatient, preemption", "two ranks"],

@@ -124,6 +124,20 @@ def test_proposed_settings_respect_the_model_s_rank_counts() -> None:
     assert "engine.tp=3 executor=multiproc" in caught.value.settings, caught.value.settings
 
 
+def test_a_rank_has_its_experts_and_their_copies() -> None:
+    """DeepSeek-V3 in FP8 on eight GPUs: 84 GB each; copies of a quarter of the experts add 20. A lane has an eighth of
+    the experts and all other layers."""
+    whole = "model=deepseek_v3", "quant=fp8", "executor=multiproc", "engine.tp=8", "experts=whole"
+    check(100, *whole)
+    with pytest.raises(CapacityError) as caught:
+        check(100, *whole, "experts.redundant=64")
+    assert caught.value.missing_bytes == pytest.approx(14.5e9, rel=0.1)
+    lanes = "model=deepseek_v3", "quant=fp8", "engine.dp=8", "engine.ep=8", "experts=gather"
+    check(115, *lanes)
+    with pytest.raises(CapacityError):
+        check(115, *lanes, "experts.redundant=64")
+
+
 def test_weights_that_fit_pass() -> None:
     check(18)
 

@@ -85,6 +85,11 @@ def test_weights_need_no_room() -> None:
         assert any("made up" in note for note in simulated.info.notes)
 
 
+def test_experts_do_not_move() -> None:
+    with engine("model=small_moe", "engine.tp=2", "experts=whole", "experts.rebalance=3") as simulated:
+        assert any("experts.rebalance=3 moves none" in note for note in simulated.info.notes)
+
+
 def test_logprobs_are_uniform() -> None:
     with engine() as simulated:
         simulated.add([1, 2, 3, 4], SamplingParams(max_tokens=2, logprobs=1, prompt_logprobs=0))

@@ -82,6 +82,14 @@ def folder(tmp_path: Path) -> Any:
     return write
 
 
+def test_a_type_may_run_with_the_class_of_another_one() -> None:
+    """The library has no class of this name, and renames the tensors of such a folder for Llama's."""
+    found = read_decoder(of("ExaoneForCausalLM", "exaone"), "config.json")
+    assert found.library.model.__name__ == "LlamaForCausalLM"
+    with pytest.raises(ConfigError, match="the decoder of model_type exaone is LlamaForCausalLM"):
+        read_decoder(of("Exaone9ForCausalLM", "exaone"), "config.json")
+
+
 def test_auto_prefers_a_native_family(folder: Any) -> None:
     chosen = {}
     for name, kind in (("PhiForCausalLM", "phi"), ("LlamaForCausalLM", "llama"), ("OlmoeForCausalLM", "olmoe")):

@@ -43,6 +43,7 @@ PUBLISHED = {
     "deepseek_v2_lite": (27, 2048, 16, 16, 10944, 102400, 31104, 15.7e9),
     "deepseek_v2": (60, 5120, 128, 128, 12288, 102400, 69120, 236e9),
     "deepseek_v3_4layers": (4, 7168, 128, 128, 18432, 129280, 4608, 37.0e9),
+    "deepseek_v3_rank": (61, 7168, 128, 128, 18432, 129280, 70272, 98.8e9),
     "deepseek_v3": (61, 7168, 128, 128, 18432, 129280, 70272, 671e9),
 }
 """layers, hidden, heads, kv heads, FFN, vocabulary, KV bytes per token in bfloat16, parameters"""
@@ -92,7 +93,14 @@ def test_active_parameters(variant, active, tolerance):
     assert spec(variant).parameters.active == pytest.approx(active, rel=tolerance)
 
 
-@pytest.mark.parametrize("variant", PUBLISHED)
+ONE_EACH = {"llama3_8b", "mixtral_8x7b", "qwen25_7b", "qwen3_8b", "gemma3_4b", "gpt_oss_20b", "deepseek_v2_lite"}
+SEVERAL = ("llama", "mi", "qwen", "gemma", "gpt_oss", "deepseek")
+OTHERS = {name for name in PUBLISHED if name.startswith(SEVERAL)} - ONE_EACH
+
+
+@pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=[pytest.mark.nightly] * (name in OTHERS)) for name in PUBLISHED]
+)
 def test_parameters_are_those_that_transformers_makes(variant):
     hf = spec(variant).hf
     model_class = getattr(transformers, hf["architectures"][0])

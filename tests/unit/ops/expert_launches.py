@@ -16,6 +16,7 @@ from dovetail.core.interfaces import (
     Routing,
     RoutingRule,
 )
+from dovetail.core.ops.expert_copies import count_experts, locate_copies
 from dovetail.core.ops.experts import ExpertWeights, gated_experts
 from dovetail.core.ops.packed_experts import PackedExperts, packed_gated_experts, spans
 from dovetail.core.ops.routing import route
@@ -36,6 +37,9 @@ def experts() -> None:
     """EVERYTHING: whether to add shapes."""
     for rule in RULES:
         choose(rule)
+    chosen = cuda(64, 8, dtype=torch.int32)
+    locate_copies(chosen, *(cuda(128, 4, dtype=torch.int32) for _ in range(2)), cuda(128, dtype=torch.int32), 64)
+    count_experts(chosen, cuda(128, dtype=torch.int64))
     # Qwen3-30B-A3B: each pair a tile, tiles of 16 and of 128 rows.
     for tokens in (1, 64, 512, 8192) if EVERYTHING else (1, 64, 8192):
         multiply(tokens, 128, 8, 2048, 768, BF16)

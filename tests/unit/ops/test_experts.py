@@ -20,6 +20,7 @@ from dovetail.core.interfaces import (
     Routing,
     RoutingRule,
 )
+from dovetail.core.ops.expert_copies import count_experts_reference, locate_copies_reference
 from dovetail.core.ops.expert_tiles import direct, expert_tile, most_tiles, rows_of_tile
 from dovetail.core.ops.experts import ExpertWeights, gated_experts, gated_experts_reference
 from dovetail.core.ops.formats import encode
@@ -113,6 +114,37 @@ def test_the_kernel_routes_as_the_reference(name, options):
     torch.testing.assert_close(got.weights_TK.cpu(), want.weights_TK)
     if live_T is not None:
         assert (got.experts_TK[~live_T] == -1).all() and not got.weights_TK[~live_T].any()
+
+
+@kernels
+@pytest.mark.parametrize("tokens", [1, 90])
+def test_tokens_take_copies_in_turn(tokens):
+    """Kernel and reference, against a loop; counts are added to those that there are."""
+    from dovetail.core.ops.kernels.expert_copies import count_experts_triton, locate_copies_triton
+
+    experts, most, first = 7, 3, 5
+    experts_TK = torch.randint(-1, experts, (tokens, 4), dtype=torch.int32)
+    rank_EM, slot_EM = (torch.randint(0, 100, (experts, most), dtype=torch.int32) for _ in range(2))
+    copies_E = torch.randint(1, most + 1, (experts,), dtype=torch.int32)
+    wanted, counts = ([[-1] * 4 for _ in range(tokens)] for _ in range(2)), [9] * experts
+    ranks, slots = wanted
+    for token, chosen in enumerate(experts_TK.tolist()):
+        for place, expert in enumerate(chosen):
+            if expert >= 0:
+                copy = (first + token) % int(copies_E[expert])
+                ranks[token][place], slots[token][place] = int(rank_EM[expert, copy]), int(slot_EM[expert, copy])
+                counts[expert] += 1
+    given = [tensor.to(DEVICE) for tensor in (experts_TK, rank_EM, slot_EM, copies_E)]
+    for locate, count in (
+        (locate_copies_triton, count_experts_triton),
+        (locate_copies_reference, count_experts_reference),
+    ):
+        with poisoned_memory():
+            got = locate(*given, first)
+        loads_E = torch.full((experts,), 9, device=DEVICE)
+        count(given[0], loads_E)
+        assert [tensor.tolist() for tensor in got] == [ranks, slots] and loads_E.tolist() == counts
+        assert got[0].dtype == got[1].dtype == torch.int32
 
 
 def test_uniform_routing_selects_every_expert_equally_often():

@@ -119,15 +119,18 @@ def test_two_servers_of_one_process_share_nothing() -> None:
 def test_steps_are_read_over_http() -> None:
     observer = Prometheus(PrometheusConfig(port=0))
     observer.step(replace(EMPTY, rows=3, tokens=20, sampled=3, running=3, kv_used=0.5, device_seconds=0.01))
+    observer.step(replace(EMPTY, expert_load=30.5, mean_expert_load=20.0))
     observer.step(EMPTY)
     with urllib.request.urlopen(f"http://127.0.0.1:{observer.port}/metrics", timeout=10) as answer:
         page = answer.read().decode()
     observer.close()
     samples = {s.name: s.value for f in text_string_to_metric_families(page) for s in f.samples if not s.labels}
     assert samples["dovetail_step_tokens_sum"] == 20
-    assert samples["dovetail_step_rows_count"] == 2
+    assert samples["dovetail_step_rows_count"] == 3
     assert samples["dovetail_step_device_seconds_count"] == 1, "an unknown time was counted"
     assert samples["dovetail_step_running"] == 0
+    loads = samples["dovetail_step_expert_load"], samples["dovetail_step_mean_expert_load"]
+    assert loads == (30.5, 20.0), "a record without loads keeps the last ones"
 
 
 def test_a_port_in_use_is_reported_at_once() -> None:

@@ -163,6 +163,7 @@ def drafted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Drafted]:
     yield found
 
 
+@pytest.mark.nightly
 def test_drafts_do_not_depend_on_scheduling(tmp_path: Path, drafted: Drafted, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks, prefix hits in the middle of a page, forks, preemption and reused slots: the drafts of a sequence that
     runs alone, token for token, and the text of plain decoding."""

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from dovetail.core.interfaces import Draft, DraftContext, Drafter
+from dovetail.core.interfaces import Draft, DraftContext, Drafter, ModelSource, ModelSpec, TargetView
+from dovetail.core.testing.model_driver import build_context
 from dovetail.core.testing.rank_threads import ThreadCollective, on_threads
 from dovetail.core.worker.device_state import DeviceState
 from dovetail.core.worker.drafts import Drafts
@@ -86,3 +87,18 @@ def test_disturbed_logits_on_one_rank_do_not_split_the_ranks(tree: bool, verify:
     assert int(first[1][:ROWS].min()) == K
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_drafter_may_be_whole_on_every_rank() -> None:
+    """Its layers have all channels and call no collective; a third number of ranks is refused."""
+
+    def build(collective: ThreadCollective) -> list[tuple[int, int]]:
+        spec = ModelSpec("small", VOCAB, 2, 8, 2, 2, 4, 8, 16, "float32")
+        build = build_context(spec, collective=collective)
+        view = TargetView(build, ModelSource(None, dummy=True), ROWS, 16, 1, embed=lambda x: x, logits=lambda x: x)
+        with pytest.raises(ValueError, match="tp=3: a drafter is cut over 1 or all 2 ranks"):
+            view.build_context(spec, view.build.quantizer, 3)
+        builds = [view.build_context(spec, view.build.quantizer, tp) for tp in (None, 1)]
+        return [(each.collective.rank, each.collective.size) for each in builds]
+
+    assert on_threads(2, build) == [[(0, 2), (0, 1)], [(1, 2), (0, 1)]]

@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="no Triton for this platform")
 
 from dovetail.core.compose import compose
 from dovetail.core.errors import ConfigError
+from dovetail.core.files import write_file
 from dovetail.core.interfaces import AttentionBackend
 from dovetail.core.interfaces.tuning import Tunable, make_key
 from dovetail.core.ops.choices import Choices, install, installed
@@ -25,7 +26,7 @@ from dovetail.core.tuning.cache import Cache, this_machine
 from dovetail.core.tuning.packages import builtin_table
 from dovetail.core.tuning.search import distinct
 from dovetail.core.tuning.startup import install_choices, share, table_by_hand
-from dovetail.core.tuning.table import Subject, TuningTable, write_file
+from dovetail.core.tuning.table import Subject, TuningTable
 from dovetail.core.worker.build import model_without_weights, tunables_without_weights
 from dovetail.plugins.quant.none import Unquantized
 

@@ -8,9 +8,10 @@ import random
 import pytest
 
 from dovetail.core.errors import ConfigError
+from dovetail.core.files import write_file
 from dovetail.core.interfaces.tuning import make_key
 from dovetail.core.tuning.cache import CHECKS
-from dovetail.core.tuning.table import GpuFacts, Subject, TuningTable, merged, parse_table, read_table, write_file
+from dovetail.core.tuning.table import GpuFacts, Subject, TuningTable, merged, parse_table, read_table
 
 KEY = make_key(weight="fp8", outputs=512, inputs=256)
 HERE, OTHER = Subject("matmul", "a GPU", KEY), Subject("acme_scan", "a GPU", make_key(width=1.5))

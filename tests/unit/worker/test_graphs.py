@@ -369,10 +369,15 @@ def run(registry: Registry, rank: type[Bound], drafter: str, budget: int, **adap
     return [tokens, logprobs, [vector.round(4).tolist() for vector in vectors]]
 
 
-CHAINS = [("none", 24), ("ngram", 40), ("draft_model", 40)]
-
-
-@pytest.mark.parametrize(("drafter", "budget"), [*CHAINS, pytest.param(TREE, 60, marks=NIGHTLY)])
+@pytest.mark.parametrize(
+    ("drafter", "budget"),
+    [
+        pytest.param("none", 24, marks=pytest.mark.nightly),
+        pytest.param("ngram", 40, marks=pytest.mark.nightly),
+        ("draft_model", 40),
+        pytest.param(TREE, 60, marks=NIGHTLY),
+    ],
+)
 def test_the_layout_of_graphs_changes_no_token(
     registry: Registry, kinds: Counter[str], drafter: str, budget: int
 ) -> None:
