@@ -87,6 +87,8 @@ class _Bucket:
     """Whether drafts would pay if all rows could have them: then the drafter follows prompts."""
     prepared: bool = False
     """Whether the drafter has followed a prompt for the next trial, which begins with that row."""
+    skip: float = 0.0
+    """Further steps with prompts that the drafter does not follow: trials delay few of them."""
     times: defaultdict[int, _TimeRatio] = field(default_factory=lambda: defaultdict(_TimeRatio))
     """Time ratios by level."""
 
@@ -198,14 +200,16 @@ class Drafting:
         if not prompts or bucket.pays or self._cost is None:
             return
         goes_on = any(row.uid == self._prepared for row in prompts)
-        plan.follows = goes_on or (bucket.left <= 0 and bool(plan.joins))
+        plan.follows = goes_on or (bucket.left <= 0 and bucket.skip <= 0 and bool(plan.joins))
         if not plan.follows:
+            bucket.skip -= 1
             return
         if not goes_on:
             self._prepared = plan.joins[0].uid
         length = 0 if self._chosen is None else self._chosen[1]
-        lost = self._cost.follow_seconds(map(RowWork.of, prompts)) / self._seconds(rows, length, 0, self._cost)
-        bucket.left = max(bucket.left, 0) + MIN_INTERVAL + lost / TRIAL_SHARE
+        lost = self._cost.follow_seconds(map(RowWork.of, prompts)) / TRIAL_SHARE
+        bucket.left = max(bucket.left, 0) + MIN_INTERVAL + lost / self._seconds(rows, length, 0, self._cost)
+        bucket.skip = max(bucket.skip, 0) + lost / self._cost.step_seconds(map(RowWork.of, plan.rows))
         bucket.prepared = True
 
     def _rank(self, decoding: list[Sequence], able_R: NDArray[np.bool_] | None = None) -> _Ranking:
