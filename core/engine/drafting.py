@@ -235,7 +235,7 @@ class Drafting:
         bucket.trials += 1
         # One trial alone is too little evidence: repeat it soon.
         bucket.interval = MIN_INTERVAL if bucket.trials == 1 else min(2 * bucket.interval, MAX_INTERVAL)
-        bucket.left, bucket.prepared = bucket.interval + max(bucket.left, 0), False
+        bucket.left = bucket.interval + max(bucket.left, 0)
         if bucket.level:
             others = [level for level in self._levels(rows) if level not in (0, bucket.level)]
             turn, plain = divmod(bucket.trials, 2)
@@ -243,7 +243,10 @@ class Drafting:
             measured = bucket.times[self._trial_level].samples > 1
             self._trial_rows = 1 if measured else 1 + rows
         else:
-            self._trial_level, self._trial_rows = self._level(min(rows, TRIAL_ROWS), rows), TRIAL_ROWS
+            # A prompt that was followed for the trial makes a single row able.
+            trial_rows = TRIAL_ROWS // 2 if bucket.prepared else TRIAL_ROWS
+            self._trial_level, self._trial_rows = self._level(min(rows, TRIAL_ROWS), rows), trial_rows
+        bucket.prepared = False
         self._fruitless = 0
 
     def _best(self, bucket: _Bucket, rows: int, length: int, ranking: _Ranking, cost: CostModel) -> tuple[int, float]:
