@@ -84,9 +84,11 @@ class _Bucket:
     drafter must follow it, at once or never."""
     trials: int = 0
     pays: bool = True
-    """Whether drafts would pay if the drafter had followed all rows: then it follows prompts."""
+    """Whether drafts would pay if all rows could have them: then the drafter follows prompts."""
     prepared: bool = False
     """Whether the drafter has followed a prompt for the next trial, which begins with that row."""
+    skip: float = 0.0
+    """Further steps with prompts that the drafter does not follow: trials delay few of them."""
     times: defaultdict[int, _TimeRatio] = field(default_factory=lambda: defaultdict(_TimeRatio))
     """Time ratios by level."""
 
@@ -148,8 +150,7 @@ class Drafting:
             bucket.hold -= 1
             bucket.left -= 1
             return {}
-        able_R = self._following.able(decoding)
-        ranking = self._rank(decoding, able_R)
+        ranking = self._rank(decoding, self._following.able(decoding))
         level, token_seconds = self._best(bucket, rows, length, ranking, cost)
         if not self._trial_level and self._following.able(decoding, steps=1).mean() < 1 - LEFT_BEHIND:
             self._trial_rows = 0
@@ -167,9 +168,9 @@ class Drafting:
         bucket.level = level
         bucket.left -= 1
         bucket.pays = level > 0
-        if not bucket.pays and not able_R.all():
-            everyone = self._rank(decoding, np.ones(rows, np.bool_))
-            bucket.pays = self._best(bucket, rows, length, everyone, cost)[0] > 0
+        if not bucket.pays and self._following.needed and ranking.possible < rows * self._lookahead:
+            # Other rows may have more drafts than those that were left behind or are near their end.
+            bucket.pays = self._best(bucket, rows, length, self._rank(decoding), cost)[0] > 0
         if bucket.left <= 0 or (bucket.prepared and not level and ranking.possible):
             # A drafter that has fallen behind in all rows cannot be tried before the next prompt.
             if level or ranking.possible:
@@ -199,17 +200,19 @@ class Drafting:
         if not prompts or bucket.pays or self._cost is None:
             return
         goes_on = any(row.uid == self._prepared for row in prompts)
-        plan.follows = goes_on or (bucket.left <= 0 and bool(plan.joins))
+        plan.follows = goes_on or (bucket.left <= 0 and bucket.skip <= 0 and bool(plan.joins))
         if not plan.follows:
+            bucket.skip -= 1
             return
         if not goes_on:
             self._prepared = plan.joins[0].uid
         length = 0 if self._chosen is None else self._chosen[1]
-        lost = self._cost.follow_seconds(map(RowWork.of, prompts)) / self._seconds(rows, length, 0, self._cost)
-        bucket.left = max(bucket.left, 0) + MIN_INTERVAL + lost / TRIAL_SHARE
+        lost = self._cost.follow_seconds(map(RowWork.of, prompts)) / TRIAL_SHARE
+        bucket.left = max(bucket.left, 0) + MIN_INTERVAL + lost / self._seconds(rows, length, 0, self._cost)
+        bucket.skip = max(bucket.skip, 0) + lost / self._cost.step_seconds(map(RowWork.of, plan.rows))
         bucket.prepared = True
 
-    def _rank(self, decoding: list[Sequence], able_R: NDArray[np.bool_]) -> _Ranking:
+    def _rank(self, decoding: list[Sequence], able_R: NDArray[np.bool_] | None = None) -> _Ranking:
         return _Ranking(self.acceptance, decoding, self._lookahead, self._depth, able_R)
 
     def _drafts(self, level: int, rows: int) -> int:
@@ -232,7 +235,7 @@ class Drafting:
         bucket.trials += 1
         # One trial alone is too little evidence: repeat it soon.
         bucket.interval = MIN_INTERVAL if bucket.trials == 1 else min(2 * bucket.interval, MAX_INTERVAL)
-        bucket.left, bucket.prepared = bucket.interval + max(bucket.left, 0), False
+        bucket.left = bucket.interval + max(bucket.left, 0)
         if bucket.level:
             others = [level for level in self._levels(rows) if level not in (0, bucket.level)]
             turn, plain = divmod(bucket.trials, 2)
@@ -240,7 +243,10 @@ class Drafting:
             measured = bucket.times[self._trial_level].samples > 1
             self._trial_rows = 1 if measured else 1 + rows
         else:
-            self._trial_level, self._trial_rows = self._level(min(rows, TRIAL_ROWS), rows), TRIAL_ROWS
+            # A prompt that was followed for the trial makes a single row able.
+            trial_rows = TRIAL_ROWS // 2 if bucket.prepared else TRIAL_ROWS
+            self._trial_level, self._trial_rows = self._level(min(rows, TRIAL_ROWS), rows), trial_rows
+        bucket.prepared = False
         self._fruitless = 0
 
     def _best(self, bucket: _Bucket, rows: int, length: int, ranking: _Ranking, cost: CostModel) -> tuple[int, float]:
@@ -334,13 +340,20 @@ class _Ranking:
     """Drafts of all rows of a step, the most likely to be accepted first."""
 
     def __init__(
-        self, acceptance: Acceptance, rows: list[Sequence], lookahead: int, depth: int, able_R: NDArray[np.bool_]
+        self,
+        acceptance: Acceptance,
+        rows: list[Sequence],
+        lookahead: int,
+        depth: int,
+        able_R: NDArray[np.bool_] | None,
     ) -> None:
-        """`able_R`: which rows the drafter can draft for."""
+        """`able_R`: which rows the drafter can draft for; None = all, and as if each had room for all drafts."""
         self._uids, self._lookahead = [seq.uid for seq in rows], lookahead
         slots_R, uids_R = np.array([seq.slot for seq in rows]), np.array(self._uids)
-        # No drafts past a sequence's limit.
-        self._most_R = np.where(able_R, [_most_drafts(seq, lookahead, depth) for seq in rows], 0)
+        self._most_R = np.full(len(rows), lookahead)
+        if able_R is not None:
+            # No drafts past a sequence's limit.
+            self._most_R = np.where(able_R, [_most_drafts(seq, lookahead, depth) for seq in rows], 0)
         self._last_R = acceptance.last_drafted(slots_R, uids_R)
         wanted_RK = np.arange(lookahead) < self._most_R[:, None]
         survival_N = np.where(wanted_RK, acceptance.survival(slots_R, uids_R), 0.0).reshape(-1)

@@ -187,14 +187,14 @@ def golden(name: str) -> bytes:
 
 def test_golden_plan() -> None:
     """Different bytes mean a different format: raise encoding.VERSION and write the file again."""
-    data = golden("plan_v7.hex")
+    data = golden("plan_v8.hex")
     assert encode_plan(PLAN, STATE) == data
     assert decode_plan(data) == (PLAN, STATE)
 
 
 def test_golden_blob() -> None:
     """Different bytes mean a different format: raise encoding.VERSION and write the file again."""
-    data = golden("blob_v7.hex")
+    data = golden("blob_v8.hex")
     assert encode_blob(70_000 << 8 | 1, 2, BLOB) == data
     assert decode_blob(data) == (70_000 << 8 | 1, 2, BLOB)
 
