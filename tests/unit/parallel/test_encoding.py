@@ -242,12 +242,13 @@ def with_valid_crc(numbers: list[int]) -> bytes:
     ("numbers", "message"),
     [
         pytest.param([0] * 10, "not whole", id="shorter than its head"),
-        pytest.param([0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0], "1 rows.*18 int64.*has 11", id="rows missing"),
-        pytest.param([0, 0, 0, 0, 0, 7, 0, 0, 0, 0, 0], "7 leaves.*18 int64.*has 11", id="leaves missing"),
-        pytest.param([0, 0, 0, -1, 0, 7, 0, 0, 0, 0, 0], "-1 rows", id="counts that cancel out"),
-        pytest.param([0, 0, 0, 2**62, 0, 0, 0, 0, 0, 0, 0], "has 11", id="a count beyond memory"),
-        pytest.param([0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 3, 2, 9], "draft tokens", id="draft lengths disagree"),
-        pytest.param([0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2, *[1] * 12], "one shape or none", id="two shapes"),
+        pytest.param([0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0], "1 rows.*19 int64.*has 12", id="rows missing"),
+        pytest.param([0, 0, 0, 0, 0, 0, 7, 0, 0, 0, 0, 0], "7 leaves.*19 int64.*has 12", id="leaves missing"),
+        pytest.param([0, 0, 0, 0, -1, 0, 7, 0, 0, 0, 0, 0], "-1 rows", id="counts that cancel out"),
+        pytest.param([0, 0, 0, 0, 2**62, 0, 0, 0, 0, 0, 0, 0], "has 12", id="a count beyond memory"),
+        pytest.param([0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 3, 2, 9], "draft tokens", id="draft lengths disagree"),
+        pytest.param([0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2, *[1] * 14], "one shape or none", id="two shapes"),
+        pytest.param([0, 0, 0, 2, *[0] * 8], "`follows` is 0 or 1, .* has 2", id="neither followed nor not"),
     ],
 )
 def test_a_sealed_plan_with_wrong_counts_is_refused(numbers: list[int], message: str) -> None:
