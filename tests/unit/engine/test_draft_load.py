@@ -28,7 +28,9 @@ DRAFTERS = {
     "none": (),
     "ngram": ("spec_decode=ngram",),
     "draft_model": ("spec_decode=draft_model", "model@spec_decode.model=llama3_8b"),
+    "eagle3": ("spec_decode=eagle3_llama3_8b",),
 }
+TARGETS = {"eagle3": ("model=llama3_8b",)}
 
 
 class Latency(NamedTuple):
@@ -73,9 +75,9 @@ def measured(drafter: str, rows: int, acceptance: float, *more: str) -> Latency:
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64, 256])
-@pytest.mark.parametrize("drafter", ["ngram", "draft_model"])
+@pytest.mark.parametrize("drafter", ["ngram", "draft_model", "eagle3"])
 def test_useless_drafts_cost_at_most_two_percent(drafter: str, rows: int) -> None:
-    plain, drafted = (measured(name, rows, 0.0) for name in ("none", drafter))
+    plain, drafted = (measured(name, rows, 0.0, *TARGETS.get(drafter, ())) for name in ("none", drafter))
     assert drafted.tpot <= 1.02 * plain.tpot and drafted.ttft <= 1.02 * plain.ttft
 
 
