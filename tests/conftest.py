@@ -90,12 +90,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not NIGHTLY and (long := [item for item in items if item.get_closest_marker("nightly")]):
         config.hook.pytest_deselected(items=long)
         items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+    if "DOVETAIL_INTERPRETED" in os.environ and os.environ.get("DOVETAIL_KERNELS") != "all":
+        items[:] = _every_other(items)
     first = {here / name: place for place, name in enumerate(FIRST)}
     items.sort(key=lambda item: first.get(item.path, len(first)))
     folders = tuple(f"{here / folder}{os.sep}" for folder in CLOCKED)
     for item in items:
         if str(item.path).startswith(folders):
             item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+def _every_other(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return half of the variants of each test, and its first one. The interpreter takes long."""
+    counts: dict[str, int] = {}
+    kept = []
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        counts[test] = counts.get(test, -1) + 1
+        if counts[test] % 2 == 0:
+            kept.append(item)
+    return kept
 
 
 @pytest.fixture

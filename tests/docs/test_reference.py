@@ -185,6 +185,7 @@ def test_pictures_are_those_of_the_script(monkeypatch: pytest.MonkeyPatch) -> No
         assert picture().svg() == drawn, f"run `python docs/img/draw.py`: {name} is not what it draws"
 
 
+@pytest.mark.nightly
 def test_the_site_builds(tmp_path: Path) -> None:
     """Links, anchors and the list of pages are checked as well."""
     pytest.importorskip("mkdocs", reason="needs the docs extra")

@@ -92,6 +92,7 @@ def test_exit_on_failure(start):
     assert sum("SIGKILL" in line for line in server.log) == 1, server.log
 
 
+@pytest.mark.nightly
 def test_an_engine_that_hangs_is_killed(start):
     """One rank is suspended: the others wait for it, and none of them dies."""
     server = start("executor=multiproc", "engine.tp=2", "serve.engine_timeout=3", "serve.on_engine_failure=exit")

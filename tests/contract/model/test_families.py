@@ -6,6 +6,7 @@ import functools
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 import transformers
 
@@ -121,6 +122,7 @@ class TestQwen3(ModelContract):
         return LlamaConfig(path=folder)
 
 
+@pytest.mark.nightly
 class TestQwen2(TestQwen3):
     hf = QWEN2
 
@@ -129,10 +131,12 @@ class TestGemma3(TestQwen3):
     hf = GEMMA3
 
 
+@pytest.mark.nightly
 class TestPhi3(TestQwen3):
     hf = PHI3
 
 
+@pytest.mark.nightly
 class TestFalcon(TestQwen3):
     hf = FALCON
 
@@ -155,6 +159,7 @@ class TestQwen3MoE(TestQwen3):
         return {name: weight * scales.get(name, 1.0) for name, weight in super().checkpoint().items()}
 
 
+@pytest.mark.nightly
 class TestGLM4MoE(TestQwen3MoE):
     hf = GLM4_MOE
 
@@ -179,6 +184,7 @@ class TestDeepseekV3(TestQwen3MoE):
         return {**weights, f"{prefix}eh_proj.weight": pair}
 
 
+@pytest.mark.nightly
 class TestMixtral(TestQwen3MoE):
     hf = MIXTRAL
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+import pytest
+
 from dovetail.core.interfaces import ReasoningParser, ToolParser
 from dovetail.core.testing.parsers import Call, ReasoningParserContract, ToolParserContract
 from dovetail.plugins.reasoning_parser.config import HarmonyConfig as HarmonyReasoningConfig
@@ -47,6 +49,7 @@ class TestLlama3(ToolParserContract):
         return "; ".join(as_json(call, "parameters") for call in calls)
 
 
+@pytest.mark.nightly
 class TestLlama3WithTag(TestLlama3):
     def render(self, calls: Sequence[Call]) -> str:
         return "<|python_tag|>" + super().render(calls)
@@ -63,6 +66,7 @@ class TestMistral(ToolParserContract):
         return f"[TOOL_CALLS] [{', '.join(map(as_json, calls))}]"
 
 
+@pytest.mark.nightly
 class TestMistralByName(TestMistral):
     def render(self, calls: Sequence[Call]) -> str:
         return "".join(f"[TOOL_CALLS]{call.name}[ARGS]{json.dumps(call.arguments)}" for call in calls)
@@ -90,6 +94,7 @@ class TestHarmony(ToolParserContract):
         )
 
 
+@pytest.mark.nightly
 class TestHarmonyToolInTheRole(TestHarmony):
     def render(self, calls: Sequence[Call]) -> str:
         head = "<|start|>assistant to=functions."
@@ -118,6 +123,7 @@ class TestThink(ReasoningParserContract):
         return "Hi", f"<think>\n{reasoning}\n</think>\n\n{answer}"
 
 
+@pytest.mark.nightly
 class TestThinkOpenedByThePrompt(TestThink):
     def render(self, reasoning: str, answer: str) -> tuple[str, str]:
         return "Hi<think>\n", f"{reasoning}\n</think>\n\n{answer}"

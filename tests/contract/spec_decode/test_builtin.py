@@ -52,6 +52,7 @@ class TestNgram(DrafterContract):
         return NgramDrafter(NgramConfig())
 
 
+@pytest.mark.nightly
 class TestNgramOfOneToken(DrafterContract):
     def make(self) -> Drafter:
         return NgramDrafter(NgramConfig(lookahead=1, min_match=1, max_match=1))
@@ -62,6 +63,7 @@ class TestSuffix(DrafterContract):
         return SuffixDrafter(SuffixConfig())
 
 
+@pytest.mark.nightly
 class TestSuffixOfFewDrafts(DrafterContract):
     def make(self) -> Drafter:
         return SuffixDrafter(SuffixConfig(lookahead=3, growth=0.5, max_match=16))
@@ -155,6 +157,7 @@ def loud(drafter: Any) -> Any:
     return drafter
 
 
+@pytest.mark.nightly
 class TestEagle(DrafterContract):
     slots = 3
 
@@ -223,6 +226,7 @@ class TestMedusa(DrafterContract):
         return loud(medusa("medusa_num_layers: 2").build())
 
 
+@pytest.mark.nightly
 class TestMedusaWithTheTargetsHead(DrafterContract):
     slots = 3
 

@@ -49,7 +49,10 @@ def mixed(llm: LLM, names: tuple[str, ...], params: SamplingParams = GREEDY) -> 
     [
         pytest.param(["adapter.slots=3"], marks=pytest.mark.nightly),
         pytest.param(["adapter.slots=1", "engine.depth=2", "engine.token_budget=16"], marks=pytest.mark.nightly),
-        ["adapter.slots=2", "engine.kv_pages=24", "spec_decode=ngram", "executor.delay=2", "engine.depth=4"],
+        pytest.param(
+            ["adapter.slots=2", "engine.kv_pages=24", "spec_decode=ngram", "executor.delay=2", "engine.depth=4"],
+            marks=pytest.mark.nightly,
+        ),
         ["adapter.slots=1", "scheduler=static", "kv_cache=contiguous"],
     ],
     ids=" ".join,

@@ -393,6 +393,7 @@ def test_the_layout_of_graphs_changes_no_token(
         assert 2 < kinds["unfollowed mixed"] < kinds["mixed"] - 2, kinds
 
 
+@pytest.mark.nightly
 def test_steps_with_adapters_have_graphs_of_their_own(
     registry: Registry, kinds: Counter[str], save_lora: Callable[..., str]
 ) -> None:
