@@ -101,7 +101,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _every_other(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return half of the variants of each test, and its first one. The interpreter takes long."""
+    """Return half of the variants of each test, its first one included. The interpreter takes long."""
     counts: dict[str, int] = {}
     kept = []
     for item in items:

@@ -87,11 +87,7 @@ CI = [
     "gpt2",
     "opt",
     "gpt_neox",
-    "phi3",
     "olmo2",
-    "granite",
-    "cohere2",
-    "gemma",
     "nemotron",
     "mixtral",
 ]

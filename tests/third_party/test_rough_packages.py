@@ -95,6 +95,7 @@ def test_capabilities_that_raise_are_listed_with_the_component(dovetail, tmp_pat
     assert "no idea" in component["broken"]
 
 
+@pytest.mark.nightly
 def test_a_second_fcfs_leaves_the_default_as_it_is(dovetail, bare, tmp_path):
     site = install(tmp_path / "site", "rough", source(name='"fcfs"'))
     assert dovetail(composing(), path=(site,)) == [(0, bare[1])]

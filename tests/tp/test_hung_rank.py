@@ -46,6 +46,7 @@ def test_closing_does_not_wait_for_it(engine: tuple[LLM, int], gone: Callable[[i
         list(stream)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("engine", [("collective.timeout=8",)], indirect=True)
 def test_a_step_that_ends_by_itself_names_it(engine: tuple[LLM, int]) -> None:
     llm, pid = engine

@@ -221,6 +221,7 @@ def test_an_error_of_rank_0_stays_its_own(gone: Gone) -> None:
     assert all(map(gone, pids))
 
 
+@pytest.mark.nightly
 def test_a_rank_killed_while_idle_is_named_by_the_next_call(gone: Gone) -> None:
     with running(rank_runners.Runner, 3) as executor:
         executor.submit(StepPlan(0, []), {})
@@ -335,6 +336,7 @@ def test_ctrl_c_ends_everything_in_order(program: tuple[subprocess.Popen[str], l
     assert len(pids) == 1 and all(map(gone, pids))
 
 
+@pytest.mark.nightly
 def test_workers_do_not_outlive_a_killed_parent(program: tuple[subprocess.Popen[str], list[int]], gone: Gone) -> None:
     process, pids = program
     process.kill()

@@ -169,6 +169,7 @@ def test_figures_that_cannot_be_compared_are_none(
     assert [one["variant"] for one in result["comparisons"] if not one["repeats"]] == ["kv_cache=paged"]
 
 
+@pytest.mark.nightly
 def test_a_variant_with_other_tuned_choices_is_marked(
     fake: type[FakeChild], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -342,6 +343,7 @@ def test_the_failure_of_a_process_shows_its_last_output() -> None:
     child.close()
 
 
+@pytest.mark.nightly
 def test_ctrl_c_ends_a_process_that_is_at_work() -> None:
     words = ["app=bench", *CPU, "workload.requests=2000", "workload.prompt_tokens=20", "workload.output_tokens=40"]
     config = {"runs": 1, "warmup": 0}
