@@ -13,6 +13,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from dovetail.core.checkpoint import LazyTensor
+from dovetail.core.errors import ConfigError
+from dovetail.plugins.model.transformers.library import error_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -69,7 +71,13 @@ class Merged:
         converter = copy.deepcopy(self.converter)
         for source, pattern, opener in sorted(self.parts, key=lambda part: dot_natural_key(part[0])):
             converter.add_tensor(self.name, source, pattern, partial(_read, opener))
-        whole: torch.Tensor = converter.convert(self.name, model=self.model, config=self.model.config)[name]
+        try:
+            whole: torch.Tensor = converter.convert(self.name, model=self.model, config=self.model.config)[name]
+        except AttributeError as error:  # Some converters ask for modules of the whole model, which is not kept.
+            raise ConfigError(
+                f"model=transformers does not run {type(self.model).__name__} with this checkpoint: the library cannot "
+                f"convert it to {name} ({error_text(error)})"
+            ) from error
         return Whole(whole)
 
 
