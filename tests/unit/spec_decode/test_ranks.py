@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from dovetail.core.compose import compose
 from dovetail.core.interfaces import Draft, DraftContext, Drafter, ModelSource, ModelSpec, TargetView
 from dovetail.core.testing.model_driver import build_context
 from dovetail.core.testing.rank_threads import ThreadCollective, on_threads
@@ -102,3 +103,31 @@ def test_a_drafter_may_be_whole_on_every_rank() -> None:
         return [(each.collective.rank, each.collective.size) for each in builds]
 
     assert on_threads(2, build) == [[(0, 2), (0, 1)], [(1, 2), (0, 1)]]
+
+
+@pytest.mark.parametrize(
+    "words", [["spec_decode=eagle3_tiny"], ["spec_decode=draft_model", "spec_decode.model.load=dummy"]]
+)
+def test_a_whole_drafter_has_the_pages_of_all_heads(words: list[str]) -> None:
+    composition = compose(["model=tiny", *words])
+    spec = composition.part("model").target().spec(composition.part("model").config)
+
+    def page_bytes(collective: ThreadCollective) -> list[int]:
+        view = TargetView(
+            build_context(spec, collective=collective),
+            ModelSource(None, dummy=True),
+            ROWS,
+            16,
+            1,
+            embed=lambda x: x,
+            logits=lambda x: x,
+        )
+        found = []
+        for more in ([], ["spec_decode.tp=1"]):
+            drafter = compose(["model=tiny", *words, *more]).build("spec_decode")
+            drafter.bind(view)
+            found.append(drafter.kv_groups()[0].bytes_per_page)
+        return found
+
+    cut, whole = on_threads(2, page_bytes)[1]
+    assert whole == 2 * cut
