@@ -394,6 +394,7 @@ def test_items_cover_every_key_of_many_rows_once(programs, window, monkeypatch):
                 continue
             fed[first : first + n] += lo <= max(seen_from, 0) < max(hi, lo + 1)
             parts += part >= 0
+            assert at >= 0, "a place of the table of rotary angles, even of tokens without a row"
             assert (part >= 0) == (splits > 1)
             if first < starts[-1]:
                 assert length == lengths[row] and starts[row] <= first and first + n <= starts[row + 1]

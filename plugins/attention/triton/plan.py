@@ -122,7 +122,8 @@ def plan_items(
         place = index % my_splits
         # The last tile of a prompt sees the most keys. It comes first, so that the programs end at similar times.
         query = (my_tiles - 1 - index // my_splits) * queries
-        at = my_length - my_count + query
+        # Tokens of no row have no keys, but kernels that rotate queries read the table of angles for them, too.
+        at = tl.maximum(my_length - my_count + query, 0)
         n = tl.minimum(my_count - query, queries)
         # A draft of a tree may have the position after the root.
         least_at = tl.where(tree != 0, my_length - my_count, at)
