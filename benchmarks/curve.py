@@ -133,7 +133,8 @@ def linears(engine: Engine) -> dict[str, list[Linear]]:
         if id(one) in seen or isinstance(one, torch.Tensor | type):
             continue
         seen.add(id(one))
-        if isinstance(one, Linear):
+        if isinstance(one, Linear) and one.params:
+            # Compressed attention takes the tensors of its up-projection.
             found.setdefault(re.sub(r"^layers\.\d+\.", "", one.path), []).append(one)
         elif isinstance(one, list | tuple):
             queue += one

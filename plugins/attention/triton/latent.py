@@ -26,6 +26,7 @@ from dovetail.plugins.attention.triton.backend import (
     COMPUTE,
     LaunchPlan,
     Triton,
+    _processors,
     make_items,
     shared_bytes_of,
     visible_keys,
@@ -33,10 +34,14 @@ from dovetail.plugins.attention.triton.backend import (
 from dovetail.plugins.attention.triton.gather import PAGE, ROOM_BYTES
 from dovetail.plugins.attention.triton.latent_kernel import attend_latents as attend_kernel
 from dovetail.plugins.attention.triton.plan import Items
-from dovetail.plugins.attention.triton.tiles import SHARE, Geometry, Tile
+from dovetail.plugins.attention.triton.tiles import Geometry, Tile
 
 MOST_TILE_ROWS = 64
 """Maximum number of rows of a tile, tokens x heads: the output has kv_rank columns, which must fit into registers."""
+FEW = 9
+"""With fewer tiles than one for so many SMs, tiles have 16 rows."""
+EXCHANGE = 8 << 10
+"""Shared memory that is set aside for the exchange between warps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +161,9 @@ def _plan_absorbed(
         if not count:
             continue
         widest = host.widest_decode if first < decode else MOST_TILE_ROWS
-        tile = _tile(layer, widest, dtype, plane.dtype.itemsize == 1, meta.kv_len_B.device)
+        fed = min(tokens.stop - tokens.start, sum(host.counts[first : first + count]))
+        tiles = max(count, fed * layer.heads // MOST_TILE_ROWS)
+        tile = _tile(layer, widest, tiles, dtype, plane.dtype.itemsize == 1, meta.kv_len_B.device)
         tree_T3 = None
         if meta.tree is not None and first < decode:
             tree_T3 = visible_keys(meta.tree, 0, host.widest_decode - 1)
@@ -167,19 +174,38 @@ def _plan_absorbed(
     return Absorbed(tokens, meta, LaunchPlan(tuple(lists), part_rows))
 
 
-def _tile(layer: AttentionLayer, tokens: int, dtype: torch.dtype, narrow: bool, device: torch.device) -> LatentTile:
-    """Tile for rows of at most `tokens` tokens. `narrow`: latents have 8 bits; their conversion takes registers that
-    more rows would need. Tiles are made smaller until they fit into shared memory."""
+def _tile(
+    layer: AttentionLayer, tokens: int, tiles: int, dtype: torch.dtype, narrow: bool, device: torch.device
+) -> LatentTile:
+    """Tile for rows of at most `tokens` tokens. `tiles`: rows, or tiles of MOST_TILE_ROWS if they are more. `narrow`:
+    latents have 8 bits. Tiles are made smaller until they fit into shared memory."""
     assert layer.mla is not None
     if dtype.itemsize == 4:
         return LatentTile(16, 16, 4, 1, 1)
-    rows = 16 if narrow else triton.next_power_of_2(max(16, min(layer.heads * tokens, MOST_TILE_ROWS)))
-    tile = LatentTile(rows, 16 if rows > 32 else 32, 8 if narrow or rows > 16 else 4, 2, 1 if rows > 16 else 2)
-    # The queries of a tile lie in shared memory, too.
-    shared, row_bytes = shared_bytes_of(device), sum(_blocks(layer.mla)) * dtype.itemsize
-    while (tile.block_m + 2 * tile.block_n) * row_bytes > SHARE * shared and tile.block_m > 16:
+    rows = triton.next_power_of_2(max(16, min(layer.heads * tokens, MOST_TILE_ROWS)))
+    # Each tile reads and converts the row's latents, so few large ones are fastest. But the ranges of a row are joined
+    # by one program a tile: where few tiles fill the GPU with ranges, small ones join them in parallel.
+    if FEW * tiles < _processors(device):
+        rows = 16
+    # The fastest on an H200 (benchmarks/NOTES.md).
+    if narrow:
+        keys, warps, stages = 64, 8, 1 if rows == 32 else 2
+    else:
+        keys, warps, stages = 32 if rows == 32 else 64, 4 if rows <= 32 else 8, 2
+    tile = LatentTile(rows, keys, warps, stages, 1)
+    shared = shared_bytes_of(device)
+    while _shared_bytes(layer.mla, tile, dtype.itemsize) > shared and tile.block_n > 16:
+        tile = replace(tile, block_n=tile.block_n // 2)
+    while _shared_bytes(layer.mla, tile, dtype.itemsize) > shared and tile.block_m > 16:
         tile = replace(tile, block_m=tile.block_m // 2)
-    return tile if (16 + 2 * tile.block_n) * row_bytes <= SHARE * shared else replace(tile, block_n=16, stages=1)
+    return tile
+
+
+def _shared_bytes(mla: MLA, tile: LatentTile, itemsize: int) -> int:
+    """Shared memory of a program: queries and keys with their rotated columns, and latents of further stages."""
+    latent, rotated = _blocks(mla)
+    each = (tile.block_m + tile.block_n) * (latent + rotated) + (tile.stages - 1) * tile.block_n * latent
+    return each * itemsize + EXCHANGE
 
 
 def _blocks(mla: MLA) -> tuple[int, int]:
