@@ -18,7 +18,7 @@ HALF_LIFE_IDLE = 256
 PRIOR = 0.5
 """Probability that a draft is accepted if those before it were, before any is verified: a row accepts about one."""
 PRIOR_ROWS = 2.0
-"""Weight of the other rows' counts in the estimate for a row, in steps with drafts."""
+"""Default of `prior_rows`."""
 MOST = 0.999
 """Limit of that probability: later drafts of a row never rank before earlier ones."""
 
@@ -27,7 +27,10 @@ class Acceptance:
     """Acceptance of drafts by row and position. A draft counts if it was planned and all drafts before it were
     accepted, so a row for which the drafter found nothing counts as one that accepted nothing."""
 
-    def __init__(self, slots: int, lookahead: int) -> None:
+    def __init__(self, slots: int, lookahead: int, prior: float = 1.0, prior_rows: float = PRIOR_ROWS) -> None:
+        """`prior`: weight of PRIOR in the rates over all rows, in rows with drafts; `prior_rows`: that of these rates
+        in the estimate for a row, in steps with drafts."""
+        self._prior, self._prior_rows = prior, prior_rows
         self._steps_K = np.arange(lookahead)
         self._reached_SK, self._accepted_SK = np.zeros((2, slots, lookahead))
         self._owner_S = np.full(slots, -1, np.int64)
@@ -46,8 +49,8 @@ class Acceptance:
         rate_K = self._rates()
         weight_R = 0.5 ** ((self._now - self._seen_S[slots_R]) / HALF_LIFE_IDLE)
         weight_R1 = np.where(self._owner_S[slots_R] == uids_R, weight_R, 0.0)[:, None]
-        reached_RK = weight_R1 * self._reached_SK[slots_R] + PRIOR_ROWS
-        accepted_RK = weight_R1 * self._accepted_SK[slots_R] + PRIOR_ROWS * rate_K
+        reached_RK = weight_R1 * self._reached_SK[slots_R] + self._prior_rows
+        accepted_RK = weight_R1 * self._accepted_SK[slots_R] + self._prior_rows * rate_K
         return self._survival(accepted_RK / reached_RK)
 
     def _survival(self, rate_RK: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -62,7 +65,7 @@ class Acceptance:
         """Return the probability by position over all rows, [K]. Without counts it is that of the position before."""
         rates, last = np.empty(len(self._all_reached_K)), PRIOR
         for k, (reached, accepted) in enumerate(zip(self._all_reached_K, self._all_accepted_K, strict=True)):
-            rates[k] = last = (accepted + last) / (reached + 1)
+            rates[k] = last = (accepted + self._prior * last) / (reached + self._prior)
         return rates
 
     def update(
@@ -96,8 +99,8 @@ class TreeAcceptance(Acceptance):
     """Acceptance of draft trees by row. Of n drafts in the order of their probability, a row accepts a number that
     grows with log(1 + n) (Sequoia, Chen et al. 2024). One rate is kept: the drafts accepted of a whole tree."""
 
-    def __init__(self, slots: int, lookahead: int) -> None:
-        super().__init__(slots, 1)
+    def __init__(self, slots: int, lookahead: int, prior: float = 1.0, prior_rows: float = PRIOR_ROWS) -> None:
+        super().__init__(slots, 1, prior, prior_rows)
         self._share_K = np.log1p(np.arange(1, lookahead + 1)) / np.log1p(lookahead)
         """Share of the accepted drafts that is among the first drafts."""
 

@@ -35,6 +35,9 @@ TRIAL_ROWS = 32
 """Rows with drafts of one trial of a step without drafts, over as many steps as that takes."""
 FRUITLESS_ROWS = 8
 """Such a trial ends early once so many rows in a row have accepted none."""
+STRONG_PRIOR = 8.0, 4.0
+"""Arguments of Acceptance where rows that go without drafts may never have any again: a few rejections in the first
+request do not decide."""
 TRIAL_SHARE = 0.01
 """Trials are put off until the time that they lost is at most this share of the time since."""
 LEFT_BEHIND = 0.1
@@ -110,7 +113,7 @@ class Drafting:
         self._means = (0, *(mean for mean in MEANS if mean < lookahead), lookahead)
         self._depth = lookahead if limits.draft_depth is None else limits.draft_depth
         kind = TreeAcceptance if self._depth < lookahead else Acceptance
-        self.acceptance = kind(limits.max_seqs, lookahead)
+        self.acceptance = kind(limits.max_seqs, lookahead, *(STRONG_PRIOR if self._following.needed else ()))
         # A drafter that must follow rows is tried before it has left them behind.
         first = 1 if self._following.needed else MIN_INTERVAL
         self._buckets: defaultdict[int, _Bucket] = defaultdict(lambda: _Bucket(left=first))

@@ -197,6 +197,34 @@ def test_the_end_of_a_request_keeps_no_drafts_from_the_next_one() -> None:
     assert step(2, 0, 9)
 
 
+def test_one_rejection_does_not_give_up_drafts_for_a_whole_request() -> None:
+    """A row that goes without drafts leaves the drafter behind, until its end. Useless drafts are given up soon."""
+    limits = SchedulerLimits(1 << 16, 256, 1 << 20, 2, K, draft_window=K + 1, draft_resumes=False)
+    drafting, cost = Drafting(limits), ToyCost(128, 1.0)
+
+    def step(seq: Any, accepted: int) -> int:
+        own = drafting.choose([seq], (), 1 << 16, cost).get(seq.uid, 0)  # type: ignore[arg-type]
+        plan = StepPlan(0, [])
+        plan.rows.append(Row(0, seq.uid, 0, 1 + own, seq.computed, own, DECODE))
+        drafting.launched(plan)
+        tokens = (7,) * (1 + min(own, accepted))
+        drafting.update(
+            plan, StepResult(0, (RowResult(0, seq.uid, 0, tokens, drafted=own),), 6e-3 if own else 5e-3, 0.0)
+        )
+        return own
+
+    short, long, last = (sequence(0) for _ in range(3))
+    for uid, seq in enumerate((short, long, last)):
+        seq.uid = uid
+    short.limit = short.max_len + 2
+    assert feed(drafting, short) and step(short, 0)
+    assert feed(drafting, long)
+    assert step(long, 0) and step(long, 0)
+    assert sum(step(long, K) > 0 for _ in range(40)) > 35, "but for trials"
+    assert feed(drafting, last)
+    assert 2 < sum(step(last, 0) > 0 for _ in range(60)) < 30
+
+
 def test_rows_that_accept_drafts_have_more_of_them() -> None:
     """One row in eight accepts drafts. The step has room for half a draft per row."""
     device, drafting = Device(lambda step, row: 0.9 * (row % 8 == 0), cost=ToyCost(96)), weighing()
