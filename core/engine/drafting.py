@@ -41,8 +41,9 @@ request do not decide."""
 TRIAL_SHARE = 0.01
 """Trials are put off until the time that they lost is at most this share of the time since."""
 LEFT_BEHIND = 0.1
-"""Most rows, as a share, that a trial without drafts may leave behind. Near the break-even point it leaves few: they
-have accepted few drafts, so the drafter has little to catch up."""
+"""Most rows, as a share, that a trial without drafts may leave behind if the drafter can catch up; else none may be:
+they would decode alone once the others have ended. Near the break-even point such a trial leaves few, as they have
+accepted few drafts."""
 HOLD = 8
 """Steps for which the choice of no drafts stands: nothing is learnt in them."""
 BETTER = 1.01
@@ -112,6 +113,7 @@ class Drafting:
         self._following = Following(limits, group)
         self._means = (0, *(mean for mean in MEANS if mean < lookahead), lookahead)
         self._depth = lookahead if limits.draft_depth is None else limits.draft_depth
+        self._may_lose = LEFT_BEHIND if limits.draft_resumes else 0.0
         kind = TreeAcceptance if self._depth < lookahead else Acceptance
         self.acceptance = kind(limits.max_seqs, lookahead, *(STRONG_PRIOR if self._following.needed else ()))
         # A drafter that must follow rows is tried before it has left them behind.
@@ -155,7 +157,7 @@ class Drafting:
             return {}
         ranking = self._rank(decoding, self._following.able(decoding))
         level, token_seconds = self._best(bucket, rows, length, ranking, cost)
-        if not self._trial_level and self._following.able(decoding, steps=1).mean() < 1 - LEFT_BEHIND:
+        if not self._trial_level and self._following.able(decoding, steps=1).mean() < 1 - self._may_lose:
             self._trial_rows = 0
         if self._trial_rows > 0 and (bucket.level or not level):
             self._trial_rows -= rows
@@ -180,6 +182,9 @@ class Drafting:
                 self._begin_trial(bucket, decoding)
         elif not level:
             bucket.hold, bucket.latest = HOLD, None if ranking.possible else decoding[-1].uid
+        if level:
+            # The choice of no drafts no longer stands.
+            bucket.hold = 0
         if level and (prompt_tokens := _tokens(prompts, budget - rows)):
             level = self._beside_prompts(bucket, rows, length, prompt_tokens, ranking, cost, token_seconds)
         return ranking.first(self._drafts(level, rows))

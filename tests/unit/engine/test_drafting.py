@@ -225,6 +225,13 @@ def test_one_rejection_does_not_give_up_drafts_for_a_whole_request() -> None:
     assert 2 < sum(step(last, 0) > 0 for _ in range(60)) < 30
 
 
+def test_drafts_that_pay_end_the_steps_without() -> None:
+    """No drafts is chosen for several steps at once, and a trial in between may show that drafts pay."""
+    _, chosen = Device(lambda step, row: 0.95 * (step > 100)).run(4, weighing(), 400)
+    first = next(i for i in range(100, 400) if chosen[i] > 4)
+    assert all(chosen[first : first + 10])
+
+
 def test_rows_that_accept_drafts_have_more_of_them() -> None:
     """One row in eight accepts drafts. The step has room for half a draft per row."""
     device, drafting = Device(lambda step, row: 0.9 * (row % 8 == 0), cost=ToyCost(96)), weighing()
