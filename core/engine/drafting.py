@@ -35,7 +35,7 @@ TRIAL_ROWS = 32
 """Rows with drafts of one trial of a step without drafts, over as many steps as that takes."""
 FRUITLESS_ROWS = 8
 """Such a trial ends early once so many rows in a row have accepted none."""
-STRONG_PRIOR = 8.0, 4.0
+STRONG_PRIOR = 4.0, 3.0
 """Arguments of Acceptance where rows that go without drafts may never have any again: a few rejections in the first
 request do not decide."""
 TRIAL_SHARE = 0.01
