@@ -173,56 +173,71 @@ def test_useless_drafts_cost_little(rows: int, passes: float) -> None:
     assert device.run(rows, drafting, 400)[0] > 0.98 * device.uniform(rows, 0)
 
 
+class Unforgiving:
+    """Steps of rows whose drafter cannot catch up (EAGLE)."""
+
+    def __init__(self, cost: ToyCost) -> None:
+        limits = SchedulerLimits(1 << 16, 256, 1 << 20, K, draft_window=K + 1, draft_resumes=False)
+        self.drafting, self.cost = Drafting(limits), cost
+
+    def step(self, seqs: list[Any], accepted: Callable[[Any], int] | int) -> list[int]:
+        """Run a step, after which the sequences are longer. Return the number of drafts of each."""
+        wanted = self.drafting.choose(seqs, (), 1 << 16, self.cost)  # type: ignore[arg-type]
+        plan, results = StepPlan(0, []), []
+        for seq in seqs:
+            own = wanted.get(seq.uid, 0)
+            plan.rows.append(Row(seq.slot, seq.uid, 0, 1 + own, seq.computed, own, DECODE))
+            tokens = 1 + min(own, accepted if isinstance(accepted, int) else accepted(seq))
+            results.append(RowResult(seq.slot, seq.uid, 0, (7,) * tokens, drafted=own))
+            seq.computed, seq.max_len = seq.computed + tokens, seq.max_len + tokens
+        self.drafting.launched(plan)
+        seconds = self.cost.step_seconds([RowWork(len(seqs) + sum(wanted.values()), 700)])
+        drafting = 1e-3 * self.cost.passes if wanted else 0.0
+        self.drafting.update(plan, StepResult(0, tuple(results), seconds + drafting, 0.0))
+        return [row.draft for row in plan.rows]
+
+
+def request(uid: int, slot: int = 0, room: int = 9000) -> Any:
+    """A sequence that may have `room` more tokens."""
+    seq = sequence(slot)
+    seq.uid, seq.limit = uid, seq.max_len + room
+    return seq
+
+
 def test_the_end_of_a_request_keeps_no_drafts_from_the_next_one() -> None:
     """The last steps of a request have no room for drafts. A drafter that must follow the next one does so from its
     first step on, or not at all."""
-    limits = SchedulerLimits(1 << 16, 256, 1 << 20, 2, K, draft_window=K + 1, draft_resumes=False)
-    drafting, cost = Drafting(limits), ToyCost()
-
-    def step(uid: int, done: int, room: int) -> int:
-        seq = sequence(0)
-        seq.uid, seq.computed, seq.max_len, seq.limit = uid, 700 + done, 701 + done, 701 + done + room
-        if not done:
-            assert feed(drafting, seq)
-        wanted = drafting.choose([seq], (), 1 << 16, cost)  # type: ignore[arg-type]
-        own = wanted.get(uid, 0)
-        plan = StepPlan(0, [])
-        plan.rows.append(Row(0, uid, 0, 1 + own, 700, own, DECODE))
-        drafting.launched(plan)
-        drafting.update(plan, StepResult(0, (RowResult(0, uid, 0, (7,) * (1 + own), drafted=own),), 5e-3, 0.0))
-        return own
-
-    assert step(1, 0, 9)
-    assert [step(1, 5 + i, 1) for i in range(3)] == [0] * 3
-    assert step(2, 0, 9)
+    one = Unforgiving(ToyCost())
+    short, following = request(1), request(2)
+    assert feed(one.drafting, short) and one.step([short], K) != [0]
+    for _ in range(3):
+        short.limit = short.max_len + 1
+        assert one.step([short], 0) == [0]
+    assert feed(one.drafting, following) and one.step([following], K) != [0]
 
 
 def test_one_rejection_does_not_give_up_drafts_for_a_whole_request() -> None:
     """A row that goes without drafts leaves the drafter behind, until its end. Useless drafts are given up soon."""
-    limits = SchedulerLimits(1 << 16, 256, 1 << 20, 2, K, draft_window=K + 1, draft_resumes=False)
-    drafting, cost = Drafting(limits), ToyCost(128, 1.0)
+    one = Unforgiving(ToyCost(128, 1.0))
+    short, long = request(0, room=3), request(1)
+    assert feed(one.drafting, short) and one.step([short], 0) != [0]
+    assert feed(one.drafting, long)
+    assert all(one.step([long], accepted) != [0] for accepted in (0, 0))
+    assert sum(one.step([long], K) != [0] for _ in range(40)) > 35, "but for trials"
+    useless, first = Unforgiving(ToyCost(128, 1.0)), request(0)
+    assert feed(useless.drafting, first)
+    assert 2 < sum(useless.step([first], 0) != [0] for _ in range(60)) < 12
 
-    def step(seq: Any, accepted: int) -> int:
-        own = drafting.choose([seq], (), 1 << 16, cost).get(seq.uid, 0)  # type: ignore[arg-type]
-        plan = StepPlan(0, [])
-        plan.rows.append(Row(0, seq.uid, 0, 1 + own, seq.computed, own, DECODE))
-        drafting.launched(plan)
-        tokens = (7,) * (1 + min(own, accepted))
-        drafting.update(
-            plan, StepResult(0, (RowResult(0, seq.uid, 0, tokens, drafted=own),), 6e-3 if own else 5e-3, 0.0)
-        )
-        return own
 
-    short, long, last = (sequence(0) for _ in range(3))
-    for uid, seq in enumerate((short, long, last)):
-        seq.uid = uid
-    short.limit = short.max_len + 2
-    assert feed(drafting, short) and step(short, 0)
-    assert feed(drafting, long)
-    assert step(long, 0) and step(long, 0)
-    assert sum(step(long, K) > 0 for _ in range(40)) > 35, "but for trials"
-    assert feed(drafting, last)
-    assert 2 < sum(step(last, 0) > 0 for _ in range(60)) < 30
+def test_trials_leave_no_row_behind_that_cannot_catch_up() -> None:
+    """One row in sixteen accepts all drafts, and one step without drafts would lose it."""
+    many = Unforgiving(ToyCost(100))
+    rows = [request(i, i) for i in range(16)]
+    for seq in rows:
+        assert feed(many.drafting, seq)
+    for _ in range(200):
+        many.step(rows, lambda seq: K if seq.uid == 0 else K - 1)
+    assert many.step(rows, 0) == [K] * 16
 
 
 def test_drafts_that_pay_end_the_steps_without() -> None:
