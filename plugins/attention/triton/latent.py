@@ -37,9 +37,11 @@ from dovetail.plugins.attention.triton.plan import Items
 from dovetail.plugins.attention.triton.tiles import Geometry, Tile
 
 MOST_TILE_ROWS = 64
-"""Maximum number of rows of a tile, tokens x heads: the output has kv_rank columns, which must fit into registers."""
+"""Rows of a large tile, tokens x heads: the output has kv_rank columns, which must fit into registers."""
+LEAST_TILE_ROWS = 16
+"""Rows of a small tile, as many as the tensor cores need."""
 FEW = 9
-"""With fewer tiles than one for so many SMs, tiles have 16 rows."""
+"""With fewer tiles than one for so many SMs, tiles are small."""
 EXCHANGE = 8 << 10
 """Shared memory that is set aside for the exchange between warps."""
 
@@ -163,10 +165,11 @@ def _plan_absorbed(
         widest = host.widest_decode if first < decode else MOST_TILE_ROWS
         fed = min(tokens.stop - tokens.start, sum(host.counts[first : first + count]))
         tiles = max(count, fed * layer.heads // MOST_TILE_ROWS)
-        tile = _tile(layer, widest, tiles, dtype, plane.dtype.itemsize == 1, meta.kv_len_B.device)
         tree_T3 = None
         if meta.tree is not None and first < decode:
             tree_T3 = visible_keys(meta.tree, 0, host.widest_decode - 1)
+        narrow, device = plane.dtype.itemsize == 1, meta.kv_len_B.device
+        tile = _tile(layer, widest, tiles, dtype, device, narrow=narrow, tree=tree_T3 is not None)
         total = tokens.stop - tokens.start
         items, parts = make_items(tile, geometry, meta, host, total, (first, count), part_rows, tree_T3=tree_T3)
         lists.append(items)
@@ -175,28 +178,32 @@ def _plan_absorbed(
 
 
 def _tile(
-    layer: AttentionLayer, tokens: int, tiles: int, dtype: torch.dtype, narrow: bool, device: torch.device
+    layer: AttentionLayer,
+    tokens: int,
+    tiles: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    narrow: bool = False,
+    tree: bool = False,
 ) -> LatentTile:
     """Tile for rows of at most `tokens` tokens. `tiles`: rows, or tiles of MOST_TILE_ROWS if they are more. `narrow`:
-    latents have 8 bits. Tiles are made smaller until they fit into shared memory."""
+    latents have 8 bits. `tree`: the rows feed draft trees, whose masks take registers. Tiles are made smaller until
+    they fit into shared memory."""
     assert layer.mla is not None
     if dtype.itemsize == 4:
         return LatentTile(16, 16, 4, 1, 1)
-    rows = triton.next_power_of_2(max(16, min(layer.heads * tokens, MOST_TILE_ROWS)))
-    # Each tile reads and converts the row's latents, so few large ones are fastest. But the ranges of a row are joined
-    # by one program a tile: where few tiles fill the GPU with ranges, small ones join them in parallel.
-    if FEW * tiles < _processors(device):
-        rows = 16
-    # The fastest on an H200 (benchmarks/NOTES.md).
-    if narrow:
-        keys, warps, stages = 64, 8, 1 if rows == 32 else 2
-    else:
-        keys, warps, stages = 32 if rows == 32 else 64, 4 if rows <= 32 else 8, 2
-    tile = LatentTile(rows, keys, warps, stages, 1)
+    # Each tile reads and converts the row's latents, so few large ones are fastest, even half empty. But the ranges of
+    # a row are joined by one program a tile: where few tiles fill the GPU with ranges, small ones join in parallel.
+    large = layer.heads * tokens > LEAST_TILE_ROWS and FEW * tiles >= _processors(device)
+    # The fastest on an H200 (benchmarks/NOTES.md, Experts).
+    rows, warps = (MOST_TILE_ROWS, 8) if large else (LEAST_TILE_ROWS, 8 if narrow else 4)
+    keys = 32 if large and tree else 64
+    tile = LatentTile(rows, keys, warps, 2, 1)
     shared = shared_bytes_of(device)
     while _shared_bytes(layer.mla, tile, dtype.itemsize) > shared and tile.block_n > 16:
         tile = replace(tile, block_n=tile.block_n // 2)
-    while _shared_bytes(layer.mla, tile, dtype.itemsize) > shared and tile.block_m > 16:
+    while _shared_bytes(layer.mla, tile, dtype.itemsize) > shared and tile.block_m > LEAST_TILE_ROWS:
         tile = replace(tile, block_m=tile.block_m // 2)
     return tile
 

@@ -9,6 +9,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from dovetail.core.interfaces import MLA, AttentionLayer
+from dovetail.plugins.attention.triton import latent
 from dovetail.plugins.attention.triton.tiles import DecodeTile, PromptTile, Shape, Tiles, packed_heads
 
 E4M3 = torch.float8_e4m3fn
@@ -85,3 +87,24 @@ def test_which_rows_go_to_the_kernel_for_single_tokens():
     for other in others:
         assert not isinstance(Tiles().decode(replace(shape, **other), 1, 1), DecodeTile), other
     assert not isinstance(Tiles().decode(shape, 2, 1), DecodeTile), "drafts"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_tiles_of_latents_are_large_for_many_rows_and_fit_each_gpu(narrow, dtype, monkeypatch):
+    """Counts of rows at which benchmarks/latents.py has either tile ahead."""
+    monkeypatch.setattr(latent, "_processors", lambda device: 132)
+    sizes, device = MLA(1536, 512, 64, 128, 128), torch.device("cpu")
+
+    def tile(heads: int, tokens: int, rows: int, shared: int = 227 << 10) -> latent.LatentTile:
+        monkeypatch.setattr(latent, "shared_bytes_of", lambda device: shared)
+        layer = AttentionLayer(0, 0, 0, heads, heads, 192, 0.1, mla=sizes)
+        tiles = max(rows, rows * tokens * heads // 64)
+        return latent._tile(layer, tokens, tiles, dtype, device, narrow=narrow)
+
+    most = 64 if dtype.itemsize == 2 else 16
+    assert [tile(128, 1, rows).block_m for rows in (1, 2, 8, 64, 256)] == [16, 16, most, most, most]
+    assert [tile(heads, tokens, 64).block_m for heads, tokens in ((16, 1), (16, 4), (32, 1))] == [16, most, most]
+    for shared in (99 << 10, 163 << 10, 227 << 10):
+        for heads, tokens, rows in ((16, 1, 1), (16, 4, 64), (128, 1, 64)):
+            assert latent._shared_bytes(sizes, tile(heads, tokens, rows, shared), dtype.itemsize) <= shared

@@ -328,8 +328,9 @@ SPILLS = {
     "dovetail.plugins.attention.triton.kernels:attend_items": 1024,
     # Constants of prompts with head dim 256, and with capped scores.
     "dovetail.plugins.attention.triton.hopper.kernel:attend_prompts": 96,
-    # Sums of 64 rows beside latents of 8 bits. Tiles of fewer rows, which do not spill, take 1.5 to 4 times as long.
-    "dovetail.plugins.attention.triton.latent_kernel:attend_latents": 256,
+    # Sums of 64 rows beside a block of latents, most with trees over latents of 8 bits. Tiles of 16 rows do not spill,
+    # and take 1.5 to 4 times as long (benchmarks/NOTES.md, Experts).
+    "dovetail.plugins.attention.triton.latent_kernel:attend_latents": 160,
     # Sums of 128 rows for gate and up beside the codes of a span; most in float32.
     "dovetail.core.ops.kernels.packed_experts:_packed_expert_matmul": 512,
     # The outputs of 64 rows for adapters of high rank.
