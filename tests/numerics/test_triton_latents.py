@@ -49,7 +49,7 @@ def arena(mla: MLA, heads: int, kv_dtype: torch.dtype = FP32, backend: type[Trit
 
 def test_more_heads_than_a_tile_and_split_rows(monkeypatch):
     """Two tiles of heads, and ranges of keys that are joined; the last row has several tokens."""
-    monkeypatch.setattr(latent, "_tile", lambda *_: LatentTile(16, 16, 4, 1, 2, least=16))
+    monkeypatch.setattr(latent, "_tile", lambda *_, **__: LatentTile(16, 16, 4, 1, 2, least=16))
     made = arena(SMALL, 20)
     made.run(made.plan([("a", 15)]))
     rows = made.plan([("a", 3)], num_decode=1, slack=60)
