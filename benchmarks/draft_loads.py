@@ -1,4 +1,4 @@
-"""What drafts gain under whole loads, simulated: output tokens per second over those without drafts.
+"""Gain of drafts under whole loads, simulated: output tokens per second over those without drafts.
 
     python benchmarks/draft_loads.py --acceptance 0 0.3 0.6 0.79 0.9 -- +preset=h200_fp8_tp1 \
         spec_decode=eagle3_llama3_8b quant@spec_decode.quant=fp8 engine.max_len=2048 engine.max_seqs=256
