@@ -52,6 +52,7 @@ from .attention_launches import SCARCE, attention, attention_cases
 from .emulated import BF16, E4M3, EVERYTHING, FP16, FP32, INT32, INT64, cuda, has_fp8
 from .expert_launches import RULES, choose, experts
 from .expert_launches import multiply as multiply_experts
+from .expert_launches import multiply_packed as multiply_packed_experts
 from .latent_launches import latents
 from .packed_launches import packed_products
 from .shipped import SHIPPED, TILES
@@ -303,6 +304,7 @@ def more_functions() -> None:
     for rule in RULES[1:]:
         choose(rule)
     multiply_experts(64, 128, 8, 2048, 768, E4M3, blocks=True)
+    multiply_packed_experts(256, 32, 4, 2880, 2880, PLAIN)
     tile = MatmulTile(128, 256, 128, stages=4, split=2, specialized=True)
     scales = cuda(200, 1, dtype=FP32), cuda(1280, dtype=FP32)
     given = cuda(200, 8192, dtype=E4M3), cuda(1280, 8192, dtype=E4M3)
@@ -346,6 +348,8 @@ SPILLS = {
     "dovetail.plugins.attention.triton.latent_kernel:attend_latents": 160,
     # Sums of 128 rows for gate and up beside the codes of a span; most in float32.
     "dovetail.core.ops.kernels.packed_experts:_packed_expert_matmul": 512,
+    # The ends of products with tiles of 128 rows; blocks are multiplied without spilling.
+    "dovetail.core.ops.kernels.specialized_experts:experts_specialized": 256,
     # The outputs of 64 rows for adapters of high rank.
     "dovetail.plugins.adapter.lora.kernel:_expand": 512,
 }
