@@ -14,8 +14,9 @@ HALF_LIFE_ROWS, HALF_LIFE_STEPS = 64, 8
 steps: a full batch needs that many to tell rates of 0.75 and 0.8 apart."""
 HALF_LIFE_DRAFTED = 32
 """Steps with drafts of a row after which the weight of its older counts has halved."""
-HALF_LIFE_IDLE = 64
-"""The same in steps without drafts: a row that accepted nothing gets drafts again when its text may have changed."""
+HALF_LIFE_IDLE = 32
+"""The same in steps without drafts of the row: one that accepted nothing, by chance or not, soon gets some again, or it
+falls behind the others."""
 PRIOR = 0.5
 """Probability that a draft is accepted if those before it were, before any is verified: a row accepts about one."""
 PRIOR_ROWS = 2.0
