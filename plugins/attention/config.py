@@ -13,8 +13,8 @@ class TritonConfig(Config):
     """Dovetail's paged attention kernels in Triton, for CUDA: grouped heads, windows, sinks, caps, draft trees, FP8."""
 
     gluon: bool = True
-    """Whether Hopper GPUs use the kernels in Gluon (experimental in Triton) for prompts and for rows of one token. If
-    false, the kernel for all GPUs runs."""
+    """Whether Hopper GPUs use the kernels in Gluon (experimental in Triton) for prompts, for rows of one token and for
+    compressed latents. If false, the kernels for all GPUs run."""
 
 
 class FlashInferConfig(Config):

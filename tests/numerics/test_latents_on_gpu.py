@@ -20,29 +20,61 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
 
-@pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
-@pytest.mark.parametrize("heads", [16, 128])
-@pytest.mark.parametrize("page", [16, 64])
-def test_sizes_of_deepseek_v3(heads, kv_dtype, page):
-    """Rows that are split, drafts, and expanded rows with and without earlier keys."""
+def arena_of_v3(heads: int, dtype: torch.dtype, kv_dtype: torch.dtype, page: int) -> LatentArena:
     mla = MLA(1536, 512, 64, 128, 128)
     arena = LatentArena(
         Triton(TritonConfig()),
         mla=mla,
         heads=heads,
         device=torch.device("cuda"),
-        dtype=BF16,
+        dtype=dtype,
         kv_dtype=kv_dtype,
-        tolerance=TOLERANCE[BF16],
+        tolerance=TOLERANCE[dtype],
         page_tokens=(page,),
-        pages=400,
+        pages=1200,
     )
     # Weights of a trained model's scale, so that no score is so large that bfloat16 cannot tell keys apart.
     arena.up_HOL = arena.up_HOL * mla.kv_rank**-0.5
     arena.rope.table.div_(4)
+    return arena
+
+
+@pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("page", [16, 64])
+def test_sizes_of_deepseek_v3(heads, kv_dtype, page):
+    """Rows that are split, drafts, and expanded rows with and without earlier keys."""
+    arena = arena_of_v3(heads, BF16, kv_dtype, page)
     arena.run(arena.plan([("a", 300), ("b", 61), ("c", 5)]))
     arena.run(arena.plan([("c", 1), ("b", 4), ("a", 1)], num_decode=3, slack=9))
     arena.run(arena.plan([("c", 1), ("b", 200), ("a", 7)], num_decode=1))
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="the kernel is for Hopper"
+)
+@pytest.mark.parametrize(
+    ("heads", "dtype", "kv_dtype", "page"),
+    [
+        *((heads, BF16, kv_dtype, page) for heads in (16, 64, 128) for kv_dtype in (BF16, E4M3) for page in (16, 64)),
+        *((heads, BF16, E4M3, 256) for heads in (5, 24, 80)),
+        (16, torch.float16, torch.float16, 48),
+    ],
+)
+def test_large_tiles_on_hopper(heads, dtype, kv_dtype, page):
+    """Tiles of one and of several tokens and heads, partly filled; rows of one block, of whole blocks and of one key
+    more, and split into ranges; tokens of no row. Slots that were not written hold NaN."""
+    arena = arena_of_v3(heads, dtype, kv_dtype, page)
+    lengths = (1, 500, 59, 63, 64, 65, 129, 20, 2, 3, 7, 9, 4, 30, 5)
+    names = [f"row {i}" for i in range(len(lengths))]
+    arena.run(arena.plan(list(zip(names, lengths, strict=True))))
+    drafts = [(name, 1 + 3 * i % 5) for i, name in enumerate(names)]
+    for rows in (drafts, [(name, 5) for name in names], drafts[::-1]):
+        step = arena.plan(rows, num_decode=len(rows), slack=500, padding=3)
+        arena.run(step)
+        (runs,) = (ctx.state for ctx in step.ctxs.values())
+        ((run,),) = runs.values()
+        assert run.plan.lists[0].tile.hopper and run.plan.part_rows > 0
 
 
 @pytest.mark.parametrize("variant", ["deepseek_v2_lite", "deepseek_v3"])

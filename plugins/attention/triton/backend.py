@@ -405,8 +405,8 @@ def _has_hopper(device: torch.device) -> bool:
         from dovetail.plugins.attention.triton.hopper import launch  # noqa: F401
     except (ImportError, AttributeError) as error:
         log.warning(
-            "attention=triton: prompts and single tokens use the kernel for all GPUs, about three quarters as fast: "
-            "the kernels for Hopper do not support the Gluon version of Triton %s (%s)",
+            "attention=triton: prompts, single tokens and latents use the kernels for all GPUs, half to three quarters "
+            "as fast: the kernels for Hopper do not support the Gluon version of Triton %s (%s)",
             triton.__version__,
             error,
         )

@@ -2,7 +2,7 @@
 
 Rows of many tokens are expanded: their latents are copied from the pages and multiplied by the up-projections, for as
 many heads at a time as fit into the buffer for copies, and the kernels for keys and values attend over the result. All
-other rows, and every row while a graph is captured, are absorbed (latent_kernel.py).
+other rows, and every row while a graph is captured, are absorbed (latent_kernel.py, on Hopper hopper/latent.py).
 
 Shapes: T tokens, H query heads, N dims of a query that are not rotated, R rotary dim, D = N + R, L kv rank, V value
 dim, O = N + V rows of a head's up-projection, S keys of expanded rows, B rows, P pages.
@@ -26,6 +26,7 @@ from dovetail.plugins.attention.triton.backend import (
     COMPUTE,
     LaunchPlan,
     Triton,
+    _has_hopper,
     _processors,
     make_items,
     shared_bytes_of,
@@ -42,6 +43,8 @@ LEAST_TILE_ROWS = 16
 """Rows of a small tile, as many as the tensor cores need."""
 FEW = 9
 """With fewer tiles than one for so many SMs, tiles are small."""
+HOPPER_KEYS, HOPPER_SIZES = 64, (512, 64)
+"""Keys of a block of attend_latents_hopper; kv rank and rotary dim that it supports."""
 EXCHANGE = 8 << 10
 """Shared memory that is set aside for the exchange between warps."""
 
@@ -49,6 +52,9 @@ EXCHANGE = 8 << 10
 @dataclass(frozen=True, slots=True)
 class LatentTile(Tile):
     """Tile of attend_latents. All heads share a key, so a tile has heads of one token, or several tokens' heads."""
+
+    hopper: bool = False
+    """Whether attend_latents_hopper (hopper/latent.py) runs in place of the kernel for all GPUs."""
 
     def queries(self, group: int) -> int:
         return max(1, self.block_m // group)
@@ -168,8 +174,9 @@ def _plan_absorbed(
         tree_T3 = None
         if meta.tree is not None and first < decode:
             tree_T3 = visible_keys(meta.tree, 0, host.widest_decode - 1)
-        narrow, device = plane.dtype.itemsize == 1, meta.kv_len_B.device
-        tile = _tile(layer, widest, tiles, dtype, device, narrow=narrow, tree=tree_T3 is not None)
+        device = meta.kv_len_B.device
+        hopper = backend.config.gluon and _has_hopper(device)
+        tile = _tile(layer, widest, tiles, dtype, plane.dtype, device, hopper=hopper, tree=tree_T3 is not None)
         total = tokens.stop - tokens.start
         items, parts = make_items(tile, geometry, meta, host, total, (first, count), part_rows, tree_T3=tree_T3)
         lists.append(items)
@@ -182,22 +189,25 @@ def _tile(
     tokens: int,
     tiles: int,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     device: torch.device,
     *,
-    narrow: bool = False,
+    hopper: bool = False,
     tree: bool = False,
 ) -> LatentTile:
-    """Tile for rows of at most `tokens` tokens. `tiles`: rows, or tiles of MOST_TILE_ROWS if they are more. `narrow`:
-    latents have 8 bits. `tree`: the rows feed draft trees, whose masks take registers. Tiles are made smaller until
-    they fit into shared memory."""
+    """Tile for rows of at most `tokens` tokens. `tiles`: rows, or tiles of MOST_TILE_ROWS if they are more. `hopper`:
+    whether GPU and Triton support attend_latents_hopper. `tree`: the rows feed draft trees, whose masks take registers.
+    Tiles are made smaller until they fit into shared memory."""
     assert layer.mla is not None
     if dtype.itemsize == 4:
         return LatentTile(16, 16, 4, 1, 1)
     # Each tile reads and converts the row's latents, so few large ones are fastest, even half empty. But the ranges of
     # a row are joined by one program a tile: where few tiles fill the GPU with ranges, small ones join in parallel.
     large = layer.heads * tokens > LEAST_TILE_ROWS and FEW * tiles >= _processors(device)
+    if large and hopper and not tree and _fits_hopper(layer.mla, dtype, kv_dtype):
+        return LatentTile(MOST_TILE_ROWS, HOPPER_KEYS, 4, 2, 1, hopper=True)
     # The fastest on an H200 (benchmarks/NOTES.md, Experts).
-    rows, warps = (MOST_TILE_ROWS, 8) if large else (LEAST_TILE_ROWS, 8 if narrow else 4)
+    rows, warps = (MOST_TILE_ROWS, 8) if large else (LEAST_TILE_ROWS, 8 if kv_dtype.itemsize == 1 else 4)
     keys = 32 if large and tree else 64
     tile = LatentTile(rows, keys, warps, 2, 1)
     shared = shared_bytes_of(device)
@@ -206,6 +216,13 @@ def _tile(
     while _shared_bytes(layer.mla, tile, dtype.itemsize) > shared and tile.block_m > LEAST_TILE_ROWS:
         tile = replace(tile, block_m=tile.block_m // 2)
     return tile
+
+
+def _fits_hopper(mla: MLA, dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:
+    """Whether attend_latents_hopper supports sizes and formats. Its blocks fill registers and shared memory at the
+    sizes of DeepSeek V2 and V3."""
+    narrow = dtype == torch.bfloat16 and kv_dtype == torch.float8_e4m3fn
+    return (mla.kv_rank, mla.rope_dim) == HOPPER_SIZES and (narrow or (kv_dtype == dtype and dtype.itemsize == 2))
 
 
 def _shared_bytes(mla: MLA, tile: LatentTile, itemsize: int) -> int:
@@ -244,6 +261,24 @@ def _absorbed(
         tile = items.tile
         assert isinstance(tile, LatentTile)
         units = tile.head_tiles(heads)
+        if tile.hopper:
+            from dovetail.plugins.attention.triton.hopper.launch import latents
+
+            results, processors = (mixed_THL, parts, lse), _processors(q_THD.device)
+            latents(
+                layer,
+                inner_HTL,
+                q_THR,
+                planes,
+                run.meta,
+                tile.heads(heads),
+                units,
+                items.items,
+                items.counts,
+                *results,
+                processors,
+            )
+            continue
         attend_kernel[units, items.items.shape[0]](
             inner_HTL,
             inner_HTL.stride(0),

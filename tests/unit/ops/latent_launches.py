@@ -10,20 +10,23 @@ from dovetail.core.ops.latents import latent_planes
 from dovetail.plugins.attention.config import TritonConfig
 from dovetail.plugins.attention.triton.backend import Triton
 
-from .emulated import BF16, E4M3, EVERYTHING, FP32, batch, cuda, has_fp8
+from .emulated import BF16, E4M3, EVERYTHING, FP16, FP32, batch, cuda, has_fp8
 
 SIZES = MLA(1536, 512, 64, 128, 128)
-DECODE, DRAFTS, MIXED = (
+DECODE, FEW, DRAFTS, MIXED = (
     HostBounds((1,) * 64, (4096,) * 64, 64),
+    HostBounds((1,), (4096,), 1),
     HostBounds((4,) * 16, (4096,) * 16, 16),
     HostBounds((1,) * 8 + (512, 9), (4096,) * 10, 8),
 )
 
 
 def latents() -> None:
-    """EVERYTHING: whether to add shapes, and the kernels for the keys and values of expanded rows."""
+    """The kernel for Hopper, which others replace by the one for all GPUs, and a small tile of the latter. EVERYTHING:
+    whether to add shapes, and the kernels for the keys and values of expanded rows."""
     if has_fp8():
         attend(DRAFTS, 16, E4M3)
+        attend(FEW, 16, E4M3)
     if EVERYTHING or not has_fp8():
         attend(DECODE, 128, BF16)
     if EVERYTHING:
@@ -31,6 +34,8 @@ def latents() -> None:
         attend(DECODE, 8, FP32, FP32)
         attend(MIXED, 16, BF16)
         attend(MIXED, 16, BF16, gluon=False)
+        attend(DRAFTS, 16, E4M3, gluon=False)
+        attend(DECODE, 128, FP16, FP16, page=16)
         attend(DRAFTS, 128, BF16, tree=True)
 
 

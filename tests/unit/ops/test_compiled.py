@@ -266,7 +266,7 @@ def test_an_unsupported_gluon_is_logged(monkeypatch, caplog):
     monkeypatch.delattr("dovetail.plugins.attention.triton.hopper.launch", raising=False)
     with compiled_for_hopper():
         assert not _has_hopper.__wrapped__(torch.device("cuda"))
-    assert "prompts and single tokens use the kernel for all GPUs" in caplog.text
+    assert "prompts, single tokens and latents use the kernels for all GPUs" in caplog.text
 
 
 def test_matmuls_use_the_kernel_for_all_gpus_if_gluon_is_unsupported(monkeypatch, caplog):

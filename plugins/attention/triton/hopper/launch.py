@@ -1,16 +1,20 @@
-"""Launch functions of `attend_prompts` and `attend_decode`."""
+"""Launch functions of `attend_prompts`, `attend_decode` and `attend_latents_hopper`."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from dovetail.core.interfaces import AttentionLayer, QKNorm, Rope
+from dovetail.core.interfaces import AttentionLayer, BatchMeta, QKNorm, Rope
 from dovetail.core.ops.kernels.launch import dependent
+from dovetail.core.ops.latents import LATENT, ROTARY, SCALES
 from dovetail.plugins.attention.triton.hopper.decode import attend_decode
 from dovetail.plugins.attention.triton.hopper.fetch import BOX, ROWS
 from dovetail.plugins.attention.triton.hopper.kernel import attend_prompts
+from dovetail.plugins.attention.triton.hopper.latent import attend_latents_hopper
 from dovetail.plugins.attention.triton.tiles import DecodeTile, PromptTile, packed_heads, padded_dim
 
 
@@ -117,6 +121,53 @@ def decode(
         SOFT_CAP=layer.soft_cap or None,
         num_warps=tile.warps,
         **dependent(q),
+    )
+
+
+def latents(
+    layer: AttentionLayer,
+    inner_HTL: torch.Tensor,
+    rotary_q: torch.Tensor,
+    planes: Mapping[str, torch.Tensor],
+    meta: BatchMeta,
+    heads: int,
+    units: int,
+    items: torch.Tensor,
+    counts: torch.Tensor,
+    mixed_THL: torch.Tensor,
+    parts: torch.Tensor,
+    lse: torch.Tensor,
+    processors: int,
+) -> None:
+    """Launch attend_latents_hopper. `rotary_q`: view of queries [T, H, D] from the first rotated column on. `planes`:
+    those of the layer (core.ops.latents). An item has `units` tiles of `heads` heads."""
+    assert layer.mla is not None
+    works, latent = items.shape[0] * units, planes[LATENT]
+    attend_latents_hopper[(min(works, processors),)](
+        inner_HTL,
+        rotary_q,
+        inner_HTL.shape[1],
+        latent.view(torch.int32) if SCALES in planes else latent,
+        planes.get(SCALES),
+        planes.get(ROTARY),
+        mixed_THL,
+        parts,
+        lse,
+        counts,
+        items,
+        works,
+        meta.page_table_BP,
+        meta.page_table_BP.stride(0),
+        layer.scale,
+        H=layer.heads,
+        HEADS=heads,
+        UNITS=units,
+        D=layer.head_dim,
+        L=layer.mla.kv_rank,
+        R=layer.mla.rope_dim,
+        PAGE=meta.page_tokens,
+        num_warps=4,
+        **dependent(inner_HTL),
     )
 
 

@@ -1,0 +1,232 @@
+"""Producer warp group of `attend_latents_hopper`: it fetches blocks of latents into a ring of two places.
+
+Shared memory consists of boxes of 64 keys x 64 columns (a row is 128 bytes, the widest swizzle), as in fetch.py.
+Latents of 8 bits pass through registers, where they are multiplied by their scales and become bfloat16. The next half
+block is being loaded meanwhile, and the keys of later blocks are prefetched to the L2 cache. 16-bit latents and rotated
+columns are copied.
+
+Shapes: N keys of a block, L kv rank, R rotary dim, G groups of columns with a scale.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from dovetail.core.interfaces.model import LATENT_GROUP
+from dovetail.core.ops.kernels.gluon import barrier
+from dovetail.plugins.attention.triton.hopper.fetch import BOX, ITEM_FIELDS
+
+PLACES = gl.constexpr(2)
+"""Blocks in the ring, one for each consumer warp group. Not even half a block more fits into shared memory."""
+AHEAD = gl.constexpr(2)
+"""Groups of columns that are loaded before they are needed, in registers."""
+GROUP = gl.constexpr(LATENT_GROUP)
+"""Columns that share a scale."""
+FETCH_WARPS = gl.constexpr(4)
+"""Warps of the producer."""
+SPAN = gl.constexpr(32 * FETCH_WARPS.value)
+"""Keys that are prefetched to the L2 cache at a time, one by each thread."""
+BYTES = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [FETCH_WARPS.value, 1], [1, 0]))
+"""Layout of words of 8-bit values. Eight threads write 16 bytes each to different banks of the swizzled boxes."""
+ROTATED = gl.constexpr(gl.BlockedLayout([1, 16], [8, 4], [FETCH_WARPS.value, 1], [1, 0]))
+"""Layout of rotated columns beside 8-bit latents. Threads have the same keys as in BYTES."""
+PAIRS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [FETCH_WARPS.value, 1], [1, 0]))
+"""Layout of a box of 16-bit values."""
+
+
+@gluon.jit
+def latent_item(items_ptr, work, works, UNITS: gl.constexpr):
+    """Return the unit and fields of a program's item, and its number of blocks: 0 = there is no such item."""
+    real = work < works
+    index = work // UNITS
+    item = items_ptr + index * ITEM_FIELDS
+    row = gl.load(item, mask=real, other=-1)
+    real = real & (row >= 0)
+    first = gl.load(item + 1, mask=real, other=0)
+    count = gl.load(item + 2, mask=real, other=0)
+    first_at = gl.load(item + 3, mask=real, other=0)
+    lo = gl.load(item + 5, mask=real, other=0)
+    hi = gl.load(item + 6, mask=real, other=0)
+    part = gl.load(item + 7, mask=real, other=-1)
+    # An item without keys has one block, in which no key is seen.
+    blocks = gl.where(real, gl.maximum((hi - lo + BOX - 1) // BOX, 1), 0)
+    return index, work % UNITS, row, first, count, first_at, lo, hi, part, blocks
+
+
+@gluon.jit
+def _slots(table, keys, hi, PAGE: gl.constexpr):
+    page = gl.load(table + keys // PAGE, mask=keys < hi, other=0)
+    return page * PAGE + keys % PAGE
+
+
+@gluon.jit
+def _load_group(page_ptr, slot, exists, group: gl.constexpr, L: gl.constexpr):
+    """Load words of four latents. As loop-carried values, bytes would take a register each."""
+    WORDS: gl.constexpr = GROUP // 4
+    column = group * WORDS + gl.arange(0, WORDS, gl.SliceLayout(0, BYTES))
+    return gl.load(page_ptr + (slot.to(gl.int64) * (L // 4))[:, None] + column[None, :], mask=exists[:, None], other=0)
+
+
+@gluon.jit
+def _load_scales(scale_ptr, slot, exists, G: gl.constexpr):
+    scales = ()
+    for group in gl.static_range(G):
+        scales += (gl.load(scale_ptr + slot.to(gl.int64) * G + group, mask=exists, other=0.0),)  # type: ignore[assignment]
+    return scales
+
+
+@gluon.jit
+def _twice(x):
+    """Return words of two equal bfloat16 values."""
+    return (x.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF) * 0x10001
+
+
+@gluon.jit
+def _scaled(x, scale):
+    """Return words of four E4M3 numbers [N, W] times scale [N] as words of two bfloat16 numbers [N, 2 W], as if
+    products in float32 had been rounded.
+
+    The bits of an E4M3 number, shifted to those of a bfloat16, are the number times 2 ** -120. The scale is the sum of
+    two bfloat16 numbers.
+    """
+    ASM: gl.constexpr = """{
+        .reg .b32 a, b, s, t, u;
+        prmt.b32 a, $2, 0, 0x1404;
+        prmt.b32 b, $2, 0, 0x3424;
+        shr.u32 s, a, 4;
+        shr.u32 t, b, 4;
+        and.b32 s, s, 0x07F007F0;
+        and.b32 t, t, 0x07F007F0;
+        lop3.b32 a, a, 0x80008000, s, 0xEA;
+        lop3.b32 b, b, 0x80008000, t, 0xEA;
+        mov.b32 u, 0x7B807B80;
+        mul.rn.bf16x2 a, a, u;
+        mul.rn.bf16x2 b, b, u;
+        mul.rn.bf16x2 s, a, $4;
+        mul.rn.bf16x2 t, b, $4;
+        fma.rn.bf16x2 $0, a, $3, s;
+        fma.rn.bf16x2 $1, b, $3, t;
+    }"""
+    high = scale.to(gl.bfloat16)
+    low = (scale - high.to(gl.float32)).to(gl.bfloat16)
+    front, back = gl.inline_asm_elementwise(
+        ASM,
+        "=&r,=&r,r,r,r",
+        [x, _twice(high)[:, None], _twice(low)[:, None]],
+        dtype=(gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+    return gl.reshape(gl.join(front, back), [x.shape[0], 2 * x.shape[1]])
+
+
+@gluon.jit
+def _prefetch(page_ptr, scale_ptr, rotary_ptr, table, n, hi, L: gl.constexpr, R: gl.constexpr, G: gl.constexpr,
+              PAGE: gl.constexpr):  # fmt: skip
+    """Prefetch what belongs to the next SPAN keys from n on, one a thread, to the L2 cache."""
+    keys = n + gl.arange(0, SPAN, gl.BlockedLayout([1], [32], [FETCH_WARPS], [0]))
+    exists = keys < hi
+    slot = _slots(table, keys, hi, PAGE).to(gl.int64)
+    ASM: gl.constexpr = """{
+        .reg .pred p;
+        setp.ne.b32 p, $4, 0;
+        @p cp.async.bulk.prefetch.L2.global [$1], $5;
+        @p cp.async.bulk.prefetch.L2.global [$2], $6;
+        @p prefetch.global.L2 [$3];
+        mov.u32 $0, 0;
+    }"""
+    gl.inline_asm_elementwise(
+        ASM,
+        "=r,l,l,l,r,r,r",
+        [(page_ptr + slot * (L // 4)).to(gl.int64), (rotary_ptr + slot * R).to(gl.int64),
+         (scale_ptr + slot * G).to(gl.int64), exists.to(gl.int32), gl.full_like(keys, L), gl.full_like(keys, 2 * R)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _copy_box(to, pointers, exists):
+    async_copy.async_copy_global_to_shared(to, pointers, mask=exists[:, None])
+
+
+@gluon.jit
+def _announce(full, stage):
+    """Signal that a block has arrived, once the tensor cores can see what all threads wrote."""
+    async_copy.wait_group(0)
+    fence_async_shared()
+    barrier()
+    mbarrier.arrive(full.index(stage))
+
+
+@gluon.jit
+def produce_latents(rings, full, empty, source, items_ptr, works, table_ptr, table_stride, UNITS: gl.constexpr,
+                    L: gl.constexpr, R: gl.constexpr, PAGE: gl.constexpr):  # fmt: skip
+    """Fetch the blocks of all items of this program, as far ahead as the ring allows."""
+    page_ptr, scale_ptr, rotary_ptr = source
+    boxes, groups, rotary = rings
+    NARROW: gl.constexpr = scale_ptr is not None
+    BOXES: gl.constexpr = L // BOX
+    G: gl.constexpr = L // GROUP
+    COPY: gl.constexpr = ROTATED if NARROW else PAIRS
+    column = gl.arange(0, BOX, gl.SliceLayout(0, COPY))[None, :]
+    at = gl.arange(0, BOX, gl.SliceLayout(1, BYTES if NARROW else PAIRS))
+    # Uses of the places so far.
+    used0, used1 = 0, 0
+    for work in range(gl.program_id(0), works, gl.num_programs(0)):
+        index, unit, row, first, count, first_at, lo, hi, part, blocks = latent_item(items_ptr, work, works, UNITS)
+        table = table_ptr + row.to(gl.int64) * table_stride
+        slot = _slots(table, lo + at, hi, PAGE)
+        if NARROW:
+            _prefetch(page_ptr, scale_ptr, rotary_ptr, table, lo, hi, L, R, G, PAGE)
+            scales = _load_scales(scale_ptr, slot, lo + at < hi, G)
+            loaded = ()
+            for group in gl.static_range(AHEAD):
+                loaded += (_load_group(page_ptr, slot, lo + at < hi, group, L),)  # type: ignore[assignment]
+        for b in range(blocks):
+            stage = b % PLACES
+            n = lo + b * BOX
+            used = gl.where(stage == 0, used0, used1) + b // PLACES
+            next_slot = _slots(table, n + BOX + at, hi, PAGE)
+            if NARROW:
+                if b % (SPAN // BOX) == 0:
+                    _prefetch(page_ptr, scale_ptr, rotary_ptr, table, n + SPAN, hi, L, R, G, PAGE)
+                next_scales = _load_scales(scale_ptr, next_slot, n + BOX + at < hi, G)
+                mbarrier.wait(empty.index(stage), (used & 1) ^ 1)
+                rotary_slot = gl.convert_layout(slot, gl.SliceLayout(1, ROTATED), assert_trivial=True)
+                rotary_at = gl.convert_layout(n + at, gl.SliceLayout(1, ROTATED), assert_trivial=True)
+                rotated = rotary_ptr + (rotary_slot.to(gl.int64) * R)[:, None] + column
+                _copy_box(rotary.index(stage), rotated, rotary_at < hi)
+                async_copy.commit_group()
+                for group in gl.static_range(G):
+                    if group + AHEAD < G:
+                        loading = _load_group(page_ptr, slot, n + at < hi, group + AHEAD, L)
+                    else:
+                        loading = _load_group(page_ptr, next_slot, n + BOX + at < hi, group + AHEAD - G, L)
+                    groups.index(stage * G + group).store(_scaled(loaded[0], scales[group]))
+                    loaded = _shifted(loaded, loading)
+                scales = next_scales
+            else:
+                mbarrier.wait(empty.index(stage), (used & 1) ^ 1)
+                start = page_ptr + (slot.to(gl.int64) * (L + R))[:, None] + column
+                for box in gl.static_range(BOXES):
+                    _copy_box(boxes.index(stage * BOXES + box), start + box * BOX, n + at < hi)
+                _copy_box(rotary.index(stage), start + L, n + at < hi)
+                async_copy.commit_group()
+            slot = next_slot
+            _announce(full, stage)
+        used0 += (blocks + 1) // PLACES
+        used1 += blocks // PLACES
+
+
+@gluon.jit
+def _shifted(values, last):
+    """Return the tuple without its first value, and with another one at its end."""
+    result = ()
+    for i in gl.static_range(1, len(values)):
+        result += (values[i],)  # type: ignore[assignment]
+    return result + (last,)
