@@ -14,8 +14,9 @@ HALF_LIFE_ROWS, HALF_LIFE_STEPS = 64, 8
 steps: a full batch needs that many to tell rates of 0.75 and 0.8 apart."""
 HALF_LIFE_DRAFTED = 32
 """Steps with drafts of a row after which the weight of its older counts has halved."""
-HALF_LIFE_IDLE = 64
-"""The same in steps without drafts: a row that accepted nothing gets drafts again when its text may have changed."""
+HALF_LIFE_IDLE = 32
+"""The same in steps without drafts of the row: one that accepted nothing, by chance or not, soon gets some again, or it
+falls behind the others."""
 PRIOR = 0.5
 """Probability that a draft is accepted if those before it were, before any is verified: a row accepts about one."""
 PRIOR_ROWS = 2.0
@@ -41,6 +42,11 @@ class Acceptance:
         self._all_reached_K, self._all_accepted_K = np.zeros((2, lookahead))
         self._now = 0.0
 
+    @property
+    def evidence(self) -> float:
+        """Recent rows with drafts."""
+        return float(self._all_reached_K[0])
+
     def tick(self, steps: int = 1) -> None:
         """Count steps, with drafts or not."""
         self._now += steps
@@ -48,15 +54,28 @@ class Acceptance:
     def survival(self, slots_R: NDArray[np.int64], uids_R: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the probability that draft k of a row and all drafts before it are accepted, [R, K]."""
         rate_K = self._rates()
-        weight_R = 0.5 ** ((self._now - self._seen_S[slots_R]) / HALF_LIFE_IDLE)
+        weight_R = self._weight(slots_R)
         weight_R1 = np.where(self._owner_S[slots_R] == uids_R, weight_R, 0.0)[:, None]
         reached_RK = weight_R1 * self._reached_SK[slots_R] + self._prior_rows
         accepted_RK = weight_R1 * self._accepted_SK[slots_R] + self._prior_rows * rate_K
         return self._survival(accepted_RK / reached_RK)
 
+    def expected(self, errors: float = 0.0) -> NDArray[np.float64]:
+        """Return the same for a row without counts, [K], with rates that are so many standard errors higher. A tree may
+        accept more than one draft, and then has no error."""
+        rate_K = self._rates()
+        error_K = np.sqrt(np.maximum(rate_K * (1 - rate_K), 0.0) / (self._all_reached_K + 1))
+        found_K: NDArray[np.float64] = self._survival((rate_K + errors * error_K)[None])[0]
+        return found_K
+
     def _survival(self, rate_RK: NDArray[np.float64]) -> NDArray[np.float64]:
         survival_RK: NDArray[np.float64] = np.minimum(rate_RK, MOST).cumprod(1)
         return survival_RK
+
+    def _weight(self, slots_R: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return the weight of each slot's counts after its steps without drafts, [R]."""
+        weight_R: NDArray[np.float64] = 0.5 ** (np.maximum(self._now - self._seen_S[slots_R] - 1, 0) / HALF_LIFE_IDLE)
+        return weight_R
 
     def last_drafted(self, slots_R: NDArray[np.int64], uids_R: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the step in which each row last had drafts; -1 = it never had."""
@@ -81,7 +100,7 @@ class Acceptance:
         forget = 0.5 ** min(len(slots_R) / HALF_LIFE_ROWS, 1 / HALF_LIFE_STEPS)
         self._all_reached_K = forget * self._all_reached_K + reached_RK.sum(0)
         self._all_accepted_K = forget * self._all_accepted_K + accepted_RK.sum(0)
-        idle_R = 0.5 ** ((self._now - self._seen_S[slots_R]) / HALF_LIFE_IDLE) * 0.5 ** (1 / HALF_LIFE_DRAFTED)
+        idle_R = self._weight(slots_R) * 0.5 ** (1 / HALF_LIFE_DRAFTED)
         kept_R1 = np.where(self._owner_S[slots_R] == uids_R, idle_R, 0.0)[:, None]
         self._reached_SK[slots_R] = kept_R1 * self._reached_SK[slots_R] + reached_RK
         self._accepted_SK[slots_R] = kept_R1 * self._accepted_SK[slots_R] + accepted_RK

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dovetail.core.engine.acceptance import Acceptance, TreeAcceptance
+from dovetail.core.engine.draft_ranking import Ranking
 from dovetail.core.engine.following import Following
-from dovetail.core.interfaces import CostModel, RowWork, SchedulerLimits, Sequence, StepPlan, StepResult
+from dovetail.core.interfaces import CostModel, Row, RowWork, SchedulerLimits, Sequence, StepPlan, StepResult
 from dovetail.core.interfaces.plan import DECODE
 
 if TYPE_CHECKING:
@@ -91,7 +92,9 @@ class _Bucket:
     and if the drafter must follow it, at once or never."""
     trials: int = 0
     pays: bool = True
-    """Whether drafts would pay if all rows could have them: then the drafter follows prompts."""
+    """Whether drafts would pay if all rows could have them."""
+    saved: float = float("inf")
+    """Seconds per output token that they would save then."""
     prepared: bool = False
     """Whether the drafter has followed a prompt for the next trial, which begins with that row."""
     skip: float = 0.0
@@ -113,7 +116,7 @@ class Drafting:
     def __init__(self, limits: SchedulerLimits, group: KVGroup | None = None) -> None:
         """`group`: see Following."""
         self._lookahead = lookahead = limits.lookahead
-        self._following = Following(limits, group)
+        self._following, self._max_seqs = Following(limits, group), limits.max_seqs
         self._means = (0, *(mean for mean in MEANS if mean < lookahead), lookahead)
         self._depth = lookahead if limits.draft_depth is None else limits.draft_depth
         self._may_lose = LEFT_BEHIND if limits.draft_resumes else 0.0
@@ -159,7 +162,7 @@ class Drafting:
             bucket.left -= 1
             return {}
         ranking = self._rank(decoding, self._following.able(decoding))
-        level, token_seconds = self._best(bucket, rows, length, ranking, cost)
+        level, token_seconds, saved = self._best(bucket, rows, length, ranking, cost)
         if not self._trial_level and self._following.able(decoding, steps=1).mean() < 1 - self._may_lose:
             self._trial_rows = 0
         if self._trial_rows > 0 and (bucket.level or not level):
@@ -175,10 +178,10 @@ class Drafting:
             bucket.interval = bucket.left = MIN_INTERVAL
         bucket.level = level
         bucket.left -= 1
-        bucket.pays = level > 0
-        if not bucket.pays and self._following.needed and ranking.possible < rows * self._lookahead:
+        if not level and self._following.needed and ranking.possible < rows * self._lookahead:
             # Other rows may have more drafts than those that were left behind or are near their end.
-            bucket.pays = self._best(bucket, rows, length, self._rank(decoding), cost)[0] > 0
+            saved = self._best(bucket, rows, length, self._rank(decoding), cost)[2]
+        bucket.pays, bucket.saved = saved > 0, saved
         if bucket.left <= 0 or (bucket.prepared and not level and ranking.possible):
             # A drafter that has fallen behind in all rows cannot be tried before the next prompt.
             if level or ranking.possible:
@@ -193,23 +196,23 @@ class Drafting:
             level = self._beside_prompts(bucket, rows, length, prompt_tokens, ranking, cost, token_seconds)
         return ranking.first(self._drafts(level, rows))
 
-    def launched(self, plan: StepPlan | None) -> None:
+    def launched(self, plan: StepPlan | None, sequences: Mapping[int, Sequence] | None = None) -> None:
         """Take the plan that the last choice was made for; None = nothing could run. Write StepPlan.follows and
-        Join.lacking."""
+        Join.lacking. `sequences`: those of the plan by uid; None = their outputs are taken for long."""
         if plan is not None:
             self._launched.append(self._chosen)
             if self._following.needed:
-                self._follow(plan)
+                self._follow(plan, sequences)
                 self._following.planned(plan)
         self._chosen = None
 
-    def _follow(self, plan: StepPlan) -> None:
-        """Decide whether the drafter follows the plan's prompts: where drafts would pay, and else, if a trial is due,
-        until one prompt is complete."""
+    def _follow(self, plan: StepPlan, sequences: Mapping[int, Sequence] | None) -> None:
+        """Decide whether the drafter follows the plan's prompts: where drafts of their outputs would save more time,
+        and else, if a trial is due, until one prompt is complete."""
         rows = len(plan.rows)
         bucket = self._buckets[rows.bit_length()]
         prompts = [row for row in plan.rows if not row.flags & DECODE]
-        if not prompts or bucket.pays or self._cost is None:
+        if not prompts or self._cost is None or self._repays(rows, prompts, sequences):
             return
         goes_on = any(row.uid == self._prepared for row in prompts)
         plan.follows = goes_on or (bucket.left <= 0 and bucket.skip <= 0 and bool(plan.joins))
@@ -224,8 +227,38 @@ class Drafting:
         bucket.skip = max(bucket.skip, 0) + lost / self._cost.step_seconds(map(RowWork.of, plan.rows))
         bucket.prepared = True
 
-    def _rank(self, decoding: list[Sequence], able_R: NDArray[np.bool_] | None = None) -> _Ranking:
-        return _Ranking(self.acceptance, decoding, self._lookahead, self._depth, able_R)
+    def _repays(self, rows: int, prompts: list[Row], sequences: Mapping[int, Sequence] | None) -> bool:
+        """Whether drafts would save as much time as it takes to follow these chunks of prompts."""
+        assert self._cost is not None
+        if sequences is not None:
+            # Those that wait decode beside these soon.
+            rows = min(len(sequences), self._max_seqs)
+        bucket = self._buckets[rows.bit_length()]
+        saved = bucket.saved
+        if bucket.level < 0 and self.acceptance.evidence >= FRUITLESS_ROWS:
+            # No step had about as many rows yet, but others have measured the acceptance.
+            saved = self._saved_at(rows, max(row.bound for row in prompts), self._cost)
+        if saved in (0.0, float("inf")) or sequences is None:
+            return saved > 0
+        shares = (
+            (row.count / (seq := sequences[row.uid]).prompt_len) * (seq.limit - seq.prompt_len) for row in prompts
+        )
+        return saved * sum(shares) > self._cost.follow_seconds(map(RowWork.of, prompts))
+
+    def _saved_at(self, rows: int, length: int, cost: CostModel) -> float:
+        """Return the seconds that drafts save per token of so many rows, if these accept what others did, or one
+        standard error more: rows that are left behind by chance have no drafts later either."""
+        gain_K = rows * np.cumsum(self.acceptance.expected(errors=1.0))
+        each = {}
+        for level in self._levels(rows):
+            drafts = self._drafts(level, rows)
+            gain = np.interp(drafts / rows, np.arange(len(gain_K) + 1), [0.0, *gain_K])
+            each[level] = self._seconds(rows, length, drafts, cost) / (rows + float(gain))
+        best = min(each.values())
+        return each[0] - best if each[0] > BETTER * best else 0.0
+
+    def _rank(self, decoding: list[Sequence], able_R: NDArray[np.bool_] | None = None) -> Ranking:
+        return Ranking(self.acceptance, decoding, self._lookahead, self._depth, able_R)
 
     def _drafts(self, level: int, rows: int) -> int:
         """Return the number of drafts of a step."""
@@ -261,8 +294,11 @@ class Drafting:
         bucket.prepared = False
         self._fruitless = 0
 
-    def _best(self, bucket: _Bucket, rows: int, length: int, ranking: _Ranking, cost: CostModel) -> tuple[int, float]:
-        """Return the level with the most tokens per second, and its seconds per token."""
+    def _best(
+        self, bucket: _Bucket, rows: int, length: int, ranking: Ranking, cost: CostModel
+    ) -> tuple[int, float, float]:
+        """Return the level with the most tokens per second, its seconds per token, and those that it saves: more than
+        0 for any level but 0."""
         each = {}
         for level in self._levels(rows):
             drafts = self._drafts(level, rows)
@@ -278,7 +314,7 @@ class Drafting:
             best = 0
         elif each.get(bucket.level, float("inf")) <= BETTER * each[best]:
             best = bucket.level
-        return best, each[best]
+        return best, each[best], max(each[0] - each[best], 1e-9) if best else 0.0
 
     def _beside_prompts(
         self,
@@ -286,7 +322,7 @@ class Drafting:
         rows: int,
         length: int,
         prompt_tokens: int,
-        ranking: _Ranking,
+        ranking: Ranking,
         cost: CostModel,
         token_seconds: float,
     ) -> int:
@@ -358,58 +394,6 @@ class Drafting:
         if self._trial_level and self._fruitless >= FRUITLESS_ROWS:
             self._trial_rows = 0
         return planned
-
-
-class _Ranking:
-    """Drafts of all rows of a step, the most likely to be accepted first."""
-
-    def __init__(
-        self,
-        acceptance: Acceptance,
-        rows: list[Sequence],
-        lookahead: int,
-        depth: int,
-        able_R: NDArray[np.bool_] | None,
-    ) -> None:
-        """`able_R`: which rows the drafter can draft for; None = all, and as if each had room for all drafts."""
-        self._uids, self._lookahead = [seq.uid for seq in rows], lookahead
-        slots_R, uids_R = np.array([seq.slot for seq in rows]), np.array(self._uids)
-        self._most_R = np.full(len(rows), lookahead)
-        if able_R is not None:
-            # No drafts past a sequence's limit.
-            self._most_R = np.where(able_R, [_most_drafts(seq, lookahead, depth) for seq in rows], 0)
-        self._last_R = acceptance.last_drafted(slots_R, uids_R)
-        wanted_RK = np.arange(lookahead) < self._most_R[:, None]
-        survival_N = np.where(wanted_RK, acceptance.survival(slots_R, uids_R), 0.0).reshape(-1)
-        self._order_N = np.argsort(-survival_N, kind="stable")
-        self._gain_N: NDArray[np.float64] = np.cumsum(survival_N[self._order_N])
-        self.possible = int(self._most_R.sum())
-        """Number of drafts that the rows may have."""
-
-    def gain(self, drafts: int) -> float:
-        """Return the expected number of accepted drafts among the first `drafts`."""
-        return float(self._gain_N[min(drafts, self.possible) - 1]) if drafts and self.possible else 0.0
-
-    def first(self, drafts: int) -> Mapping[int, int]:
-        """Return the number of drafts of each row that is among the first `drafts`, by uid."""
-        if not (drafts := min(drafts, self.possible)):
-            return {}
-        counts_R = np.bincount(self._order_N[:drafts] // self._lookahead, minlength=len(self._most_R))
-        return {uid: count for uid, count in zip(self._uids, counts_R.tolist(), strict=True) if count}
-
-    def least_known(self, drafts: int) -> Mapping[int, int]:
-        """Return one draft for each of the `drafts` rows that had none for longest."""
-        order_R = np.argsort(self._last_R, kind="stable")
-        order_R = order_R[self._most_R[order_R] > 0][:drafts]
-        return {self._uids[i]: 1 for i in order_R.tolist()}
-
-
-def _most_drafts(seq: Sequence, lookahead: int, depth: int) -> int:
-    if depth < lookahead and seq.request.params.grammar is not None:
-        return 0  # Masks of the grammar are for chains.
-    room = seq.limit - seq.max_len
-    # A tree of fewer drafts than the room is not deeper.
-    return lookahead if depth < room else max(room - 1, 0)
 
 
 def _tokens(prompts: Iterable[Sequence], most: int) -> int:

@@ -138,7 +138,7 @@ class PolicyScheduler(Scheduler):
         # Leaves and page operations are kept until there is a plan.
         plan = builder.build(self._leaves, self._ops) if builder.decodes or builder.chunks else None
         if self._drafting is not None:
-            self._drafting.launched(plan)
+            self._drafting.launched(plan, self._sequences)
         if plan is None:
             return None
         self._leaves, self._ops = [], []

@@ -58,7 +58,7 @@ def test_a_row_knows_its_own_past(kind: Kind) -> None:
     """Another sequence in the slot begins with what all rows accept."""
     acceptance = kind(2, K)
     learn(acceptance, K, 3.0, uid=7, slot=0)
-    learn(acceptance, K, 0.0, uid=8, slot=1)
+    learn(acceptance, K, 0.0, steps=25, uid=8, slot=1)
     good, bad, new = acceptance.survival(np.array([0, 1, 0]), np.array([7, 8, 9])).sum(1)
     assert good > 1.5 > 0.3 > bad and bad < new < good
     assert acceptance.last_drafted(np.array([0, 0]), np.array([7, 9])).tolist() == [200, -1]
