@@ -9,11 +9,12 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-HALF_LIFE_ROWS = 64
-"""Rows with drafts after which the weight of older counts over all rows has halved."""
+HALF_LIFE_ROWS, HALF_LIFE_STEPS = 64, 8
+"""Rows with drafts after which the weight of older counts over all rows has halved, but at least the rows of so many
+steps: a full batch needs that many to tell rates of 0.75 and 0.8 apart."""
 HALF_LIFE_DRAFTED = 32
 """Steps with drafts of a row after which the weight of its older counts has halved."""
-HALF_LIFE_IDLE = 256
+HALF_LIFE_IDLE = 64
 """The same in steps without drafts: a row that accepted nothing gets drafts again when its text may have changed."""
 PRIOR = 0.5
 """Probability that a draft is accepted if those before it were, before any is verified: a row accepts about one."""
@@ -77,7 +78,7 @@ class Acceptance:
     ) -> None:
         """Take the rows of a step that had drafts: how many were planned and accepted."""
         reached_RK, accepted_RK = self._counts(planned_R, accepted_R)
-        forget = 0.5 ** (len(slots_R) / HALF_LIFE_ROWS)
+        forget = 0.5 ** min(len(slots_R) / HALF_LIFE_ROWS, 1 / HALF_LIFE_STEPS)
         self._all_reached_K = forget * self._all_reached_K + reached_RK.sum(0)
         self._all_accepted_K = forget * self._all_accepted_K + accepted_RK.sum(0)
         idle_R = 0.5 ** ((self._now - self._seen_S[slots_R]) / HALF_LIFE_IDLE) * 0.5 ** (1 / HALF_LIFE_DRAFTED)

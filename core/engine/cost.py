@@ -45,11 +45,10 @@ def bind_cost(
             cost.drafter.bind(_with_head_of(spec, facts.spec), engine, bound)
             return cost
         bits = 8.0 * bound.dtype_bytes if facts.weight_bits is None else facts.weight_bits
-        # Matmuls of narrow weights are those of the model's dtype: the facts do not name a product.
         own = replace(
             bound,
             weight_bits=bits,
-            product=bound.dtype,
+            product=facts.product or bound.dtype,
             head_bits=facts.head_bits,
             head_product=None,
             embedding_bits=facts.embedding_bits,

@@ -48,6 +48,9 @@ HOLD = 8
 """Steps for which the choice of no drafts stands: nothing is learnt in them."""
 BETTER = 1.01
 """A level replaces no drafts, or the one in use, if it should yield this many times their tokens per second."""
+WORSE = 1.03
+"""No drafts replace some if they should yield this many times their tokens per second and the drafter cannot catch up:
+the rows have no drafts later either, when fewer of them run and drafts would pay."""
 SMOOTHING = 0.3
 """Weight of the newest measured time."""
 _COMPUTED = attrgetter("computed")
@@ -84,8 +87,8 @@ class _Bucket:
     hold: int = 0
     """Steps for which no drafts remain the choice."""
     latest: int | None = None
-    """Uid of the latest row if no row could have drafts when `hold` was set: another one may have some, and if the
-    drafter must follow it, at once or never."""
+    """Uid of the latest row if the rows, not their acceptance, were the reason for `hold`: another one may have drafts,
+    and if the drafter must follow it, at once or never."""
     trials: int = 0
     pays: bool = True
     """Whether drafts would pay if all rows could have them: then the drafter follows prompts."""
@@ -181,7 +184,8 @@ class Drafting:
             if level or ranking.possible:
                 self._begin_trial(bucket, decoding)
         elif not level:
-            bucket.hold, bucket.latest = HOLD, None if ranking.possible else decoding[-1].uid
+            other_rows_may = bucket.pays or not ranking.possible
+            bucket.hold, bucket.latest = HOLD, decoding[-1].uid if other_rows_may else None
         if level:
             # The choice of no drafts no longer stands.
             bucket.hold = 0
@@ -265,7 +269,12 @@ class Drafting:
             seconds = self._seconds(rows, length, drafts, cost) * bucket.ratio(level)
             each[level] = seconds / (rows + ranking.gain(drafts))
         best = min(each, key=each.__getitem__)
-        if each[0] <= BETTER * each[best]:
+        if bucket.level and self._following.needed and not self._may_lose:
+            best = min(list(each)[1:], key=each.__getitem__)
+            keep = WORSE * each[0] > each[best]
+        else:
+            keep = each[0] > BETTER * each[best]
+        if not keep:
             best = 0
         elif each.get(bucket.level, float("inf")) <= BETTER * each[best]:
             best = bucket.level
@@ -293,14 +302,21 @@ class Drafting:
         return max(self._levels(rows)[self._following.needed :], key=saved)
 
     def _seconds(self, rows: int, length: int, drafts: int, cost: CostModel, prompt_tokens: int = 0) -> float:
-        """Return the predicted step time, drafting included."""
+        """Return the predicted step time, drafting included. Between multiples of LENGTH_BUCKET it is interpolated: a
+        time ratio measured at one length holds at others."""
         prompt_tokens = -(-prompt_tokens // PROMPT_BUCKET) * PROMPT_BUCKET
-        key = rows, length // LENGTH_BUCKET, drafts, prompt_tokens
+        buckets, more = divmod(length, LENGTH_BUCKET)
+        shorter = self._predict(rows, buckets, drafts, cost, prompt_tokens)
+        longer = self._predict(rows, buckets + 1, drafts, cost, prompt_tokens)
+        return shorter + (longer - shorter) * more / LENGTH_BUCKET
+
+    def _predict(self, rows: int, buckets: int, drafts: int, cost: CostModel, prompt_tokens: int) -> float:
+        key = rows, buckets, drafts, prompt_tokens
         if (found := self._predicted.get(key)) is None:
             if len(self._predicted) > 1 << 14:
                 self._predicted.clear()
-            length = (length // LENGTH_BUCKET + 1) * LENGTH_BUCKET
             fewer, more = divmod(drafts, rows)
+            length = max(buckets * LENGTH_BUCKET, 2 + fewer)
             works = [RowWork(1 + fewer, length, 1 + fewer, rows - more), RowWork(2 + fewer, length, 2 + fewer, more)]
             if prompt_tokens:
                 works.append(RowWork(prompt_tokens, prompt_tokens))

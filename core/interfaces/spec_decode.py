@@ -57,6 +57,8 @@ class DrafterFacts:
     mtp: bool = False
     """The model inside the drafter is the target's layer for multi-token prediction (ModelSpec.mtp), in the target's
     number formats; `spec` is None then."""
+    product: str | None = None
+    """Number format of the matmuls in that model's linear layers, as Formats.product; None = the model's dtype."""
 
     def of(self, target: ModelSpec) -> DrafterFacts:
         """Return the facts for this target, whose layer for multi-token prediction they name if the drafter runs it."""

@@ -9,7 +9,7 @@ from dovetail.core.ops.formats import encode
 from dovetail.core.ops.gated import gelu_and_mul, silu_and_mul
 from dovetail.core.ops.kv_write import rope_kv_write
 from dovetail.core.ops.layernorm import layer_norm
-from dovetail.core.ops.matmul import matmul, scaled_matmul, unscaled_matmul
+from dovetail.core.ops.matmul import block_scaled_matmul, matmul, scaled_matmul, unscaled_matmul
 from dovetail.core.ops.norm import rms_norm
 from dovetail.core.ops.packed_experts import PackedExperts, packed_gated_experts
 from dovetail.core.ops.routing import route, router_logits
@@ -18,6 +18,7 @@ __all__ = [
     "ExpertWeights",
     "PackedExperts",
     "apply_bitmask",
+    "block_scaled_matmul",
     "decoded_matmul",
     "encode",
     "gated_experts",

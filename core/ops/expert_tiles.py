@@ -5,18 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from dovetail.core.arithmetic import ceil_div
-from dovetail.core.ops.tiles import HOPPER_SHARED
+from dovetail.core.ops.tiles import HOPPER_SHARED, RESERVED
 
 LEAST_ROWS, MOST_ROWS = 16, 128
 BLOCK_BYTES = 128
 """Bytes of a row that a loop iteration reads, with many rows."""
 GROUPED = 16
 """Tiles of rows that are multiplied by the same outputs one after another: their weights come from the L2 cache."""
+SM_SHARED = 228 << 10
+"""Shared memory of an SM of an H100 or H200, of which each program reserves 1 KB."""
+SPECIALIZED = {16: (1, 3), 32: (1, 3), 64: (1, 2), 128: (2, 1)}
+"""Consumer warp groups and programs of an SM, by the rows of a tile."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertTile:
-    """Launch parameters of core.ops.kernels.experts."""
+    """Launch parameters of core.ops.kernels.experts, packed_experts or specialized_experts."""
 
     rows: int
     """Pairs of token and expert in a tile, all of one expert."""
@@ -27,6 +31,9 @@ class ExpertTile:
     warps: int
     stages: int
     """Blocks in flight."""
+    residents: int = 0
+    """Programs of an SM that core.ops.kernels.specialized_experts leaves registers for; 0 = another kernel runs. Each
+    of its warp groups has 64 of `outputs`, and in the second product 64 more."""
 
     def shared_bytes(self, itemsize: int, gated: bool) -> int:
         """Upper estimate of a program's shared memory."""
@@ -109,3 +116,36 @@ def packed_expert_tile(rows: int, itemsize: int, shared: int) -> ExpertTile:
 def packed_shared(tile: ExpertTile, itemsize: int) -> int:
     """Upper estimate of a program's shared memory in bytes: rows of x, and codes of gate and up."""
     return (tile.rows * itemsize + tile.outputs) * tile.inputs * tile.stages
+
+
+def specialized_packed(hidden: int, channels: int) -> bool:
+    """Whether core.ops.kernels.specialized_experts can multiply packed weights of these shapes: it decodes words of a
+    row's last span to whole matrix instructions."""
+    return hidden % 64 == 0 and channels % 64 == 0
+
+
+def specialized_blocks(rows: int, hidden: int, channels: int, itemsize: int, block: tuple[int, int] | None) -> bool:
+    """Whether the same kernel multiplies weights in FP8 (1 byte) with scales of blocks, in tiles of `rows` rows. Its
+    boxes have 64 outputs and 128 inputs, which share a scale. `block`: inputs and outputs of the first product that
+    share one. With fewer rows, programs of expert_tile read as fast."""
+    whole = block is not None and block[0] % BLOCK_BYTES == 0 and block[1] % BLOCK_BYTES == 0
+    return rows >= MOST_ROWS and itemsize == 1 and whole and hidden % 16 == 0 and channels % 16 == 0
+
+
+def specialized_expert_tile(rows: int, itemsize: float, shared: int) -> ExpertTile:
+    """Return the tile of core.ops.kernels.specialized_experts, with as many blocks in flight as fit. `itemsize`: bytes
+    of a weight, 0.5 if packed. Registers limit the warp groups of an SM: two to
+    four, since each group has sums of 128 outputs."""
+    groups, residents = SPECIALIZED[rows]
+    tile = ExpertTile(rows, 64 * groups, int(BLOCK_BYTES / itemsize), 4 * groups, 8, residents)
+    room = min(shared, (SM_SHARED if shared >= HOPPER_SHARED else shared) // residents - RESERVED)
+    while specialized_shared(tile, itemsize) > room:
+        tile = replace(tile, stages=tile.stages - 1)
+    return tile
+
+
+def specialized_shared(tile: ExpertTile, itemsize: float) -> int:
+    """Upper estimate of a program's shared memory in bytes: the ring, and memory in which each warp group rearranges
+    outputs. Packed weights are multiplied by numbers in 16 bits."""
+    block = int(tile.inputs * (2 * tile.outputs * itemsize + tile.rows * max(itemsize, 2 if itemsize < 1 else 1)))
+    return tile.stages * block + tile.outputs * tile.rows * 2 + RESERVED

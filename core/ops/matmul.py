@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from dovetail.core.arithmetic import ceil_div
 from dovetail.core.host import shared_bytes
-from dovetail.core.ops.tile_choice import MOST_ROWS, choose
+from dovetail.core.ops.tile_choice import BLOCK, MOST_ROWS, choose
 from dovetail.core.ops.tiles import MatmulTile
 
 log = logging.getLogger(__name__)
@@ -108,6 +108,33 @@ def int8_matmul(
     return rescale_triton(sums_TO, x_scale_T1, weight_scale_O, bias_O, dtype)
 
 
+def block_scaled_matmul(
+    x_TI: torch.Tensor,
+    weight_OI: torch.Tensor,
+    x_scale_T1: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias_O: torch.Tensor | None,
+    dtype: torch.dtype,
+    counts: torch.Tensor,
+) -> torch.Tensor:
+    """(x @ (weight * scale)^T) * x_scale + bias of FP8 x and weight, in `dtype`, with a scale for each BLOCK x BLOCK
+    weights (DeepSeek-V3, 2024): float32 [outputs / BLOCK, inputs / BLOCK], rounded up. Products are summed in float32
+    after each block. `counts`: as in scaled_matmul."""
+    if not x_TI.is_cuda:
+        return block_scaled_reference(x_TI, weight_OI, x_scale_T1, weight_scale, bias_O, dtype)
+    outputs, inputs = weight_OI.shape
+    if not len(x_TI):
+        return torch.empty(0, outputs, dtype=dtype, device=x_TI.device)
+    from dovetail.core.ops.kernels.matmul import matmul_triton
+
+    tile = choose(len(x_TI), outputs, inputs, "fp8_block", *device_facts(x_TI.device))
+    if tile is None:
+        raise ValueError(f"no tile multiplies {len(x_TI)} rows with blocks of a weight {tuple(weight_OI.shape)}")
+    return matmul_triton(
+        x_TI, weight_OI, tile, counts, x_scale_T1, weight_scale, bias_O, dtype, IMPRECISE, (BLOCK, BLOCK)
+    )
+
+
 def unscaled_matmul(
     x_TI: torch.Tensor, weight_OI: torch.Tensor, one: torch.Tensor, fast_accum: bool = True
 ) -> torch.Tensor | None:
@@ -169,3 +196,17 @@ def matmul_reference(
     if bias_O is not None:
         y_TO = y_TO + bias_O.float()
     return y_TO.to(dtype or x_TI.dtype)
+
+
+def block_scaled_reference(
+    x_TI: torch.Tensor,
+    weight_OI: torch.Tensor,
+    x_scale_T1: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias_O: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Scale the whole weight and multiply in float32."""
+    scale_OI = weight_scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    weight_OI = weight_OI.float() * scale_OI[: len(weight_OI), : weight_OI.shape[1]]
+    return matmul_reference(x_TI, weight_OI, x_scale_T1, None, bias_O, dtype)

@@ -30,11 +30,13 @@ SPANS = (32, 16, 8, 4)
 """Words of a span."""
 BIAS = 127
 """Stored exponent of 2^0."""
+MOST_EXPONENT = BIAS + 65
+"""Highest exponent that all kernels apply; they round weights below 2^-66."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedExperts:
-    """Matrices of a layer's experts. Codes are in int32 and exponents in int64; no exponent is 255."""
+    """Matrices of a layer's experts. Codes are in int32 and exponents in int64; none is above MOST_EXPONENT."""
 
     format: WeightFormat
     up: torch.Tensor

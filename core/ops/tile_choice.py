@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields, replace
 from functools import lru_cache
 from typing import Any
@@ -11,14 +11,25 @@ from dovetail.core.arithmetic import ceil_div
 from dovetail.core.errors import shown
 from dovetail.core.interfaces.tuning import Choice, Key, make_key
 from dovetail.core.ops.choices import Choices, installed
-from dovetail.core.ops.tiles import GROUP_ROWS, HOPPER_SHARED, MOST_SHARED_TILES, MatmulTile
+from dovetail.core.ops.tiles import GROUP_ROWS, HOPPER_SHARED, MOST_SHARED_TILES, MatmulTile, specialized_tiles
 
 OP = "matmul"
-"""Name of the operation in tuning tables. Its key has `weight` ("fp8" or "bf16"), `outputs` and `inputs`."""
+"""Name of the operation in tuning tables. Its key has `weight` (a kind), `outputs` and `inputs`."""
+WEIGHTS = ("bf16", "fp8", "fp8_block", "int8")
+"""Kinds of weights: fp8 has a scale for each output or one for all, fp8_block one for each BLOCK x BLOCK numbers."""
+BLOCK = 128
+LIKE = {"fp8_block": "fp8", "int8": "fp8"}
+"""Kinds whose shapes without entries take those of another kind, which has as many bytes and products."""
 BOX_BYTES = 128
 """Bytes of a row that kernels for Hopper copy to shared memory at a time."""
 MOST_ROWS = 64
-"""Maximum number of rows for which the rule picks a tile; untuned shapes with more rows go to the library."""
+"""Number of rows up to which the rule picks tiles that are bound by reading the weight. fp8 without entries goes to
+the library above it."""
+PRODUCTS, COPIED = 2420, 45
+"""8-bit products, and bytes that are copied to shared memory, of an SM per cycle."""
+PER_BLOCK, PER_TILE, PER_SPLIT, SUMMED = 27, 2560, 5400, 3.1
+"""Cycles for barriers of a block, to begin and to write a tile, and to join split ones, and sums that are added per
+cycle. All five were fitted to 365 timings on an H100 (benchmarks/NOTES.md)."""
 
 
 def choose(
@@ -54,18 +65,80 @@ def _choose(
     prefetch: bool,
     shared: int,
 ) -> MatmulTile | None:
-    key = matmul_key(kind, outputs, inputs)
-    ruled = None if kind == "bf16" else by_rule(rows, outputs, processors, shared)
+    ruled = by_rule(rows, outputs, inputs, kind, processors, shared, prefetch)
     tile = ruled
-    if choices.tuned(OP, device, key):
-        choice = choices.find(OP, device, key, rows)
-        tile = None if choice is None else tile_of(choice)
+    for like in (kind, LIKE.get(kind)):
+        key = None if like is None else matmul_key(like, outputs, inputs)
+        if key is not None and choices.tuned(OP, device, key):
+            choice = choices.find(OP, device, key, rows)
+            tile = None if choice is None else fitted(tile_of(choice), kind)
+            if tile is None and kind in LIKE:
+                # No library has blocks, and the other kind's says nothing about this one's.
+                tile = ruled
+            break
     if tile is not None and tile.needs_hopper and not prefetch:
-        tile = ruled
+        tile = by_rule(rows, outputs, inputs, kind, processors, shared, False)
     return tile if tile is not None and tile.fits_32_bits(rows, outputs, inputs) else None
 
 
-def by_rule(rows: int, outputs: int, processors: int, shared: int) -> MatmulTile | None:
+def fitted(tile: MatmulTile, kind: str) -> MatmulTile | None:
+    """Return the tile as this kind's kernels can run it; None = they cannot."""
+    if kind == "fp8_block":
+        if tile.outputs > BLOCK:
+            return None
+        if not tile.needs_hopper and tile.inputs > BLOCK:
+            return replace(tile, inputs=BLOCK, stages=tile.stages * tile.inputs // BLOCK)
+    if kind == "int8" and (tile.prefetch or (tile.specialized and tile.outputs > 128)):
+        return None
+    return tile
+
+
+def by_rule(
+    rows: int, outputs: int, inputs: int, kind: str, processors: int, shared: int, hopper: bool
+) -> MatmulTile | None:
+    """Return the tile for a shape without entries; None = the library."""
+    if kind == "bf16":
+        return None
+    if rows <= MOST_ROWS or kind == "fp8":
+        return few_rows_tile(rows, outputs, processors, shared)
+    if hopper and inputs % 16 == 0:
+        return many_rows_tile(rows, outputs, inputs, kind, processors, shared)
+    if kind == "int8":
+        return None
+    # No library multiplies with scales of blocks.
+    tile = MatmulTile(64 if rows <= 64 else 128, 128, 128, warps=8, stages=4, swap=False)
+    while tile.shared_bytes(itemsize=1) > shared and tile.stages > 2:
+        tile = replace(tile, stages=tile.stages - 1)
+    return tile
+
+
+def many_rows_tile(rows: int, outputs: int, inputs: int, kind: str, processors: int, shared: int) -> MatmulTile:
+    """Return the tile of specialized_matmul for more than MOST_ROWS rows of int8 or fp8_block: the one whose slowest SM
+    takes the fewest cycles."""
+
+    def cycles(tile: MatmulTile) -> float:
+        _, tiles, blocks, programs = tile.launch(rows, outputs, inputs)
+        parts = max(1, programs // tiles)
+        rounds = ceil_div(tiles, programs) if parts == 1 else 1
+        products = tile.tokens * tile.outputs * tile.inputs / PRODUCTS
+        copies = (tile.tokens + tile.outputs) * tile.inputs / COPIED
+        total = rounds * (ceil_div(blocks, parts) * (max(products, copies) + PER_BLOCK) + PER_TILE)
+        return total if parts == 1 else total + PER_SPLIT + parts * tile.tokens * tile.outputs / SUMMED
+
+    def ways(tile: MatmulTile) -> Iterator[MatmulTile]:
+        _, tiles, blocks, _ = tile.launch(rows, outputs, inputs)
+        yield replace(tile, programs=processors) if tiles > processors else tile
+        for parts in range(2, 9):
+            if parts <= blocks and tiles * parts <= processors and tiles * tile.warp_groups <= MOST_SHARED_TILES:
+                yield replace(tile, split=parts)
+
+    # Few blocks in flight are enough where sums of each are scaled, since those that follow arrive meanwhile.
+    least = 3 if kind == "fp8_block" else 4
+    fitting = [tile for tile in specialized_tiles(rows, 1, shared) if tile.stages >= least and fitted(tile, kind)]
+    return min((way for tile in fitting for way in ways(tile)), key=cycles)
+
+
+def few_rows_tile(rows: int, outputs: int, processors: int, shared: int) -> MatmulTile | None:
     """Return the tile for 8 bits and few rows: 64 outputs, and split in two if the tiles fill at most half of the SMs.
     Where each SM runs several programs, and where shared memory is small, fewer blocks are in flight."""
     if rows > MOST_ROWS:
@@ -110,7 +183,11 @@ def check_matmul(key: Key, rows: int, choice: Choice) -> None:
         raise ValueError(f"tokens is {tile.tokens}; a specialized tile has one to three times {GROUP_ROWS}")
     if tile.specialized and tile.outputs not in (64, 128, 256):
         raise ValueError(f"outputs is {tile.outputs}; a specialized tile has 64, 128 or 256")
-    itemsize = 1 if facts["weight"] == "fp8" else 2
+    if facts["weight"] not in WEIGHTS:
+        raise ValueError(f"weight is {shown(facts['weight'])}; there are {', '.join(WEIGHTS)}")
+    itemsize = 2 if facts["weight"] == "bf16" else 1
+    if fitted(tile, facts["weight"]) != tile:
+        raise ValueError(f"the kernels for {facts['weight']} cannot run this tile")
     if tile.needs_hopper and tile.inputs * itemsize % BOX_BYTES:
         raise ValueError(f"inputs is {tile.inputs}; kernels for Hopper read {BOX_BYTES // itemsize} columns at a time")
     if (tile.needs_hopper or tile.tma) and facts["inputs"] * itemsize % 16:

@@ -112,6 +112,8 @@ class Planned(Event, frozen=True, tag="plan"):
     preemptions: int
     launch_seconds: float = 0.0
     """Host time of the launch, after the decision."""
+    follows: bool | None = None
+    """StepPlan.follows; None in recordings of versions that left it out."""
 
 
 class Idled(Event, frozen=True, tag="none"):

@@ -11,7 +11,7 @@ from dovetail.core.arithmetic import ceil_div
 from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile, specialized_tiles
 from dovetail.core.tuning.gpu import Gpu
 
-ITEMSIZE = {"bf16": 2, "fp8": 1}
+ITEMSIZE = {"bf16": 2, "fp8": 1, "fp8_block": 1, "int8": 1}
 """Bytes of a number, by kind of weight."""
 AHEAD = ((0, 0), (0, 1000), (4, 0))
 """Blocks prefetched into the L2 cache, and cycles between prefetches."""

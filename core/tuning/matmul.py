@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain, islice, zip_longest
@@ -12,11 +12,22 @@ from typing import Any
 
 import torch
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.interfaces.tuning import Choice, Trials, Tunable
-from dovetail.core.ops import matmul, rms_norm, scaled_matmul, unscaled_matmul
-from dovetail.core.ops.matmul import KINDS, matmul_reference
+from dovetail.core.ops import block_scaled_matmul, matmul, rms_norm, scaled_matmul, unscaled_matmul
+from dovetail.core.ops.matmul import KINDS, block_scaled_reference, int8_matmul, matmul_reference
 from dovetail.core.ops.padding import empty_rows
-from dovetail.core.ops.tile_choice import MOST_ROWS, OP, by_rule, check_matmul, choice_of, matmul_key, tile_of
+from dovetail.core.ops.tile_choice import (
+    BLOCK,
+    LIKE,
+    MOST_ROWS,
+    OP,
+    by_rule,
+    check_matmul,
+    choice_of,
+    matmul_key,
+    tile_of,
+)
 from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
 from dovetail.core.tuning.candidates import ITEMSIZE, RESERVED, candidates, used_shared
 from dovetail.core.tuning.gpu import Gpu, this_gpu
@@ -27,11 +38,14 @@ MOST_CHANNELS = 8192
 """Channels of the norm that runs before the matmul: as many as the input's, but not those of an MLP."""
 
 
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""The product with a weight and its counters."""
+Exact = Callable[[], torch.Tensor]
 VARIETY = 0.03
 
 
 class MatmulTunable(Tunable):
-    """x @ weight^T as PlainLinear and quant=fp8 run it: 8-bit weights have scales per row and output channel."""
+    """x @ weight^T as PlainLinear, quant=fp8 and quant=int8 run it: 8-bit weights have scales per output or block."""
 
     op = OP
 
@@ -41,15 +55,17 @@ class MatmulTunable(Tunable):
         rows: int,
         dtype: torch.dtype,
         *,
+        kind: str | None = None,
         defers: bool = False,
         fast_accum: bool = True,
         gpu: Gpu | None = None,
     ) -> None:
-        """`weight`: only its shape and dtype count. `dtype`: the output's. `defers`: the layer calls
-        `partial`, and the consumer applies the scales that the library omits. `gpu`: None = the current one."""
+        """`weight`: only its shape and dtype count. `dtype`: the output's. `kind`: as in core.ops.tile_choice; None =
+        that of the dtype with a scale for each output. `defers`: the layer calls `partial`, and the consumer applies
+        the scales that the library omits. `gpu`: None = the current one."""
         self.outputs, self.inputs = weight.shape
         self.weight_dtype, self.dtype, self.rows = weight.dtype, dtype, rows
-        self.kind = KINDS[weight.dtype]
+        self.kind = kind or KINDS[weight.dtype]
         self.key = matmul_key(self.kind, self.outputs, self.inputs)
         self.nbytes = weight.numel() * weight.element_size()
         self._defers, self._fast_accum, self._gpu = defers, fast_accum, gpu
@@ -70,7 +86,9 @@ class MatmulTunable(Tunable):
     def candidates(self) -> Iterator[Choice]:
         near = [tile for tile in self._corrections if tile is not None and self._runs(tile)]
         ordered = iter(sorted(near, key=self._seconds))
-        yield from map(choice_of, islice(ordered, 1))
+        # The rule for many rows was fitted to timings of its kinds, the corrections to those of fp8.
+        if self.kind not in LIKE or self.rows <= MOST_ROWS:
+            yield from map(choice_of, islice(ordered, 1))
         # What no search has timed takes turns with what one has.
         mixed = chain.from_iterable(zip_longest(self._modelled(), ordered))
         yield from (choice_of(tile) for tile in dict.fromkeys(mixed) if tile is not None)
@@ -78,18 +96,22 @@ class MatmulTunable(Tunable):
     def _modelled(self) -> list[MatmulTile]:
         """Return all tiles, those first whose time the model alone predicts to be shortest."""
         shape = self.outputs, self.inputs, self.rows, self.kind, self.gpu
-        tiles = [tile for tile in candidates(*shape) if self._fast_accum or not tile.specialized]
+        tiles = [tile for tile in candidates(*shape) if self._runs(tile)]
         ordered = _mixed(
             sorted(((predicted_seconds(tile, self._shape, self.gpu), tile) for tile in tiles), key=itemgetter(0))
         )
         # Where it was timed, the rule for few rows of FP8 was within 3 % of the fastest tile, closer than the model.
-        ruled = by_rule(self.rows, self.outputs, self.gpu.processors, self.gpu.shared) if self.kind == "fp8" else None
-        first = [] if ruled is None or not self.admits(choice_of(ruled)) else [ruled]
+        first = [] if self._ruled is None or not self.admits(choice_of(self._ruled)) else [self._ruled]
         return [*first, *ordered]
+
+    @cached_property
+    def _ruled(self) -> MatmulTile | None:
+        shape, gpu = (self.rows, self.outputs, self.inputs), self.gpu
+        return by_rule(*shape, self.kind, gpu.processors, gpu.shared, gpu.hopper)
 
     def _runs(self, tile: MatmulTile) -> bool:
         # Specialized tiles sum many rows of FP8 in the tensor core's accumulator, as fast_accum allows.
-        if tile.specialized and not self._fast_accum:
+        if tile.specialized and self.kind == "fp8" and not self._fast_accum:
             return False
         fits = used_shared(tile, ITEMSIZE[self.kind]) <= self.gpu.shared - RESERVED
         return fits and self.admits(choice_of(tile))
@@ -109,12 +131,14 @@ class MatmulTunable(Tunable):
         if not tile.needs_hopper:
             facts += [programs % tiles == 0, self.inputs % tile.inputs == 0, self.inputs % 16 == 0]
         launched = replace(tile, split=1, programs=0, prefetch_l2=0, prefetch_cycles=0)
-        return self.op, self.weight_dtype, self.dtype, launched, tuple(facts)
+        return self.op, self.kind, self.weight_dtype, self.dtype, launched, tuple(facts)
 
     def predicted(self, choice: Choice | None) -> float | None:
         return self._seconds(None if choice is None else tile_of(choice))
 
     def _seconds(self, tile: MatmulTile | None) -> float:
+        if tile is None and self.kind in LIKE:
+            tile = self._ruled  # What runs without an entry.
         return predicted_seconds(tile, self._shape, self.gpu) * self._corrections.get(tile, 1.0)
 
     def trials(self, count: int) -> Trials:
@@ -128,14 +152,11 @@ class MatmulTunable(Tunable):
         x_TI = empty_rows(self.rows, self.inputs, self.weight_dtype, device)
         x_TI.copy_(random(self.rows, self.inputs))
         counts = torch.zeros(count, MOST_SHARED_TILES, dtype=torch.int32, device=device)
-        if self.kind == "fp8":
-            x_scale_T1 = torch.rand(self.rows, 1, device=device) + 0.5
-            weight_scale_O = torch.rand(self.outputs, device=device) + 0.5
-            run = partial(self._scaled, x_TI, x_scale_T1, weight_scale_O, torch.ones(1, device=device))
-            exact = partial(matmul_reference, x_TI, weights[0], x_scale_T1, weight_scale_O, dtype=torch.float32)
+        if self.kind == "bf16":
+            run: Product = partial(self._plain, x_TI)
+            exact: Exact = partial(matmul_reference, x_TI, weights[0], dtype=torch.float32)
         else:
-            run = partial(self._plain, x_TI)
-            exact = partial(matmul_reference, x_TI, weights[0], dtype=torch.float32)
+            run, exact = self._with_scales(x_TI, weights[0])
         hidden = min(self.inputs, MOST_CHANNELS)
         states_TC, norm_C = random(self.rows, hidden), random(hidden)
         return Trials(
@@ -144,6 +165,26 @@ class MatmulTunable(Tunable):
             before=lambda: rms_norm(states_TC, states_TC, norm_C, 1e-5),
             reset=counts.zero_,
         )
+
+    def _with_scales(self, x_TI: torch.Tensor, first_OI: torch.Tensor) -> tuple[Product, Exact]:
+        """Return the product with a weight and counters, and the exact one with the first weight."""
+        device = x_TI.device
+        x_scale_T1 = torch.rand(self.rows, 1, device=device) + 0.5
+        blocks = ceil_div(self.outputs, BLOCK), ceil_div(self.inputs, BLOCK)
+        scale = torch.rand(blocks if self.kind == "fp8_block" else self.outputs, device=device) + 0.5
+
+        def blocked(weight_OI: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+            return block_scaled_matmul(x_TI, weight_OI, x_scale_T1, scale, None, self.dtype, counts)
+
+        def integer(weight_OI: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+            return int8_matmul(x_TI, weight_OI, x_scale_T1, scale, None, self.dtype, counts)
+
+        if self.kind == "fp8_block":
+            return blocked, partial(block_scaled_reference, x_TI, first_OI, x_scale_T1, scale, dtype=torch.float32)
+        exact = partial(matmul_reference, x_TI, first_OI, x_scale_T1, scale, dtype=torch.float32)
+        if self.kind == "int8":
+            return integer, exact
+        return partial(self._scaled, x_TI, x_scale_T1, scale, torch.ones(1, device=device)), exact
 
     def _plain(self, x_TI: torch.Tensor, weight_OI: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         return matmul(x_TI, weight_OI, None, counts)
@@ -196,11 +237,12 @@ def matmul_tunables(
     rows: int,
     dtype: torch.dtype | None = None,
     *,
+    kind: str | None = None,
     defers: bool = False,
     fast_accum: bool = True,
 ) -> list[MatmulTunable]:
     """Return the product of `rows` rows with this weight, unless its dtype goes to the library in any case.
-    `dtype`: the output's; None = the weight's."""
+    `dtype`: the output's; None = the weight's. Others as in MatmulTunable."""
     if weight.dtype not in KINDS:
         return []
-    return [MatmulTunable(weight, rows, dtype or weight.dtype, defers=defers, fast_accum=fast_accum)]
+    return [MatmulTunable(weight, rows, dtype or weight.dtype, kind=kind, defers=defers, fast_accum=fast_accum)]

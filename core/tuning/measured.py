@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dovetail.core.ops.tile_choice import choice_of, tile_of
+from dovetail.core.ops.tile_choice import LIKE, choice_of, tile_of
 from dovetail.core.ops.tiles import MatmulTile
 from dovetail.core.tuning.gpu import Gpu
 from dovetail.core.tuning.model import FIT, Fit, library_seconds, tile_seconds
@@ -76,6 +76,7 @@ class Corrections:
         """Return the factor for each tile that was timed near this shape. `but`: outputs and inputs of timings to leave
         out, to judge the rest by them."""
         rows, outputs, inputs, kind = shape
+        kind = kind if kind in self._by_kind else LIKE.get(kind, kind)
         if kind not in self._by_kind:
             return {}
         numbers, log_rows, log_outputs, log_inputs, errors = self._by_kind[kind]

@@ -125,4 +125,4 @@ def library_seconds(rows: int, outputs: int, inputs: int, kind: str, gpu: Gpu, f
     )
     bounds = (stream, products)
     total = fit.library_launch + sum(bound**fit.hardness for bound in bounds) ** (1 / fit.hardness)
-    return total + (fit.library_scales + rows * outputs * fit.library_outputs if kind == "fp8" else 0.0)
+    return total + (fit.library_scales + rows * outputs * fit.library_outputs if kind != "bf16" else 0.0)

@@ -71,6 +71,7 @@ def _with_layers(config: DraftModelConfig | HeadFiles, spec: ModelSpec) -> Draft
     stated = config.quant.capabilities(Host(device="cuda")).provides
     bits = stated.get("weight_bits")
     stored = stored_formats(config.quant, spec, 8.0 * BYTES[spec.dtype])
+    product = stated.get("product") if stored is None else stored.product or stated.get("product")
     tables = table_formats(stated, stored)
     return DrafterFacts(
         config.drafts,
@@ -80,4 +81,5 @@ def _with_layers(config: DraftModelConfig | HeadFiles, spec: ModelSpec) -> Draft
         tables["head_bits"],
         tables["embedding_bits"],
         tp=config.tp,
+        product=None if product in (None, "model") else str(product),
     )

@@ -117,6 +117,8 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "granite": ("Granite", {**GRANITE, "tie_word_embeddings": True}),
     "cohere": ("Cohere", {"logit_scale": 0.4, "attention_bias": True, "pad_token_id": 0}),
     "cohere2": ("Cohere2", {"logit_scale": 0.8, "sliding_window": 37, "num_hidden_layers": 4, "pad_token_id": 0}),
+    "stablelm": ("StableLm", {"use_qkv_bias": True, "pad_token_id": 0}),
+    "stablelm_parallel": ("StableLm", {"use_parallel_residual": True, "partial_rotary_factor": 0.5, "pad_token_id": 0}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 37}),
     "qwen3_moe": ("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": True, "mlp_only_layers": [0]}),
     "qwen3_moe_scores": ("Qwen3Moe", QWEN3_MOE),

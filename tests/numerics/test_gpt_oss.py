@@ -84,8 +84,9 @@ SCALES = "model.layers.1.mlp.experts.down_proj_scales"
         ({BLOCKS: torch.zeros(7, 192, 2, 16, dtype=torch.uint8)}, "it must have 8 matrices with groups of columns"),
         ({BLOCKS: torch.zeros(8, 192, 2, 16)}, "gate_proj.blocks' is float32 in the checkpoint; it must be uint8"),
         ({SCALES: torch.full((8, 64, 3), 255, dtype=torch.uint8)}, "down_proj.scales.* has values that are not num"),
+        ({SCALES: torch.full((8, 64, 3), 193, dtype=torch.uint8)}, r"down_proj.scales.* has scales above 2\^65"),
     ],
-    ids=["missing", "bytes of a block", "odd rows", "experts", "dtype", "not numbers"],
+    ids=["missing", "bytes of a block", "odd rows", "experts", "dtype", "not numbers", "too large"],
 )
 def test_weights_that_contradict_the_config_are_named(changed, words, published, tmp_path):
     folder, _ = published

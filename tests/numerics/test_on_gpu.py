@@ -12,7 +12,8 @@ from dovetail.core.interfaces import PLAIN, Activation, LinearShape
 from dovetail.core.ops import encode, rms_norm
 from dovetail.core.ops.choices import Choices, temporarily
 from dovetail.core.ops.kernels.matmul import matmul_triton
-from dovetail.core.ops.matmul import matmul, matmul_reference
+from dovetail.core.ops.matmul import block_scaled_reference, matmul, matmul_reference
+from dovetail.core.ops.tile_choice import fitted
 from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile, specialized_tiles
 from dovetail.core.tuning.matmul import tiles_of
 from dovetail.core.tuning.packages import builtin_table
@@ -212,6 +213,47 @@ def test_specialized_matmuls(tile):
             got, expected = multiply(x_TI), reference(x_TI)
             assert (got.float() - expected).norm() / expected.norm() < 5e-3
             assert torch.equal(got, multiply(x_TI)) and not counts.any()
+
+
+WITH_BLOCKS = [tile for tile in (*EARLY, *SPECIALIZED) if tile.outputs <= 128]
+
+
+@on_hopper
+@pytest.mark.parametrize("tile", WITH_BLOCKS, ids=lambda t: f"{t.tokens}x{t.outputs}x{t.inputs}-{t.split}-{t.programs}")
+def test_matmuls_with_scales_of_blocks(tile):
+    """Blocks that outputs and inputs do not fill, and sums that would lose bits without float32."""
+    torch.seed()
+    counts = torch.zeros(MOST_SHARED_TILES, dtype=torch.int32, device=GPU)
+    for out, inp in ((1280, 8192), (72, 176), (2008, 1040)):
+        weight_OI, bias_O = torch.randn(out, inp, device=GPU).to(torch.float8_e4m3fn), torch.randn(out, device=GPU)
+        scale = torch.rand(-(-out // 128), -(-inp // 128), device=GPU) + 0.5
+        for tokens in (1, tile.tokens - 1, 2 * tile.tokens + 3):
+            x_TI = torch.randn(tokens, inp, device=GPU).to(torch.float8_e4m3fn)
+            x_scale_T1 = torch.rand(tokens, 1, device=GPU)
+            args = x_TI, weight_OI, tile, counts, x_scale_T1, scale, bias_O, torch.float32, 128, (128, 128)
+            got = matmul_triton(*args)
+            expected = block_scaled_reference(x_TI, weight_OI, x_scale_T1, scale, bias_O, torch.float32)
+            assert (got - expected).norm() / expected.norm() < 1e-3
+            assert torch.equal(got, matmul_triton(*args)) and not counts.any()
+
+
+@on_hopper
+@pytest.mark.parametrize("tile", SPECIALIZED, ids=lambda t: f"{t.tokens}x{t.outputs}x{t.inputs}-{t.split}-{t.programs}")
+def test_specialized_int8_matmuls(tile):
+    """Integers are summed exactly."""
+    if fitted(tile, "int8") is None:
+        pytest.skip("Triton has no such instruction")
+    torch.seed()
+    counts = torch.zeros(MOST_SHARED_TILES, dtype=torch.int32, device=GPU)
+    for out, inp in ((1280, 8192), (72, 176), (2008, 1040)):
+        weight_OI = torch.randint(-127, 128, (out, inp), device=GPU).to(torch.int8)
+        for tokens in (1, tile.tokens - 1, 2 * tile.tokens + 3):
+            x_TI = torch.randint(-127, 128, (tokens, inp), device=GPU).to(torch.int8)
+            scales = torch.rand(tokens, 1, device=GPU), torch.rand(out, device=GPU)
+            args = x_TI, weight_OI, tile, counts, *scales, None, torch.float32
+            expected = (x_TI.double() @ weight_OI.double().t()) * scales[0] * scales[1]
+            assert torch.equal(matmul_triton(*args), matmul_triton(*args)) and not counts.any()
+            torch.testing.assert_close(matmul_triton(*args).double(), expected, rtol=1e-6, atol=1e-6)
 
 
 @on_hopper

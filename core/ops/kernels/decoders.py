@@ -242,25 +242,49 @@ def _one_of_four(code, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.
     return tl.where((code & 2) == 0, tl.where((code & 1) == 0, A, B), tl.where((code & 1) == 0, C, D))
 
 
+@triton.constexpr_function
+def _place_e2m1(at, bf16):
+    """Return instructions that move the fields of the codes at bit `at` % 16 of each half of `code` to those of 16-bit
+    floats."""
+    sign = ("12", "8", "4", "0")[at % 16 // 4]
+    # Exponent and mantissa to bit 6 or 9.
+    field = (
+        ("shl.b32 code, code, 6", "shl.b32 code, code, 2", "shr.u32 code, code, 2", "shr.u32 code, code, 6")
+        if bf16
+        else ("shl.b32 code, code, 9", "shl.b32 code, code, 5", "shl.b32 code, code, 1", "shr.u32 code, code, 3")
+    )[at % 16 // 4]
+    mask = "0x01c001c0" if bf16 else "0x0e000e00"
+    sign = f"shl.b32 more, code, {sign}; and.b32 more, more, 0x80008000; "
+    return f"{sign}{field}; lop3.b32 code, code, {mask}, more, 0xea; "
+
+
 @triton.jit
 def decode_e2m1_words(words, AT: tl.constexpr, DTYPE: tl.constexpr):
     BF16: tl.constexpr = DTYPE == tl.bfloat16
-    SIGN: tl.constexpr = ("12", "8", "4", "0")[AT % 16 // 4]
-    # Exponent and mantissa to bit 6 or 9.
-    FIELD: tl.constexpr = (
-        ("shl.b32 code, code, 6", "shl.b32 code, code, 2", "shr.u32 code, code, 2", "shr.u32 code, code, 6")
-        if BF16
-        else ("shl.b32 code, code, 9", "shl.b32 code, code, 5", "shl.b32 code, code, 1", "shr.u32 code, code, 3")
-    )[AT % 16 // 4]
-    MASK: tl.constexpr = "0x01c001c0" if BF16 else "0x0e000e00"
     # 2^126 and 2^14, the ratios of the exponents' biases; the summand is -0.
     TIMES: tl.constexpr = "fma.rn.bf16x2 $0, code, more, last; " if BF16 else "fma.rn.f16x2 $0, code, more, last; "
     RATIO: tl.constexpr = "mov.b32 last, 0x80008000; mov.b32 more, " + ("0x7e807e80; " if BF16 else "0x74007400; ")
-    JOINED: tl.constexpr = (
-        "shl.b32 more, code, " + SIGN + "; and.b32 more, more, 0x80008000; " + FIELD + "; lop3.b32 code, code, "
-        + MASK + ", more, 0xea; "
-    )  # fmt: skip
+    JOINED: tl.constexpr = _place_e2m1(AT, BF16)
     return _from_words(words, AT, JOINED + RATIO + TIMES, DTYPE)
+
+
+@triton.jit
+def scaled_e2m1_words(words, factors, AT: tl.constexpr, DTYPE: tl.constexpr):
+    """FP4 times a factor, rounded once. `factors`: int32, in both halves a power of two in DTYPE that includes the
+    ratio of the exponents' biases, 2^126 in bfloat16 and 2^14 in float16. Both words of a pair have the same factor.
+    There must be a multiple of two words per thread."""
+    BF16: tl.constexpr = DTYPE == tl.bfloat16
+    HALVES: tl.constexpr = "0x5410; " if AT < 16 else "0x7632; "
+    JOINED: tl.constexpr = _place_e2m1(AT, BF16)
+    TIMES: tl.constexpr = "mul.bf16x2 $0, code, $3;}" if BF16 else "mul.f16x2 $0, code, $3;}"
+    return tl.inline_asm_elementwise(
+        "{.reg .b32 code, more; prmt.b32 code, $1, $2, " + HALVES + JOINED + TIMES,
+        "=r,r,r,r,r",
+        [words, factors],
+        dtype=DTYPE.value,
+        is_pure=True,
+        pack=2,
+    )
 
 
 @triton.jit

@@ -10,7 +10,7 @@ output, I input.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 import triton
@@ -20,68 +20,20 @@ from dovetail.core.interfaces.activation import ActFormat, Activation
 from dovetail.core.interfaces.expert import ExpertBias, GatedActivation, Routing
 from dovetail.core.ops.expert_tiles import (
     GROUPED,
-    LEAST_ROWS,
     MOST_ROWS,
     ExpertTile,
-    direct,
     expert_tile,
-    most_tiles,
-    rows_of_tile,
+    specialized_blocks,
+    specialized_expert_tile,
 )
 from dovetail.core.ops.experts import ExpertWeights
 from dovetail.core.ops.formats import encode
+from dovetail.core.ops.kernels.expert_pairs import Sorted, gather_rows, inner_rows, sort_pairs, sum_pairs
 from dovetail.core.ops.kernels.launch import announce, dependent, wait
 from dovetail.core.ops.matmul import device_facts
 
 IMPRECISE = 128
 """Number of 8-bit products that the tensor core sums in its accumulator of fewer bits before adding to float32."""
-MOST_BLOCK = 4096
-
-
-@triton.jit(do_not_specialize=["pairs", "tiles"])
-def _group_pairs(
-    experts_ptr,
-    order_ptr,
-    tiles_ptr,
-    pairs,
-    tiles,
-    EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BINS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Sort the pairs of one expert behind those of the experts before it, in order, and write its tiles: expert, first
-    place in the sorted order, and end of the expert's places. Tiles that are not needed have expert -1."""
-    announce(PDL)
-    wait(PDL)
-    expert = tl.program_id(0)
-    bins = tl.arange(0, BINS)
-    counts = tl.zeros((BINS,), tl.int32)
-    for start in range(0, pairs, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        found = tl.load(experts_ptr + at, mask=at < pairs, other=-1)
-        counts += tl.histogram(tl.where(found < 0, BINS - 1, found), BINS)
-    earlier = bins < expert
-    first = tl.sum(tl.where(earlier, counts, 0), axis=0)
-    count = tl.sum(tl.where(bins == expert, counts, 0), axis=0)
-    tile = tl.sum(tl.where(earlier, (counts + ROWS - 1) // ROWS, 0), axis=0)
-    placed = first
-    for start in range(0, pairs, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        mine = tl.load(experts_ptr + at, mask=at < pairs, other=-1) == expert
-        ranks = tl.cumsum(mine.to(tl.int32), axis=0)
-        tl.store(order_ptr + placed + ranks - 1, at, mask=mine)
-        placed += tl.sum(mine.to(tl.int32), axis=0)
-    needed = (count + ROWS - 1) // ROWS
-    for each in range(needed):
-        to = tiles_ptr + 3 * (tile + each)
-        tl.store(to, expert)
-        tl.store(to + 1, first + each * ROWS)
-        tl.store(to + 2, first + count)
-    if expert == EXPERTS - 1:
-        for unused in range(tile + needed, tiles):
-            tl.store(tiles_ptr + 3 * unused, -1)
 
 
 @triton.jit
@@ -265,36 +217,6 @@ def _expert_matmul(
         write_rows(out_ptr, y_TO, pair_T, inside_T, at_O, outputs)
 
 
-@triton.jit
-def _sum_pairs(y_ptr, experts_ptr, out_ptr, C, ACTIVE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Sum the rows of a token's pairs in order. Pairs without an expert have no row."""
-    announce(PDL)
-    wait(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < C
-    total = tl.zeros((BLOCK,), tl.float32)
-    for k in tl.static_range(ACTIVE):
-        pair = token * ACTIVE + k
-        has = tl.load(experts_ptr + pair) >= 0
-        total += tl.load(y_ptr + pair * C + columns, mask=inside & has, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * C + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@dataclass(frozen=True, slots=True)
-class Sorted:
-    """Pairs by expert. None = each pair is a tile, in the order of pairs."""
-
-    routing: Routing
-    order_P: torch.Tensor | None
-    """int32: the pair at each place."""
-    tiles_M3: torch.Tensor | None
-    """int32: expert, first place and end of the expert's places, of each tile; expert -1 if it is not needed."""
-    rows: int
-    """Rows of a tile."""
-    tiles: int
-
-
 def gated_experts_triton(
     x: Activation,
     routing: Routing,
@@ -315,11 +237,15 @@ def gated_experts_triton(
     pairs = sort_pairs(routing, experts, None if chosen is None else chosen[0].rows)
     # Outputs and inputs of each product that share a scale.
     of_c, of_f = weights.block or (0, 0)
+    if chosen is None and _specializes(pairs, x, weights):
+        chosen = (specialized_expert_tile(pairs.rows, weights.up.element_size(), device_facts(device)[3]),) * 2
     first, second = chosen or (
         _tile(pairs, weights.up, True, of_c, device),
         _tile(pairs, weights.down, False, of_f, device),
     )
-    inner_PF = torch.empty(tokens * active, channels, dtype=dtype, device=device)
+    if first.residents:
+        x = replace(x, values=gather_rows(x.values, pairs, x.values.dtype))
+    inner_PF = inner_rows(tokens * active, channels, second, dtype, device)
     up_bias, down_bias = (None, None) if bias is None else (bias.up, bias.down)
     up = weights.up, weights.up_scale, up_bias, (of_f, of_c)
     _multiply_pairs(x, *up, pairs, first, inner_PF, activation, fast_accum)
@@ -328,51 +254,6 @@ def gated_experts_triton(
     down = weights.down, weights.down_scale, down_bias, (of_c, of_f)
     _multiply_pairs(inner, *down, pairs, second, down_PC, None, fast_accum)
     return sum_pairs(down_PC, routing)
-
-
-def sum_pairs(y_PC: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """Return the sum of each token's rows."""
-    (tokens, active), hidden = routing.experts_TK.shape, y_PC.shape[1]
-    out_TC = torch.empty(tokens, hidden, dtype=y_PC.dtype, device=y_PC.device)
-    block = min(1024, triton.next_power_of_2(hidden))
-    _sum_pairs[(tokens, triton.cdiv(hidden, block))](
-        y_PC,
-        routing.experts_TK,
-        out_TC,
-        hidden,
-        ACTIVE=active,
-        BLOCK=block,
-        num_warps=max(1, block // 256),
-        **dependent(out_TC),
-    )
-    return out_TC
-
-
-def sort_pairs(routing: Routing, experts: int, rows: int | None) -> Sorted:
-    """Sort the pairs. `rows`: rows of a tile; None = by the rule."""
-    (tokens, active), device = routing.experts_TK.shape, routing.experts_TK.device
-    pairs = tokens * active
-    if rows is None and direct(tokens, active, experts):
-        return Sorted(routing, None, None, LEAST_ROWS, pairs)
-    rows = rows or rows_of_tile(pairs, experts)
-    tiles = most_tiles(pairs, experts, rows)
-    order_P = torch.empty(pairs, dtype=torch.int32, device=device)
-    tiles_M3 = torch.empty(tiles, 3, dtype=torch.int32, device=device)
-    block = max(128, min(MOST_BLOCK, triton.next_power_of_2(pairs)))
-    _group_pairs[(experts,)](
-        routing.experts_TK,
-        order_P,
-        tiles_M3,
-        pairs,
-        tiles,
-        EXPERTS=experts,
-        ROWS=rows,
-        BINS=triton.next_power_of_2(experts + 1),
-        BLOCK=block,
-        num_warps=max(1, min(8, block // 256)),
-        **dependent(order_P),
-    )
-    return Sorted(routing, order_P, tiles_M3, rows, tiles)
 
 
 def _multiply_pairs(
@@ -389,6 +270,10 @@ def _multiply_pairs(
 ) -> None:
     """Launch the first product, which ends in `activation`, or the second one (None). `block`: outputs and inputs that
     share a scale; 0 = a scale per output."""
+    if tile.residents:
+        from dovetail.core.ops.kernels.specialized_experts import multiply_specialized
+
+        return multiply_specialized(x, weight_EOI, scale_EO, block, bias_EO, pairs, tile, out, activation)
     outputs, inputs = out.shape[1], weight_EOI.shape[2]
     precise = weight_EOI.element_size() == 1 and (tile.rows < MOST_ROWS or not fast_accum)
     limit = activation.limit if activation is not None else None
@@ -426,6 +311,16 @@ def _multiply_pairs(
         num_warps=tile.warps,
         num_stages=tile.stages,
         **dependent(out),
+    )
+
+
+def _specializes(pairs: Sorted, x: Activation, weights: ExpertWeights) -> bool:
+    """Whether Hopper's kernel runs: sorted pairs, and rows and scales of blocks that suit its boxes."""
+    if x.values.device.type != "cuda" or not device_facts(x.values.device)[2] or pairs.tiles_M3 is None:
+        return False
+    _, hidden, channels = weights.down.shape
+    return x.values.dtype is weights.up.dtype and specialized_blocks(
+        pairs.rows, hidden, channels, weights.up.element_size(), weights.block
     )
 
 

@@ -38,6 +38,26 @@ def advance(place, phase, PLACES: gl.constexpr):
     return gl.where(around, 0, place + 1), gl.where(around, phase ^ 1, phase)
 
 
+@gluon.jit
+def block_scales(scale_ptr, columns, block, blocks, BOXES: gl.constexpr):
+    """Return the scales of a weight block's boxes. scale_ptr: row of `columns` scales, each for the inputs of a box.
+    Blocks from `blocks` on have none."""
+    scales = ()
+    for box in gl.static_range(BOXES):
+        column = block * BOXES + box
+        scales += (gl.load(scale_ptr + column, mask=(block < blocks) & (column < columns), other=0.0),)  # type: ignore[assignment]
+    return scales
+
+
+@gluon.jit
+def scaled_sum(acc, sums, scales, box: gl.constexpr):
+    """Return acc + sums * scales[box]; `scales`: () = none."""
+    if len(scales) == 0:
+        return acc + sums
+    else:
+        return acc + sums * scales[box]
+
+
 def tensor_map(x: torch.Tensor, box: int, rows: int) -> TensorDescriptor:
     """Tensor map of the first `rows` rows of x's memory, with boxes of `box` rows and LINE bytes."""
     size = x.element_size()

@@ -56,13 +56,18 @@ def _write(acc, row_o, row_t, epilogue, size, BLOCK_T: tl.constexpr, BLOCK_O: tl
 
 
 @triton.jit
-def _add(acc, x, weight, row_o, row_t, row_i, size, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr,
-         BLOCK_I: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, SWAP: tl.constexpr, IMPRECISE: tl.constexpr,
-         PRECISION: tl.constexpr):  # fmt: skip
+def _add(acc, operands, row_o, row_t, row_i, size, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
+         EVEN: tl.constexpr, TMA: tl.constexpr, SWAP: tl.constexpr, IMPRECISE: tl.constexpr, PRECISION: tl.constexpr,
+         SCALE_O: tl.constexpr, SCALE_I: tl.constexpr):  # fmt: skip
     """Return acc + weight @ x^T for one input block; without SWAP, both operands of the sum are transposed."""
+    x, weight, block_scale_ptr = operands
     tokens, outputs, inputs = size
     w_OI = _load(weight, row_o, row_i, outputs, inputs, BLOCK_O, BLOCK_I, EVEN, TMA, "evict_first")
     x_TI = _load(x, row_t, row_i, tokens, inputs, BLOCK_T, BLOCK_I, EVEN, TMA, "evict_last")
+    if SCALE_O > 0:
+        scale = tl.load(block_scale_ptr + row_o // SCALE_O * tl.cdiv(inputs, SCALE_I) + row_i // SCALE_I)
+        sums = tl.dot(w_OI, x_TI.T) if SWAP else tl.dot(x_TI, w_OI.T)
+        return acc + sums * scale
     if SWAP:
         acc = tl.dot(w_OI, x_TI.T, acc, max_num_imprecise_acc=IMPRECISE, input_precision=PRECISION, out_dtype=acc.dtype)
     else:
@@ -95,10 +100,10 @@ def _reduce_split(
 
 
 @triton.jit
-def _run_units(x, weight, first, last, part_ptr, count_ptr, epilogue, size, cut, BLOCK_T: tl.constexpr,
+def _run_units(operands, first, last, part_ptr, count_ptr, epilogue, size, cut, BLOCK_T: tl.constexpr,
                BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, SWAP: tl.constexpr,
-               IMPRECISE: tl.constexpr, PRECISION: tl.constexpr, SUM: tl.constexpr,
-               PDL: tl.constexpr):  # fmt: skip
+               IMPRECISE: tl.constexpr, PRECISION: tl.constexpr, SUM: tl.constexpr, SCALE_O: tl.constexpr,
+               SCALE_I: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Process units [first, last) of one tile."""
     t_tiles, blocks, units, programs = cut
     tile = first // blocks
@@ -106,8 +111,8 @@ def _run_units(x, weight, first, last, part_ptr, count_ptr, epilogue, size, cut,
     row_t = tile % t_tiles * BLOCK_T
     acc = tl.zeros((BLOCK_O, BLOCK_T) if SWAP else (BLOCK_T, BLOCK_O), SUM)
     for block in range(first - tile * blocks, last - tile * blocks):
-        acc = _add(acc, x, weight, row_o, row_t, block * BLOCK_I, size, BLOCK_T, BLOCK_O, BLOCK_I, EVEN, TMA, SWAP,
-                   IMPRECISE, PRECISION)  # fmt: skip
+        acc = _add(acc, operands, row_o, row_t, block * BLOCK_I, size, BLOCK_T, BLOCK_O, BLOCK_I, EVEN, TMA,
+                   SWAP, IMPRECISE, PRECISION, SCALE_O, SCALE_I)  # fmt: skip
     # The weight has been read, so the next kernel may launch while the sums are reduced and written.
     announce(PDL)
     total = acc if SWAP else acc.T
@@ -131,6 +136,7 @@ def _matmul(
     weight_ptr,
     x_scale_ptr,
     weight_scale_ptr,
+    block_scale_ptr,
     bias_ptr,
     out_ptr,
     part_ptr,
@@ -153,11 +159,15 @@ def _matmul(
     SWAP: tl.constexpr,
     IMPRECISE: tl.constexpr,
     PRECISION: tl.constexpr,
+    SCALE_O: tl.constexpr,
+    SCALE_I: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """ONE_TILE: no program has units of two tiles. IMPRECISE: number of products that FP8 tensor cores may sum in fewer
-    bits before adding to float32; None = all."""
+    bits before adding to float32; None = all. SCALE_O, SCALE_I: outputs and inputs that share a scale of the weight,
+    multiples of BLOCK_O and BLOCK_I; 0 = each output has one."""
     epilogue = (x_scale_ptr, x_scale_st, weight_scale_ptr, weight_scale_so, bias_ptr, out_ptr)
+    operands = (x, weight, block_scale_ptr)
     size = (tokens, outputs, inputs)
     cut = (t_tiles, blocks, units, programs)
     mine = tl.program_id(0)
@@ -174,8 +184,8 @@ def _matmul(
     # Integers are summed as such.
     SUM: tl.constexpr = tl.int32 if weight_ptr.dtype.element_ty == tl.int8 else tl.float32
     if ONE_TILE:
-        _run_units(x, weight, lo, hi, part_ptr, count_ptr, epilogue, size, cut, BLOCK_T, BLOCK_O, BLOCK_I, EVEN, TMA,
-                   SWAP, IMPRECISE, PRECISION, SUM, PDL)  # fmt: skip
+        _run_units(operands, lo, hi, part_ptr, count_ptr, epilogue, size, cut, BLOCK_T, BLOCK_O, BLOCK_I, EVEN, TMA,
+                   SWAP, IMPRECISE, PRECISION, SUM, SCALE_O, SCALE_I, PDL)  # fmt: skip
     else:
         # The end of a tile begun by another program, whole tiles, and the beginning of a tile that another program
         # ends. Whole tiles form one loop, so the last matmuls of a tile overlap with the first loads of the next.
@@ -183,24 +193,24 @@ def _matmul(
         whole_hi = tl.maximum(hi // blocks * blocks, whole_lo)
         if part_ptr is not None:
             if whole_lo > lo:
-                _run_units(x, weight, lo, whole_lo, part_ptr, count_ptr, epilogue, size, cut, BLOCK_T, BLOCK_O, BLOCK_I,
-                           EVEN, TMA, SWAP, IMPRECISE, PRECISION, SUM, False)  # fmt: skip
+                _run_units(operands, lo, whole_lo, part_ptr, count_ptr, epilogue, size, cut, BLOCK_T, BLOCK_O, BLOCK_I,
+                           EVEN, TMA, SWAP, IMPRECISE, PRECISION, SUM, SCALE_O, SCALE_I, False)  # fmt: skip
         acc = tl.zeros((BLOCK_O, BLOCK_T) if SWAP else (BLOCK_T, BLOCK_O), SUM)
         for unit in range(whole_lo, whole_hi):
             tile = unit // blocks
             block = unit - tile * blocks
             row_o = tile // t_tiles * BLOCK_O
             row_t = tile % t_tiles * BLOCK_T
-            acc = _add(acc, x, weight, row_o, row_t, block * BLOCK_I, size, BLOCK_T, BLOCK_O, BLOCK_I, EVEN, TMA, SWAP,
-                       IMPRECISE, PRECISION)  # fmt: skip
+            acc = _add(acc, operands, row_o, row_t, block * BLOCK_I, size, BLOCK_T, BLOCK_O, BLOCK_I, EVEN,
+                       TMA, SWAP, IMPRECISE, PRECISION, SCALE_O, SCALE_I)  # fmt: skip
             if block == blocks - 1:
                 total = acc if SWAP else acc.T
                 _write(total, row_o, row_t, epilogue, size, BLOCK_T, BLOCK_O)
                 acc = tl.zeros((BLOCK_O, BLOCK_T) if SWAP else (BLOCK_T, BLOCK_O), SUM)
         if part_ptr is not None:
             if whole_hi < hi:
-                _run_units(x, weight, whole_hi, hi, part_ptr, count_ptr, epilogue, size, cut, BLOCK_T, BLOCK_O, BLOCK_I,
-                           EVEN, TMA, SWAP, IMPRECISE, PRECISION, SUM, False)  # fmt: skip
+                _run_units(operands, whole_hi, hi, part_ptr, count_ptr, epilogue, size, cut, BLOCK_T, BLOCK_O, BLOCK_I,
+                           EVEN, TMA, SWAP, IMPRECISE, PRECISION, SUM, SCALE_O, SCALE_I, False)  # fmt: skip
 
 
 @triton.jit
@@ -248,8 +258,10 @@ def matmul_triton(
     bias_O: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
     imprecise: int | None = None,
+    block: tuple[int, int] | None = None,
 ) -> torch.Tensor:
-    """Launch the matmul kernel of a tile. Arguments are as in core.ops.matmul.
+    """Launch the matmul kernel of a tile. Arguments are as in core.ops.matmul. `block`: outputs and inputs that share a
+    scale of the weight, as core.ops.tile_choice.block_tile can serve; None = each output has one.
 
     `counts`, for split tiles: int32 zeros, at least one per tile, zero again when the kernel ends. Matmuls that may run
     concurrently need separate ones.
@@ -265,17 +277,21 @@ def matmul_triton(
             raise ValueError(f"split tiles need {need} counters; `counts` has {have}")
         sums = torch.int32 if weight_OI.dtype is torch.int8 else torch.float32
         parts = torch.empty(2 * programs * tile.tokens * tile.outputs, dtype=sums, device=x_TI.device)
-    scales = (x_scale, _step(x_scale), weight_scale, _step(weight_scale))
+    blocks_scale = None
+    if block is not None:
+        weight_scale, blocks_scale = None, weight_scale
+    scales = (x_scale, _step(x_scale), weight_scale, _step(weight_scale), blocks_scale)
+    scale_o, scale_i = block or (0, 1)
     if tile.specialized:
         from dovetail.core.ops.kernels import specialized_matmul
 
-        exact = imprecise is not None and x_TI.element_size() == 1
-        specialized_matmul.launch_matmul(x_TI, weight_OI, out_TO, tile, parts, counts, scales, bias_O, exact)
+        exact = imprecise is not None and weight_OI.dtype is torch.float8_e4m3fn
+        specialized_matmul.launch_matmul(x_TI, weight_OI, out_TO, tile, parts, counts, scales, bias_O, exact, scale_o)
         return out_TO
     if tile.prefetch:
         from dovetail.core.ops.kernels import prefetch_matmul
 
-        prefetch_matmul.launch_matmul(x_TI, weight_OI, out_TO, tile, parts, counts, scales, bias_O)
+        prefetch_matmul.launch_matmul(x_TI, weight_OI, out_TO, tile, parts, counts, scales, bias_O, scale_o)
         return out_TO
     x, weight = x_TI, weight_OI
     if tile.tma:
@@ -287,6 +303,7 @@ def matmul_triton(
         weight_OI,
         x_scale,
         weight_scale,
+        blocks_scale,
         bias_O,
         out_TO,
         parts,
@@ -308,6 +325,8 @@ def matmul_triton(
         TMA=tile.tma,
         SWAP=tile.swap,
         IMPRECISE=imprecise,
+        SCALE_O=scale_o,
+        SCALE_I=scale_i,
         PRECISION="ieee" if x_TI.dtype == torch.float32 else "tf32",
         num_warps=tile.warps,
         num_stages=tile.stages,

@@ -26,18 +26,18 @@ import triton.language as tl
 
 from dovetail.core.interfaces.activation import PLAIN, ActFormat, Activation
 from dovetail.core.interfaces.expert import ExpertBias, GatedActivation, Routing
-from dovetail.core.ops.expert_tiles import GROUPED, ExpertTile, packed_expert_tile
+from dovetail.core.interfaces.weight import WeightFormat
+from dovetail.core.ops.expert_tiles import (
+    GROUPED,
+    ExpertTile,
+    packed_expert_tile,
+    specialized_expert_tile,
+    specialized_packed,
+)
 from dovetail.core.ops.formats import encode
 from dovetail.core.ops.kernels.decoders import decode_small_e2m1_words
-from dovetail.core.ops.kernels.experts import (
-    Sorted,
-    activated,
-    pairs_of_tile,
-    place_of_program,
-    sort_pairs,
-    sum_pairs,
-    write_rows,
-)
+from dovetail.core.ops.kernels.expert_pairs import Sorted, gather_rows, inner_rows, sort_pairs, sum_pairs
+from dovetail.core.ops.kernels.experts import activated, pairs_of_tile, place_of_program, write_rows
 from dovetail.core.ops.kernels.launch import announce, dependent, wait
 from dovetail.core.ops.matmul import device_facts
 from dovetail.core.ops.packed_experts import BIAS, BLOCK, EACH, SPANS, PackedExperts
@@ -230,10 +230,15 @@ def packed_experts_triton(
     if not tokens:
         return torch.empty(tokens, hidden, dtype=dtype, device=device)
     pairs = sort_pairs(routing, experts, None if chosen is None else chosen[0].rows)
-    if pairs.rows > MOST_FP8_ROWS and between is not PLAIN:
-        x, between = replace(x, values=x.values.to(dtype)), PLAIN
-    first, second = chosen or (_tile(pairs, x, device),) * 2
-    inner_PF = torch.empty(tokens * active, channels, dtype=dtype, device=device)
+    wide = pairs.rows > MOST_FP8_ROWS and between is not PLAIN
+    first, second = chosen or (_tile(pairs, x, wide, weights.format, (hidden, channels), device),) * 2
+    if wide:
+        between = PLAIN
+    if first.residents:
+        x = replace(x, values=gather_rows(x.values, pairs, dtype))
+    elif wide:
+        x = replace(x, values=x.values.to(dtype))
+    inner_PF = inner_rows(tokens * active, channels, second, dtype, device)
     up_bias, down_bias = (None, None) if bias is None else (bias.up, bias.down)
     _multiply_pairs(x, weights, weights.up, weights.up_exponents, up_bias, pairs, first, inner_PF, activation)
     inner = encode(inner_PF, (between,))[between]
@@ -254,6 +259,11 @@ def _multiply_pairs(
     activation: GatedActivation | None,
 ) -> None:
     """Launch the first product, which ends in `activation`, or the second one (None)."""
+    if tile.residents:
+        from dovetail.core.ops.kernels.specialized_experts import multiply_specialized
+
+        given = codes_EOW, exponents_ESO, (0, 0), bias_EO
+        return multiply_specialized(x, *given, pairs, tile, out, activation)
     outputs, inputs = out.shape[1], EACH * codes_EOW.shape[2]
     limit = activation.limit if activation is not None else None
     kind = x.values.dtype
@@ -306,6 +316,14 @@ def _multiply_pairs(
     )
 
 
-def _tile(pairs: Sorted, x: Activation, device: torch.device) -> ExpertTile:
-    shared = device_facts(device)[3] if device.type == "cuda" else 64 << 10  # Triton's interpreter
-    return packed_expert_tile(pairs.rows, x.values.element_size(), shared)
+def _tile(
+    pairs: Sorted, x: Activation, wide: bool, fmt: WeightFormat, shape: tuple[int, int], device: torch.device
+) -> ExpertTile:
+    """`wide`: whether x in FP8 is converted. `shape`: hidden channels, and those of an expert."""
+    if device.type != "cuda":  # Triton's interpreter
+        return packed_expert_tile(pairs.rows, x.values.element_size(), 64 << 10)
+    _, _, hopper, shared = device_facts(device)
+    half = (wide or x.values.element_size() == 2) and fmt is E2M1
+    if hopper and half and pairs.tiles_M3 is not None and specialized_packed(*shape):
+        return specialized_expert_tile(pairs.rows, 0.5, shared)
+    return packed_expert_tile(pairs.rows, 2 if wide else x.values.element_size(), shared)

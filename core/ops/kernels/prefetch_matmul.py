@@ -24,7 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dovetail.core.ops.kernels.gluon import LINE, advance, barrier, tensor_map
+from dovetail.core.arithmetic import ceil_div
+from dovetail.core.ops.kernels.gluon import LINE, advance, barrier, block_scales, scaled_sum, tensor_map
 from dovetail.core.ops.kernels.launch import dependent
 from dovetail.core.ops.padding import readable_rows
 from dovetail.core.ops.tiles import MatmulTile
@@ -75,8 +76,8 @@ def _prefetch_l2(weight_ptr, row_o, block, outputs, inputs, BLOCK_O: gl.constexp
 
 
 @gluon.jit
-def _multiply(weight, x, place, x_place, acc, BOXES: gl.constexpr):
-    """Return acc + weight @ x^T of a block, after the tensor core has finished it."""
+def _multiply(weight, x, place, x_place, acc, scales, BOXES: gl.constexpr):
+    """Return acc + weight @ x^T of a block, after the tensor core has finished it. `scales`: of each box; () = none."""
     if weight.dtype.primitive_bitwidth > 8:
         for box in gl.static_range(BOXES):
             x_box = x.index(x_place * BOXES + box).permute((1, 0))
@@ -92,7 +93,7 @@ def _multiply(weight, x, place, x_place, acc, BOXES: gl.constexpr):
                 warpgroup_mma(weight.index(place * BOXES + box), x_box, nothing, use_acc=False, is_async=True),
             )
         for box in gl.static_range(BOXES):
-            acc += warpgroup_mma_wait(BOXES - 1 - box, deps=[sums[box]])
+            acc = scaled_sum(acc, warpgroup_mma_wait(BOXES - 1 - box, deps=[sums[box]]), scales, box)
     return acc
 
 
@@ -124,6 +125,7 @@ def _write(acc, row_o, row_t, epilogue, tokens, outputs, BLOCK_T: gl.constexpr, 
         "inputs",
         "x_scale_st",
         "weight_scale_so",
+        "scale_columns",
         "t_tiles",
         "blocks",
         "split",
@@ -137,6 +139,7 @@ def matmul_prefetching(
     weight_ptr,
     x_scale_ptr,
     weight_scale_ptr,
+    block_scale_ptr,
     bias_ptr,
     out_ptr,
     part_ptr,
@@ -146,6 +149,7 @@ def matmul_prefetching(
     inputs,
     x_scale_st,
     weight_scale_so,
+    scale_columns,
     t_tiles,
     blocks,
     split,
@@ -156,10 +160,11 @@ def matmul_prefetching(
     BOXES: gl.constexpr,
     X_PLACES: gl.constexpr,
     PLACES: gl.constexpr,
+    SCALE_O: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """`split` programs sum each tile. A block has BOXES adjacent boxes. PLACES, X_PLACES: blocks in the ring of the
-    weight and of the input."""
+    weight and of the input. SCALE_O, scale_columns: as in specialized_matmul."""
     dtype: gl.constexpr = weight_source.dtype
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [gl.num_warps(), 1], [16, BLOCK_T, 256 // dtype.primitive_bitwidth]
@@ -198,10 +203,19 @@ def matmul_prefetching(
         _fetch(x_source, x, x_full, i, row_t, lo + i, BOXES, lo + i < hi)
     acc = gl.zeros([BLOCK_O, BLOCK_T], gl.float32, ACC)
     place, phase, x_place, x_phase = 0, 0, 0, 0
+    scales = ()
+    if SCALE_O > 0:
+        scale_row = block_scale_ptr + row_o // SCALE_O * scale_columns
+        scales = block_scales(scale_row, scale_columns, lo, hi, BOXES)
     for block in range(lo, hi):
+        next_scales = ()
+        if SCALE_O > 0:
+            # Those of the next block, whose latency overlaps with this one.
+            next_scales = block_scales(scale_row, scale_columns, block + 1, hi, BOXES)
         mbarrier.wait(weight_full.index(place), phase)
         mbarrier.wait(x_full.index(x_place), x_phase)
-        acc = _multiply(weight, x, place, x_place, acc, BOXES)
+        acc = _multiply(weight, x, place, x_place, acc, scales, BOXES)
+        scales = next_scales
         # Wait until all warps have read both blocks.
         barrier()
         _expect(weight_full, place, weight_source, BOXES, block + PLACES < hi)
@@ -244,20 +258,22 @@ def launch_matmul(
     tile: MatmulTile,
     parts: torch.Tensor | None,
     counts: torch.Tensor | None,
-    scales: tuple[torch.Tensor | None, int, torch.Tensor | None, int],
+    scales: tuple[torch.Tensor | None, int, torch.Tensor | None, int, torch.Tensor | None],
     bias_O: torch.Tensor | None,
+    scale_outputs: int,
 ) -> None:
-    """Launch the kernel. `scales`: those of x and of the weight, each followed by its stride between rows."""
+    """Launch the kernel. Arguments as in specialized_matmul."""
     tokens, inputs = x_TI.shape
     outputs = len(weight_OI)
     t_tiles, tiles, blocks, programs = tile.launch(tokens, outputs, inputs)
-    x_scale, x_scale_st, weight_scale, weight_scale_so = scales
+    x_scale, x_scale_st, weight_scale, weight_scale_so, block_scale = scales
     matmul_prefetching[(programs,)](
         tensor_map(x_TI, tile.tokens, readable_rows(x_TI, tile.tokens)),
         tensor_map(weight_OI, tile.outputs, outputs),
         weight_OI,
         x_scale,
         weight_scale,
+        block_scale,
         bias_O,
         out_TO,
         parts,
@@ -267,6 +283,7 @@ def launch_matmul(
         inputs,
         x_scale_st,
         weight_scale_so,
+        ceil_div(inputs, LINE.value),
         t_tiles,
         blocks,
         programs // tiles,
@@ -277,6 +294,7 @@ def launch_matmul(
         BOXES=tile.inputs * x_TI.element_size() // LINE.value,
         X_PLACES=tile.stages,
         PLACES=tile.prefetch,
+        SCALE_O=scale_outputs,
         num_warps=tile.warps,
         **dependent(x_TI),
     )

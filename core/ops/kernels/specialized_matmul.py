@@ -25,13 +25,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dovetail.core.ops.kernels.gluon import LINE, PRODUCER_REGISTERS, advance, barrier, consumer_registers, tensor_map
+from dovetail.core.arithmetic import ceil_div
+from dovetail.core.ops.kernels.gluon import (
+    LINE,
+    PRODUCER_REGISTERS,
+    advance,
+    barrier,
+    block_scales,
+    consumer_registers,
+    scaled_sum,
+    tensor_map,
+)
 from dovetail.core.ops.kernels.launch import dependent
 from dovetail.core.ops.padding import readable_rows
 from dovetail.core.ops.tiles import MatmulTile
 
 ROWS = gl.constexpr(64)
 """Rows of a warp group, as many as one matrix instruction takes."""
+OTHER_REGISTERS = gl.constexpr(32)
+"""Registers of a thread that hold no sums."""
 
 
 @gluon.jit
@@ -102,6 +114,7 @@ def _produce(x_source, weight_source, rings, work, BOXES: gl.constexpr, GROUPS: 
 def _write(acc, row_t, row_o, epilogue, tokens, outputs, BLOCK_O: gl.constexpr):
     """Scale acc_TO, add the bias, round once and store."""
     x_scale_ptr, x_scale_st, weight_scale_ptr, weight_scale_so, bias_ptr, out_ptr = epilogue
+    acc = acc.to(gl.float32)
     t = row_t + gl.arange(0, ROWS, gl.SliceLayout(1, acc.type.layout))
     o = row_o + gl.arange(0, BLOCK_O, gl.SliceLayout(0, acc.type.layout))
     if x_scale_ptr is not None:
@@ -134,7 +147,7 @@ def _reduce_split(acc, tile, split, part_ptr, count_ptr, BLOCK_O: gl.constexpr, 
     arrived = gl.atomic_add(counter, 1, sem="acq_rel")
     barrier()
     is_last = arrived == split - 1
-    total = gl.zeros([ROWS, BLOCK_O], gl.float32, ACC)
+    total = gl.zeros([ROWS, BLOCK_O], acc.dtype, ACC)
     if is_last:
         gl.store(counter, 0)
         for part in range(split):
@@ -143,30 +156,56 @@ def _reduce_split(acc, tile, split, part_ptr, count_ptr, BLOCK_O: gl.constexpr, 
 
 
 @gluon.jit
-def _consume(rings, work, split, part_ptr, count_ptr, epilogue, tokens, outputs, BLOCK_O: gl.constexpr,
+def _add_boxes(acc, x, weight, place, scales, BOXES: gl.constexpr, GROUPS: gl.constexpr, WHICH: gl.constexpr):
+    """Return acc and the products of a block's boxes, summed in float32 box by box. `scales`: of each box; () = none.
+    A box is multiplied while the sums of the one before are added, if both fit into registers."""
+    ROOM: gl.constexpr = (BOXES + 1) * acc.type.shape[1] // 2 <= consumer_registers(GROUPS, 1) - OTHER_REGISTERS
+    sums = ()
+    for box in gl.static_range(BOXES):
+        rows = x.index((place * BOXES + box) * GROUPS + WHICH)
+        columns = weight.index(place * BOXES + box).permute((1, 0))
+        sums += (warpgroup_mma(rows, columns, gl.zeros_like(acc), use_acc=False, is_async=True),)  # type: ignore[assignment]
+        if not ROOM:
+            acc = scaled_sum(acc, warpgroup_mma_wait(0, deps=[sums[box]]), scales, box)
+    if ROOM:
+        for box in gl.static_range(BOXES):
+            acc = scaled_sum(acc, warpgroup_mma_wait(BOXES - 1 - box, deps=[sums[box]]), scales, box)
+    return acc
+
+
+@gluon.jit
+def _consume(rings, work, split, part_ptr, count_ptr, epilogue, block_scale, tokens, outputs, BLOCK_O: gl.constexpr,
              BOXES: gl.constexpr, GROUPS: gl.constexpr, PLACES: gl.constexpr, EXACT: gl.constexpr,
-             WHICH: gl.constexpr):  # fmt: skip
+             SCALE_O: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
     """Consumer warp group for rows [64 * WHICH, 64 * WHICH + 64) of each tile."""
     x, weight, full, empty = rings
     first_tile, tiles, step, lo, hi, t_tiles = work
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_O, 256 // x.dtype.primitive_bitwidth])
+    SUM: gl.constexpr = gl.int32 if x.dtype == gl.int8 else gl.float32
+    block_scale_ptr, scale_columns = block_scale
     place, phase = 0, 0
     for tile in range(first_tile, tiles, step):
-        acc = gl.zeros([ROWS, BLOCK_O], gl.float32, ACC)
+        acc = gl.zeros([ROWS, BLOCK_O], SUM, ACC)
+        row_o = tile // t_tiles * BLOCK_O
+        scales = ()
+        if SCALE_O > 0:
+            scale_row = block_scale_ptr + row_o // SCALE_O * scale_columns
+            scales = block_scales(scale_row, scale_columns, lo, hi, BOXES)
         for block in range(lo, hi):
             mbarrier.wait(full.index(place), phase)
-            for box in gl.static_range(BOXES):
-                rows = x.index((place * BOXES + box) * GROUPS + WHICH)
-                columns = weight.index(place * BOXES + box).permute((1, 0))
-                if EXACT:
-                    nothing = gl.zeros([ROWS, BLOCK_O], gl.float32, ACC)
-                    sums = warpgroup_mma(rows, columns, nothing, use_acc=False, is_async=True)
-                    acc += warpgroup_mma_wait(0, deps=[sums])
-                else:
-                    acc = warpgroup_mma(rows, columns, acc, is_async=True)
             if EXACT:
+                next_scales = ()
+                if SCALE_O > 0:
+                    # Those of the next block, whose latency overlaps with this one.
+                    next_scales = block_scales(scale_row, scale_columns, block + 1, hi, BOXES)
+                acc = _add_boxes(acc, x, weight, place, scales, BOXES, GROUPS, WHICH)
                 mbarrier.arrive(empty.index(place))
+                scales = next_scales
             else:
+                for box in gl.static_range(BOXES):
+                    rows = x.index((place * BOXES + box) * GROUPS + WHICH)
+                    columns = weight.index(place * BOXES + box).permute((1, 0))
+                    acc = warpgroup_mma(rows, columns, acc, is_async=True)
                 # The preceding block has been multiplied; this one's instructions stay in flight.
                 acc = warpgroup_mma_wait(BOXES, deps=[acc])
                 mbarrier.arrive(empty.index(_before(place, PLACES)), pred=block > lo)
@@ -175,7 +214,6 @@ def _consume(rings, work, split, part_ptr, count_ptr, epilogue, tokens, outputs,
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(empty.index(_before(place, PLACES)))
         row_t = (tile % t_tiles * GROUPS + WHICH) * ROWS
-        row_o = tile // t_tiles * BLOCK_O
         if part_ptr is None:
             _write(acc, row_t, row_o, epilogue, tokens, outputs, BLOCK_O)
         else:
@@ -184,12 +222,24 @@ def _consume(rings, work, split, part_ptr, count_ptr, epilogue, tokens, outputs,
                 _write(total, row_t, row_o, epilogue, tokens, outputs, BLOCK_O)
 
 
-@gluon.jit(do_not_specialize=["tokens", "x_scale_st", "weight_scale_so", "t_tiles", "tiles", "blocks", "split"])
+@gluon.jit(
+    do_not_specialize=[
+        "tokens",
+        "x_scale_st",
+        "weight_scale_so",
+        "scale_columns",
+        "t_tiles",
+        "tiles",
+        "blocks",
+        "split",
+    ]
+)
 def matmul_specialized(
     x_source,
     weight_source,
     x_scale_ptr,
     weight_scale_ptr,
+    block_scale_ptr,
     bias_ptr,
     out_ptr,
     part_ptr,
@@ -198,6 +248,7 @@ def matmul_specialized(
     outputs,
     x_scale_st,
     weight_scale_so,
+    scale_columns,
     t_tiles,
     tiles,
     blocks,
@@ -207,11 +258,13 @@ def matmul_specialized(
     GROUPS: gl.constexpr,
     PLACES: gl.constexpr,
     EXACT: gl.constexpr,
+    SCALE_O: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """`split` programs sum each tile, or a program computes several tiles, as many tiles apart as there are programs.
     A block has BOXES adjacent boxes. GROUPS: consumer warp groups. PLACES: blocks in the ring. EXACT: FP8 products are
-    added to float32 sums after each box, before the tensor core's accumulator loses bits."""
+    added to float32 sums after each box, before the tensor core's accumulator loses bits. SCALE_O: outputs that share a
+    scale with the inputs of a box, a multiple of BLOCK_O, or 0; needs EXACT. scale_columns: scales of a row."""
     dtype: gl.constexpr = weight_source.dtype
     WIDE: gl.constexpr = weight_source.block_type.shape[1]
     weight = gl.allocate_shared_memory(dtype, [PLACES * BOXES, BLOCK_O, WIDE], weight_source.layout)
@@ -228,14 +281,15 @@ def matmul_specialized(
     work = (gl.program_id(0) // split, tiles, step, part * blocks // split, (part + 1) * blocks // split, t_tiles)
     rings = (x, weight, full, empty)
     epilogue = (x_scale_ptr, x_scale_st, weight_scale_ptr, weight_scale_so, bias_ptr, out_ptr)
+    block_scale = (block_scale_ptr, scale_columns)
     _fill(x_source, weight_source, rings, work, BOXES, GROUPS, PLACES, PDL)
     # The partitions start after the wait, so all of them see what earlier kernels wrote.
     REGISTERS: gl.constexpr = consumer_registers(GROUPS, 1)
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (_consume, (rings, work, split, part_ptr, count_ptr, epilogue, tokens, outputs, BLOCK_O, BOXES, GROUPS,
-                            PLACES, EXACT, 0)),
+                (_consume, (rings, work, split, part_ptr, count_ptr, epilogue, block_scale, tokens, outputs, BLOCK_O,
+                            BOXES, GROUPS, PLACES, EXACT, SCALE_O, 0)),
                 (_produce, (x_source, weight_source, rings, work, BOXES, GROUPS, PLACES, PDL)),
             ],
             [1],
@@ -244,10 +298,10 @@ def matmul_specialized(
     elif GROUPS == 2:
         gl.warp_specialize(
             [
-                (_consume, (rings, work, split, part_ptr, count_ptr, epilogue, tokens, outputs, BLOCK_O, BOXES, GROUPS,
-                            PLACES, EXACT, 0)),
-                (_consume, (rings, work, split, part_ptr, count_ptr, epilogue, tokens, outputs, BLOCK_O, BOXES, GROUPS,
-                            PLACES, EXACT, 1)),
+                (_consume, (rings, work, split, part_ptr, count_ptr, epilogue, block_scale, tokens, outputs, BLOCK_O,
+                            BOXES, GROUPS, PLACES, EXACT, SCALE_O, 0)),
+                (_consume, (rings, work, split, part_ptr, count_ptr, epilogue, block_scale, tokens, outputs, BLOCK_O,
+                            BOXES, GROUPS, PLACES, EXACT, SCALE_O, 1)),
                 (_produce, (x_source, weight_source, rings, work, BOXES, GROUPS, PLACES, PDL)),
             ],
             [4, 1],
@@ -256,12 +310,12 @@ def matmul_specialized(
     else:
         gl.warp_specialize(
             [
-                (_consume, (rings, work, split, part_ptr, count_ptr, epilogue, tokens, outputs, BLOCK_O, BOXES, GROUPS,
-                            PLACES, EXACT, 0)),
-                (_consume, (rings, work, split, part_ptr, count_ptr, epilogue, tokens, outputs, BLOCK_O, BOXES, GROUPS,
-                            PLACES, EXACT, 1)),
-                (_consume, (rings, work, split, part_ptr, count_ptr, epilogue, tokens, outputs, BLOCK_O, BOXES, GROUPS,
-                            PLACES, EXACT, 2)),
+                (_consume, (rings, work, split, part_ptr, count_ptr, epilogue, block_scale, tokens, outputs, BLOCK_O,
+                            BOXES, GROUPS, PLACES, EXACT, SCALE_O, 0)),
+                (_consume, (rings, work, split, part_ptr, count_ptr, epilogue, block_scale, tokens, outputs, BLOCK_O,
+                            BOXES, GROUPS, PLACES, EXACT, SCALE_O, 1)),
+                (_consume, (rings, work, split, part_ptr, count_ptr, epilogue, block_scale, tokens, outputs, BLOCK_O,
+                            BOXES, GROUPS, PLACES, EXACT, SCALE_O, 2)),
                 (_produce, (x_source, weight_source, rings, work, BOXES, GROUPS, PLACES, PDL)),
             ],
             [4, 4, 1],
@@ -276,20 +330,23 @@ def launch_matmul(
     tile: MatmulTile,
     parts: torch.Tensor | None,
     counts: torch.Tensor | None,
-    scales: tuple[torch.Tensor | None, int, torch.Tensor | None, int],
+    scales: tuple[torch.Tensor | None, int, torch.Tensor | None, int, torch.Tensor | None],
     bias_O: torch.Tensor | None,
     exact: bool,
+    scale_outputs: int,
 ) -> None:
-    """Launch the kernel. `scales`: those of x and of the weight, each followed by its stride between rows."""
+    """Launch the kernel. `scales`: those of x and of the weight, each followed by its stride between rows, and those of
+    the weight's blocks, of `scale_outputs` outputs and LINE inputs."""
     tokens, inputs = x_TI.shape
     outputs = len(weight_OI)
     t_tiles, tiles, blocks, programs = tile.launch(tokens, outputs, inputs)
-    x_scale, x_scale_st, weight_scale, weight_scale_so = scales
+    x_scale, x_scale_st, weight_scale, weight_scale_so, block_scale = scales
     matmul_specialized[(programs,)](
         tensor_map(x_TI, ROWS.value, readable_rows(x_TI, tile.tokens)),
         tensor_map(weight_OI, tile.outputs, outputs),
         x_scale,
         weight_scale,
+        block_scale,
         bias_O,
         out_TO,
         parts,
@@ -298,6 +355,7 @@ def launch_matmul(
         outputs,
         x_scale_st,
         weight_scale_so,
+        ceil_div(inputs, LINE.value),
         t_tiles,
         tiles,
         blocks,
@@ -307,6 +365,7 @@ def launch_matmul(
         GROUPS=tile.tokens // ROWS.value,
         PLACES=tile.stages,
         EXACT=exact,
+        SCALE_O=scale_outputs,
         num_warps=4,
         **dependent(x_TI),
     )

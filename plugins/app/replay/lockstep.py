@@ -147,6 +147,8 @@ def differences(recorded: Planned, plan: StepPlan) -> list[str]:
         if old != new:
             at = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
             found.append(f"{name} from {at} on: recorded {_entries(old, at)}, replayed {_entries(new, at)}")
+    if recorded.follows not in (None, plan.follows):
+        found.append(f"the drafter follows prompts: recorded {recorded.follows}, replayed {plan.follows}")
     return found
 
 

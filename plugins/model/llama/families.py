@@ -54,11 +54,20 @@ def _qwen3_moe_windows(config: ConfigJson, layers: int) -> tuple[int, ...]:
     return (_window(config) if config.flag("use_sliding_window") else 0,) * layers
 
 
-def _half_by_default(config: ConfigJson, head_dim: int) -> int:
+def _rotary_dim(config: ConfigJson, head_dim: int, default: float) -> int:
     """Read partial_rotary_factor, which may be among the parameters of the rotary embedding."""
     stated = config.section("rope_parameters", "rope_scaling")
     where = config if stated.get("partial_rotary_factor") is None else stated
-    return max(2, int(head_dim * where.number("partial_rotary_factor", 0.5, at_most=1.0)) // 2 * 2)
+    return max(2, int(head_dim * where.number("partial_rotary_factor", default, at_most=1.0)) // 2 * 2)
+
+
+def _half_by_default(config: ConfigJson, head_dim: int) -> int:
+    return _rotary_dim(config, head_dim, 0.5)
+
+
+def _stablelm_block(config: ConfigJson) -> BlockLayout:
+    parallel = config.flag("use_parallel_residual")
+    return BlockLayout(norms=("input_layernorm",), parallel=True) if parallel else BlockLayout()
 
 
 def _phi3_ropes(config: ConfigJson, head_dim: int, max_len: int) -> tuple[RopeConfig, RopeConfig]:
@@ -188,6 +197,18 @@ FAMILIES: dict[str, Family] = {
     **olmo.FAMILIES,
     **granite.FAMILIES,
     **cohere.FAMILIES,
+    # Stable LM 2 (Bellagente et al. 2024)
+    "StableLmForCausalLM": Family(
+        keys=ConfigKeys(eps="layer_norm_eps"),
+        block=_stablelm_block,
+        # The 12B model has a norm for each head of q and k, with weights of its own.
+        native=lambda config: not config.flag("qk_layernorm"),
+        norm="layer",
+        eps=1e-5,
+        max_len=4096,
+        qkv_bias=lambda config: config.flag("use_qkv_bias"),
+        rotary_dim=lambda config, head_dim: _rotary_dim(config, head_dim, 0.25),
+    ),
     **deepseek.FAMILIES,
 }
 """Families by architectures[0] in config.json."""

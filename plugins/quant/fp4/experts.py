@@ -23,7 +23,7 @@ from dovetail.core.interfaces.tensor_record import OUTPUTS, Axis, TensorRecord
 from dovetail.core.layers.plain_experts import place_of
 from dovetail.core.layouts.words import unpack_nibbles
 from dovetail.core.ops import PackedExperts, packed_gated_experts
-from dovetail.core.ops.packed_experts import BIAS, BLOCK, EACH, pack_exponents, pack_row_spans, spans
+from dovetail.core.ops.packed_experts import BIAS, BLOCK, EACH, MOST_EXPONENT, pack_exponents, pack_row_spans, spans
 from dovetail.core.ops.weight_formats import E2M1
 from dovetail.plugins.quant.fp4.checkpoint import Stored
 from dovetail.plugins.quant.fp4.rounding import round_to_fp4
@@ -57,7 +57,9 @@ class MXFP4Experts(ExpertMethod):
     ) -> None:
         weight_OI = tensors["weight"].to(params["up"].device).float()
         codes_OI, scale_OG, *_ = round_to_fp4(weight_OI, BLOCK, nvfp4=False)
-        self.store(params, expert, part, codes_OI, (scale_OG.log2() + BIAS).to(torch.uint8))
+        exponents_OG = (scale_OG.log2() + BIAS).to(torch.uint8)
+        _check_exponents("weight", exponents_OG)
+        self.store(params, expert, part, codes_OI, exponents_OG)
 
     def store(
         self,
@@ -107,8 +109,14 @@ class StoredMXFP4Experts(MXFP4Experts):
         device, exponents_OG = params["up"].device, tensors[self.scale]
         if (exponents_OG == 255).any():
             raise TensorError(self.scale, "has values that are not numbers")
+        _check_exponents(self.scale, exponents_OG)
         codes_OI = unpack_nibbles(tensors[self.codes].to(device))
         self.store(params, expert, part, codes_OI, exponents_OG.to(device))
+
+
+def _check_exponents(name: str, exponents_OG: torch.Tensor) -> None:
+    if (exponents_OG > MOST_EXPONENT).any():
+        raise TensorError(name, f"has scales above 2^{MOST_EXPONENT - BIAS}, and kernels apply scales up to it")
 
 
 def fits(shape: ExpertShape) -> bool:

@@ -10,9 +10,11 @@ from dataclasses import replace
 
 import torch
 
+from dovetail.core.compose.capabilities import FP8_HARDWARE
 from dovetail.core.errors import TensorError
 from dovetail.core.interfaces import ActFormat
 from dovetail.core.ops.formats import triton_encode
+from dovetail.core.startup_notes import note
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -62,3 +64,15 @@ def decode_e8m0(name: str, codes: torch.Tensor) -> torch.Tensor:
     if (codes == 255).any():
         raise TensorError(name, "has values that are not numbers")
     return torch.exp2(codes.float() - 127)
+
+
+def multiplies_fp8(device: torch.device | None = None) -> bool:
+    """Whether a device multiplies in FP8; None = the GPU, if there is one. On the CPU the reference does."""
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type != "cuda" or (capability := torch.cuda.get_device_capability(device)) >= FP8_HARDWARE:
+        return True
+    note(
+        f"quant=fp8 has FP8 weights and multiplies in the model's dtype: a GPU of compute capability "
+        f"{'.'.join(map(str, capability))} has no FP8 matmuls"
+    )
+    return False

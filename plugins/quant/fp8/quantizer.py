@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from dovetail.core.compose.capabilities import FP8_HARDWARE
 from dovetail.core.interfaces import (
     PLAIN,
     Activation,
@@ -21,16 +20,15 @@ from dovetail.core.interfaces import (
     LinearShape,
     Partial,
 )
-from dovetail.core.interfaces.tensor_record import PLAIN_WEIGHT, Axis, TensorRecord
 from dovetail.core.interfaces.tuning import Tunable
 from dovetail.core.layers.looped_experts import linear_shapes
-from dovetail.core.layers.packed import PackedLinear
-from dovetail.core.ops import decoded_matmul, scaled_matmul, unscaled_matmul, weight_formats
+from dovetail.core.ops import decoded_matmul, scaled_matmul, unscaled_matmul
+from dovetail.core.ops.tile_choice import BLOCK
 from dovetail.core.ops.tiles import MOST_SHARED_TILES
-from dovetail.core.startup_notes import note
 from dovetail.core.tuning.matmul import matmul_tunables
 from dovetail.plugins.quant.base import StoredOrRounded
 from dovetail.plugins.quant.config import FP8Config
+from dovetail.plugins.quant.fp8.blocks import rounded_blocks, stored_blocks
 from dovetail.plugins.quant.fp8.checkpoint import Stored, read_stored
 from dovetail.plugins.quant.fp8.checkpoint import stored as measure
 from dovetail.plugins.quant.fp8.experts import (
@@ -46,16 +44,13 @@ from dovetail.plugins.quant.fp8.format import (
     E4M3,
     FP8_TENSOR,
     FP8_TOKEN,
-    decode_e8m0,
-    quantize_blocks,
+    multiplies_fp8,
     quantize_rows,
     quantize_tensor,
 )
 
 MULTIPLE = 16
 """cuBLAS and CUTLASS need FP8 matrices whose dimensions are multiples of this."""
-BLOCK = 128
-"""Outputs and inputs that share a scale with quant.scales=block."""
 
 
 class FP8(StoredOrRounded[Stored]):
@@ -68,21 +63,21 @@ class FP8(StoredOrRounded[Stored]):
 
     def rounded(self, path: str, shape: LinearShape) -> LinearMethod:
         if self.config.scales == "block":
-            return RoundedBlockFP8Linear(Stored(block=(BLOCK, BLOCK)), self.config)
+            return rounded_blocks(Stored(block=(BLOCK, BLOCK)), self.config, shape)
         shape.check_multiple(MULTIPLE, "quant=fp8", path, self.config.skip)
         return FP8Linear(self.config)
 
     def of_checkpoint(self, path: str, shape: LinearShape, stored: Stored) -> LinearMethod:
         if stored.blocks:
             plain = stored.plain_inputs and self.config.activations == "auto"
-            return BlockFP8Linear(stored, self.config.model_copy(update={"activations": "plain"} if plain else {}))
+            config = self.config.model_copy(update={"activations": "plain"} if plain else {})
+            return stored_blocks(stored, config, shape)
         shape.check_multiple(MULTIPLE, "quant=fp8", path, None)
         return StoredFP8Linear(stored, self.config)
 
     def quantized_experts(self, path: str, shape: ExpertShape) -> ExpertMethod | None:
         # The others have products of single matrices only.
-        on_gpu = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        plain = self.config.activations == "plain" or not _multiplies_fp8(on_gpu)
+        plain = self.config.activations == "plain" or not multiplies_fp8()
         if plain or self.config.scales == "tensor":
             return None
         if self.stored is None and self.config.scales == "block":
@@ -118,7 +113,7 @@ class FP8Linear(LinearMethod):
 
     def create(self, shape: LinearShape, device: torch.device) -> dict[str, torch.Tensor]:
         self.dtype = shape.dtype
-        if self.by_device and not _multiplies_fp8(device):
+        if self.by_device and not multiplies_fp8(device):
             self.input = PLAIN
         return {
             "weight": torch.empty(shape.out, shape.inp, dtype=E4M3, device=device),
@@ -157,17 +152,6 @@ class FP8Linear(LinearMethod):
         return matmul_tunables(params["weight"], rows, self.dtype, defers=defers, fast_accum=self.fast_accum)
 
 
-def _multiplies_fp8(device: torch.device) -> bool:
-    """Whether this device multiplies in FP8. On the CPU the reference does."""
-    if device.type != "cuda" or (capability := torch.cuda.get_device_capability(device)) >= FP8_HARDWARE:
-        return True
-    note(
-        f"quant=fp8 has FP8 weights and multiplies in the model's dtype: a GPU of compute capability "
-        f"{'.'.join(map(str, capability))} has no FP8 matmuls"
-    )
-    return False
-
-
 class StoredFP8Linear(FP8Linear):
     """E4M3 weights of the checkpoint, with one scale per matrix or row.
 
@@ -184,50 +168,3 @@ class StoredFP8Linear(FP8Linear):
         check_scales("weight_scale", scale_O)
         params["weight"][part] = tensors["weight"]
         params["scale"][part] = scale_O
-
-
-class BlockFP8Linear(PackedLinear):
-    """E4M3 weights of the checkpoint, with a scale for each block of outputs and inputs (DeepSeek-V3, 128 x 128; MXFP8,
-    1 x 32, with scales in E8M0).
-
-    Inputs have a scale per token, not one per 128 columns as in the source: a whole row in E4M3 loses little, and the
-    matmul applies it once.
-    """
-
-    def __init__(self, stored: Stored, config: FP8Config) -> None:
-        outputs, inputs = stored.block
-        activations = PLAIN if config.activations == "plain" else FP8_TOKEN
-        # Powers of two are exact in bfloat16.
-        scale_dtype = torch.bfloat16 if stored.exponents else torch.float32
-        super().__init__(weight_formats.E4M3, inputs, activations=activations, scale_dtype=scale_dtype)
-        self.stored, self.by_device = stored, config.activations == "auto"
-        axes = Axis("outputs", outputs), Axis("inputs", inputs)
-        scales = TensorRecord(stored.scale, axes, (torch.uint8,) if stored.exponents else ())
-        self.tensors = (TensorRecord("weight", dtypes=(E4M3,)), scales)
-
-    def create(self, shape: LinearShape, device: torch.device) -> dict[str, torch.Tensor]:
-        if self.by_device and not _multiplies_fp8(device):
-            self.input = PLAIN
-        return super().create(shape, device)
-
-    def load(self, params: dict[str, torch.Tensor], part: slice, tensors: Mapping[str, torch.Tensor]) -> None:
-        scale_OG, name = tensors[self.stored.scale], self.stored.scale
-        scale_OG = decode_e8m0(name, scale_OG) if self.stored.exponents else scale_OG.float()
-        check_scales(name, scale_OG)
-        self.store(params, part, tensors["weight"].view(torch.uint8), self.shape.spread_groups(scale_OG, self.group))
-
-
-class RoundedBlockFP8Linear(BlockFP8Linear):
-    """The same from plain weights, which are quantized as they load. Blocks begin at the first output of a part, and at
-    this rank's first output and input."""
-
-    def __init__(self, stored: Stored, config: FP8Config) -> None:
-        """`stored`: the blocks to make."""
-        super().__init__(stored, config)
-        self.tensors = (PLAIN_WEIGHT,)
-
-    def load(self, params: dict[str, torch.Tensor], part: slice, tensors: Mapping[str, torch.Tensor]) -> None:
-        weight_OI, (outputs, _) = tensors["weight"].to(params["codes"].device).float(), self.stored.block
-        codes_OI, scale_OG = quantize_blocks(weight_OI, outputs, self.step)
-        scale_OG = scale_OG.repeat_interleave(outputs, 0)[: len(weight_OI)]
-        self.store(params, part, codes_OI.view(torch.uint8), scale_OG)

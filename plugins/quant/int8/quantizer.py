@@ -5,15 +5,17 @@ Shapes: T tokens, I input, O output.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from dovetail.core.errors import TensorError
 from dovetail.core.interfaces import Activation, Checkpoint, LinearMethod, LinearShape
 from dovetail.core.interfaces.tensor_record import Axis, TensorRecord
+from dovetail.core.interfaces.tuning import Tunable
 from dovetail.core.ops.matmul import INT8_MULTIPLE, int8_matmul
 from dovetail.core.ops.tiles import MOST_SHARED_TILES
+from dovetail.core.tuning.matmul import matmul_tunables
 from dovetail.plugins.quant.base import StoredOrRounded
 from dovetail.plugins.quant.config import Int8Config
 from dovetail.plugins.quant.int8.checkpoint import Stored, read_stored
@@ -55,6 +57,9 @@ class Int8Linear(LinearMethod):
 
     def apply(self, params: dict[str, torch.Tensor], x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
         return int8_matmul(x.values, params["weight"], x.scale, params["scale"], bias, self.dtype, params["counts"])
+
+    def tunables(self, params: dict[str, torch.Tensor], rows: int, *, defers: bool = False) -> Sequence[Tunable]:
+        return matmul_tunables(params["weight"], rows, self.dtype)
 
     def rows(self, params: dict[str, torch.Tensor], ids_T: torch.Tensor) -> torch.Tensor:
         return (params["weight"][ids_T] * params["scale"][ids_T, None]).to(self.dtype)

@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from dovetail.core.compose import compose
@@ -15,11 +16,14 @@ from dovetail.core.interfaces import Workload, WorkloadContext
 from dovetail.core.recording.recording import Recording
 from dovetail.core.testing.app import AppContract
 from dovetail.core.testing.workload import WorkloadContract
+from dovetail.plugins.app.replay.lockstep import Lockstep
 from dovetail.plugins.app.replay.parts import build, compose_pair
 from dovetail.plugins.app.replay.simulate import Simulation
 from dovetail.plugins.app.replay.times import StepTimes
 from dovetail.plugins.workload.config import RecordingConfig
 from dovetail.plugins.workload.recorded import Recorded
+
+from ..recording.record import run, small_engine
 
 STORED = Path(__file__).parents[1] / "recording" / "stored"
 FCFS = str(STORED / "fcfs-prefix_hash.rec")
@@ -60,6 +64,24 @@ def test_every_request_of_a_simulation_has_its_recorded_output() -> None:
     lives = {life.number: life for life in outcome.lives}
     whole = [life for life in recording.lives if life.ended and life.ended.reason == "length"]
     assert len(whole) > 8 and all(lives[life.number].tokens == life.tokens for life in whole)
+
+
+def test_a_run_with_drafts_is_replayed(tmp_path: Path) -> None:
+    """Two steps are in flight. The drafter has layers and pages of its own, and follows some of the prompts."""
+    path = tmp_path / "run.rec"
+    drafts = ("executor.acceptance=0.7", "spec_decode=draft_model", "model@spec_decode.model=tiny_draft")
+    run(small_engine(f"engine.record={path}", "executor.clock=virtual", "cost=h200", *drafts), requests=24)
+    recording = Recording(str(path), "replay.path")
+    assert {plan.follows for plan in recording.plans} == {True, False}
+    assert any(row.draft for plan in recording.plans for row in plan.rows)
+    assert any(join.lacking for plan in recording.plans for join in plan.joins)
+    pair = compose_pair(recording, compose([f"replay.path={path}"], app="replay"))
+    assert Lockstep(recording, build(recording, pair.given, pair.recorded)).run() is None
+    unlike = next(plan for plan in recording.plans if not plan.follows)
+    recording.events[recording.events.index(unlike)] = msgspec.structs.replace(unlike, follows=True)
+    found = Lockstep(recording, build(recording, pair.given, pair.recorded)).run()
+    assert found is not None and found.step == unlike.step
+    assert found.differences == ["the drafter follows prompts: recorded True, replayed False"]
 
 
 def test_a_router_distributes_the_recorded_requests(tmp_path: Path) -> None:

@@ -72,3 +72,22 @@ def test_old_counts_fade_without_drafts(kind: Kind) -> None:
     before = acceptance.survival(*ROW).sum()
     acceptance.tick(4000)
     assert acceptance.survival(*ROW).sum() < before / 2
+
+
+def test_a_full_batch_knows_its_rates_well() -> None:
+    acceptance, rng = Acceptance(256, 1), np.random.default_rng(1)
+    rows, known = np.arange(256), []
+    for _ in range(60):
+        acceptance.tick()
+        acceptance.update(rows, rows, np.ones_like(rows), rng.binomial(1, 0.8, 256))
+        known.append(acceptance.survival(np.array([0]), np.array([999]))[0, 0])
+    assert np.abs(np.array(known[20:]) - 0.8).max() < 0.03
+
+
+def test_a_row_with_bad_luck_gets_drafts_again() -> None:
+    acceptance = Acceptance(2, K)
+    learn(acceptance, K, 4.0, uid=8, slot=1)
+    learn(acceptance, K, 0.0, steps=3)
+    learn(acceptance, K, 4.0, uid=8, slot=1)
+    row, other = (acceptance.survival(*one)[0, 0] for one in (ROW, (np.array([1]), np.array([8]))))
+    assert other > row > 0.7 * other

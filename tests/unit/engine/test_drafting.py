@@ -216,6 +216,41 @@ def test_the_end_of_a_request_keeps_no_drafts_from_the_next_one() -> None:
     assert feed(one.drafting, following) and one.step([following], K) != [0]
 
 
+def test_rows_near_their_end_keep_no_drafts_from_the_next_ones() -> None:
+    """Only one of three rows has room for a draft, which does not pay alone."""
+    many = Unforgiving(ToyCost(128, 4.0))
+    short, following = ([request(uid + i, i) for i in range(3)] for uid in (0, 3))
+    assert all(feed(many.drafting, seq) for seq in short) and all(many.step(short, K))
+    for _ in range(3):
+        for seq, room in zip(short, (2, 1, 1), strict=True):
+            seq.limit = seq.max_len + room
+        assert many.step(short, 0) == [0] * 3
+    assert all(feed(many.drafting, seq) for seq in following) and all(many.step(following, K))
+
+
+def test_rows_near_the_break_even_point_keep_their_drafts() -> None:
+    """Without drafts they would be lost to the drafter, also for steps with fewer rows."""
+    many = Unforgiving(ToyCost(128, 4.7))
+    rows = [request(i, i) for i in range(16)]
+    assert all(feed(many.drafting, seq) for seq in rows)
+    for step in range(100):
+        drafts = many.step(rows, lambda seq, step=step: int(seq.uid != step % 16))
+    assert all(drafts)
+    for _ in range(20):
+        drafts = many.step(rows, 0)
+    assert not any(drafts)
+
+
+def test_the_length_of_the_rows_decides_too() -> None:
+    class OfLength(ToyCost):
+        def step_seconds(self, rows: Iterable[RowWork]) -> float:
+            return 1e-5 * max(row.bound for row in rows)
+
+    short, long = sequence(0), sequence(0)
+    short.computed = 100
+    assert [bool(weighing().choose([seq], (), 99, OfLength(64, 4.0))) for seq in (short, long)] == [False, True]  # type: ignore[arg-type]
+
+
 def test_one_rejection_does_not_give_up_drafts_for_a_whole_request() -> None:
     """A row that goes without drafts leaves the drafter behind, until its end. Useless drafts are given up soon."""
     one = Unforgiving(ToyCost(128, 1.0))

@@ -28,11 +28,12 @@ from dovetail.core.ops.choices import temporarily
 from dovetail.core.ops.decoded_matmul import decoded_matmul
 from dovetail.core.ops.formats import encode
 from dovetail.core.ops.gated import gelu_and_mul, silu_and_mul
-from dovetail.core.ops.kernels.matmul import matmul_triton
+from dovetail.core.ops.kernels.matmul import matmul_triton, rescale_triton
 from dovetail.core.ops.layernorm import layer_norm
 from dovetail.core.ops.logprobs import best_logprobs, logprobs_of
 from dovetail.core.ops.matmul import int8_matmul, matmul, scaled_matmul
 from dovetail.core.ops.norm import rms_norm
+from dovetail.core.ops.tile_choice import BLOCK
 from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
 from dovetail.core.ops.wide_norm import wide_qk_norm
 from dovetail.core.testing.compiling import resources
@@ -51,6 +52,7 @@ from .attention_launches import SCARCE, attention, attention_cases
 from .emulated import BF16, E4M3, EVERYTHING, FP16, FP32, INT32, INT64, cuda, has_fp8
 from .expert_launches import RULES, choose, experts
 from .expert_launches import multiply as multiply_experts
+from .expert_launches import multiply_packed as multiply_packed_experts
 from .latent_launches import latents
 from .packed_launches import packed_products
 from .shipped import SHIPPED, TILES
@@ -211,9 +213,19 @@ def products() -> None:
         x, weight = cuda(rows, 4096, dtype=torch.int8), cuda(1280, 4096, dtype=torch.int8)
         scales = cuda(rows, 1, dtype=FP32), cuda(1280, dtype=FP32)
         int8_matmul(x, weight, *scales, cuda(1280), BF16, cuda(MOST_SHARED_TILES, dtype=INT32))
+    rescale_triton(cuda(512, 1280, dtype=INT32), *scales, None, BF16)
+    tiles = MatmulTile(16, 64, 128, split=2), MatmulTile(128, 128, 128, warps=8, stages=3, swap=False)
+    for tile in tiles if has_fp8() else ():
+        multiply_blocks(tile)
     # A table for any GPU may have tiles for 16 bits.
     tile = MatmulTile(16, 64, 64, split=2)
     matmul_triton(cuda(16, 4096), cuda(1280, 4096), tile, cuda(MOST_SHARED_TILES, dtype=INT32))
+
+
+def multiply_blocks(tile: MatmulTile) -> None:
+    scales = cuda(200, 1, dtype=FP32), cuda(10, 32, dtype=FP32)
+    x, weight = cuda(200, 4096, dtype=E4M3), cuda(1280, 4096, dtype=E4M3)
+    matmul_triton(x, weight, tile, cuda(MOST_SHARED_TILES, dtype=INT32), *scales, None, BF16, BLOCK, (BLOCK, BLOCK))
 
 
 @temporarily(SHIPPED)
@@ -292,10 +304,13 @@ def more_functions() -> None:
     for rule in RULES[1:]:
         choose(rule)
     multiply_experts(64, 128, 8, 2048, 768, E4M3, blocks=True)
+    multiply_packed_experts(256, 32, 4, 2880, 2880, PLAIN)
     tile = MatmulTile(128, 256, 128, stages=4, split=2, specialized=True)
     scales = cuda(200, 1, dtype=FP32), cuda(1280, dtype=FP32)
     given = cuda(200, 8192, dtype=E4M3), cuda(1280, 8192, dtype=E4M3)
     matmul_triton(*given, tile, cuda(MOST_SHARED_TILES, dtype=INT32), *scales, None, BF16)
+    multiply_blocks(MatmulTile(16, 64, 256, stages=3, prefetch=5))
+    multiply_blocks(MatmulTile(128, 128, 256, stages=3, specialized=True))
     attention(SCARCE, kv_dtype=E4M3, page=64, gluon=False)
     attention(SCARCE, soft_cap=50.0, sinks=True, gluon=False)
     rows = cuda(16, 8192)
@@ -335,6 +350,8 @@ SPILLS = {
     "dovetail.plugins.attention.triton.latent_kernel:attend_latents": 160,
     # Sums of 128 rows for gate and up beside the codes of a span; most in float32.
     "dovetail.core.ops.kernels.packed_experts:_packed_expert_matmul": 512,
+    # The ends of products with tiles of 128 rows; blocks are multiplied without spilling.
+    "dovetail.core.ops.kernels.specialized_experts:experts_specialized": 256,
     # The outputs of 64 rows for adapters of high rank.
     "dovetail.plugins.adapter.lora.kernel:_expand": 512,
 }

@@ -21,10 +21,18 @@ from dovetail.core.interfaces import (
     RoutingRule,
 )
 from dovetail.core.ops.expert_copies import count_experts_reference, locate_copies_reference
-from dovetail.core.ops.expert_tiles import direct, expert_tile, most_tiles, rows_of_tile
+from dovetail.core.ops.expert_tiles import (
+    direct,
+    expert_tile,
+    most_tiles,
+    rows_of_tile,
+    specialized_blocks,
+    specialized_expert_tile,
+)
 from dovetail.core.ops.experts import ExpertWeights, gated_experts, gated_experts_reference
 from dovetail.core.ops.formats import encode
 from dovetail.core.ops.routing import LOGITS_TILE, route_reference, router_logits
+from dovetail.core.ops.tiles import HOPPER_SHARED
 from dovetail.core.testing.numeric import poisoned_memory, row_error
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN, quantize_rows
 
@@ -337,6 +345,64 @@ def test_blocks_with_scales(tokens, hidden, channels, block):
     x_cpu = replace(x, values=x.values.cpu(), scale=x.scale.cpu())
     want = gated_experts(x_cpu, routing, weights, SWIGLU, between=FP8_TOKEN, dtype=DTYPE)
     assert row_error(got.cpu().float(), want.float()) < 4e-2, "see test_fp8_kernels_equal_the_reference"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    INTERPRETED or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="Hopper's kernel is in Gluon, which has no interpreter",
+)
+@pytest.mark.parametrize("kind", ["blocks", "rows", "bf16"])
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "channels", "routed"), [(90, 320, 192, "some padding"), (300, 1024, 336, "random")]
+)
+def test_the_kernel_for_hopper_equals_the_reference(tokens, hidden, channels, routed, kind):
+    """Tiles of 64 and 128 rows, and rows whose last block is not whole."""
+    from dovetail.core.ops.kernels.experts import gated_experts_triton, sort_pairs
+
+    dtype, fmt = (torch.bfloat16, PLAIN) if kind == "bf16" else (DTYPE, FP8_TOKEN)
+    x_TC, routing, up, down, bias = case(tokens, 3, 2, hidden, channels, routed, dtype, biased=True)
+    weights = ExpertWeights(up, down)
+    if kind == "rows":
+        (up, up_scale), (down, down_scale) = (quantize_rows(weight.flatten(0, 1)) for weight in (up, down))
+        of_up, of_down = weights.up.shape, weights.down.shape
+        scales = up_scale.view(of_up[:2]), down_scale.view(of_down[:2])
+        weights = ExpertWeights(up.view(of_up), down.view(of_down), *scales)
+    elif kind == "blocks":
+        weights = blocks_of(3, hidden, channels, (128, 128))
+    tensors = ("up", "down", "up_scale", "down_scale")
+    placed = replace(weights, **{name: None if (t := getattr(weights, name)) is None else t.cuda() for name in tensors})
+    x = encode(x_TC.cuda(), (fmt,))[fmt]
+    on = Routing(routing.experts_TK.cuda(), routing.weights_TK.cuda())
+    biases = ExpertBias(bias.up.cuda(), bias.down.cuda())
+    rows = sort_pairs(on, 3, None).rows
+    tiles = (specialized_expert_tile(rows, placed.up.element_size(), HOPPER_SHARED),) * 2
+    with poisoned_memory():
+        got, again = (
+            gated_experts_triton(x, on, placed, CLAMPED, biases, fmt, dtype, True, chosen) for chosen in (tiles, tiles)
+        )
+    if kind == "blocks" and rows == 128:
+        assert torch.equal(got, gated_experts_triton(x, on, placed, CLAMPED, biases, fmt, dtype, True)), "the rule"
+    assert torch.equal(got, again)
+    x_cpu = replace(x, values=x.values.cpu(), scale=None if x.scale is None else x.scale.cpu())
+    want = gated_experts(x_cpu, routing, weights, CLAMPED, bias, between=fmt, dtype=dtype)
+    # As in test_fp8_kernels_equal_the_reference; bfloat16 rounds between the products.
+    assert row_error(got.cpu().float(), want.float()) < (2e-2 if kind == "bf16" else 4e-2)
+
+
+@pytest.mark.parametrize(
+    ("rows", "hidden", "channels", "itemsize", "block", "suits"),
+    [
+        (128, 7168, 2048, 1, (128, 128), True),
+        (64, 7168, 2048, 1, (128, 128), False),  # few rows
+        (128, 7168, 2048, 1, (64, 128), False),  # two scales in a box
+        (128, 2048, 760, 1, (128, 128), False),  # rows that a tensor map cannot read
+        (128, 7168, 2048, 1, None, False),
+        (128, 7168, 2048, 2, None, False),
+    ],
+)
+def test_what_the_kernel_for_hopper_can_multiply(rows, hidden, channels, itemsize, block, suits):
+    assert specialized_blocks(rows, hidden, channels, itemsize, block) == suits
 
 
 def blocks_of(experts: int, hidden: int, channels: int, block: tuple[int, int]) -> ExpertWeights:

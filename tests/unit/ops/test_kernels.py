@@ -322,6 +322,21 @@ def test_matmul(dtype, tile):
             assert not counts.any()
 
 
+@pytest.mark.parametrize("tile", [*CUTS, MatmulTile(64, 64, 64, swap=False)], ids=lambda t: f"{t.split}-{t.programs}")
+def test_matmul_with_scales_of_blocks(tile):
+    """Blocks that outputs and inputs do not fill."""
+    counts = torch.zeros(64, dtype=torch.int32, device=DEVICE)
+    x_TI, weight_OI = (torch.randn(n, 336, device=DEVICE).to(torch.float8_e4m3fn) for n in (5, 200))
+    x_scale_T1, scale, bias_O = torch.rand(5, 1), torch.rand(2, 3), torch.randn(200)
+    x_scale_T1, scale, bias_O = (each.to(DEVICE) for each in (x_scale_T1, scale, bias_O))
+    args = x_TI, weight_OI, tile, counts, x_scale_T1, scale, bias_O, torch.float32, 128, (128, 128)
+    got = matmul_triton(*args)
+    spread_OI = scale.double().repeat_interleave(128, 0).repeat_interleave(128, 1)[:200, :336]
+    expected = (x_TI.double() @ (weight_OI.double() * spread_OI).t()) * x_scale_T1 + bias_O
+    assert_near(got, expected.float(), 1e-6)
+    assert torch.equal(got, matmul_triton(*args)) and not counts.any()
+
+
 @pytest.mark.parametrize("tile", CUTS, ids=lambda tile: f"{tile.split}-{tile.programs}")
 def test_int8_matmul(tile):
     """Integers are summed exactly; few rows by the kernel, many by the library and a pass that scales them."""

@@ -3,11 +3,21 @@ test_experts.py."""
 
 from __future__ import annotations
 
+from itertools import product
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from dovetail.core.interfaces import PLAIN, SWIGLU, Activation, ExpertBias, Routing
-from dovetail.core.ops.expert_tiles import packed_expert_tile, packed_shared
+from dovetail.core.ops.expert_tiles import (
+    SM_SHARED,
+    SPECIALIZED,
+    packed_expert_tile,
+    packed_shared,
+    specialized_expert_tile,
+    specialized_shared,
+)
 from dovetail.core.ops.formats import encode
 from dovetail.core.ops.packed_experts import (
     PackedExperts,
@@ -18,6 +28,7 @@ from dovetail.core.ops.packed_experts import (
     unpack_row_spans,
     unpacked,
 )
+from dovetail.core.ops.tiles import HOPPER_SHARED
 from dovetail.core.ops.weight_formats import E2M1
 from dovetail.core.testing.numeric import poisoned_memory
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
@@ -119,6 +130,75 @@ def test_the_kernels_are_near_the_exact_sum(tokens, experts, active, hidden, cha
         return
     tolerance = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 2e-2}[kind]
     check(got.float(), exact(x_TC, routing, up, down, activation, bias), tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    INTERPRETED or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="Hopper's kernel is in Gluon, which has no interpreter",
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "active", "hidden", "channels", "routed"),
+    [
+        (9, 8, 2, 320, 2880, "random"),  # tiles of 16 rows, spans of 64 inputs at the end
+        (40, 4, 2, 448, 704, "some padding"),  # 32 rows; 192 inputs
+        (90, 4, 2, 384, 256, "random"),  # 64 rows; 128 inputs
+        (150, 2, 2, 512, 64, "all in one"),  # 128 rows, several tiles of an expert
+        (9, 3, 2, 64, 192, "one row"),
+    ],
+)
+def test_the_kernel_for_hopper_is_near_the_exact_sum(tokens, experts, active, hidden, channels, routed, dtype):
+    from dovetail.core.ops.kernels.packed_experts import packed_experts_triton
+
+    x_TC, routing, weights, bias, up, down = packed_case(tokens, experts, active, hidden, channels, routed, dtype)
+    x_TC[(routing.experts_TK < 0).all(1)] = float("nan")
+    on = [each.to("cuda") for each in (weights.up, weights.down, weights.up_exponents, weights.down_exponents)]
+    biases = None if bias is None else ExpertBias(bias.up.to("cuda"), bias.down.to("cuda"))
+    at = Routing(routing.experts_TK.to("cuda"), routing.weights_TK.to("cuda"))
+    x = Activation(PLAIN, x_TC.to("cuda"))
+    with poisoned_memory():
+        got = packed_experts_triton(x, at, PackedExperts(E2M1, *on), CLAMPED, biases, PLAIN, dtype)
+        again = packed_experts_triton(x, at, PackedExperts(E2M1, *on), CLAMPED, biases, PLAIN, dtype)
+    x_TC[(routing.experts_TK < 0).all(1)] = 0.0
+    tolerance = 5e-3 if dtype is torch.float16 else 2e-2
+    check(got.cpu().float(), exact(x_TC, routing, up, down, CLAMPED, bias), tolerance)
+    assert torch.equal(got, again)
+
+
+@pytest.mark.parametrize(
+    ("capability", "kind", "tokens", "hidden", "channels", "runs"),
+    [
+        ((9, 0), torch.bfloat16, 64, 2880, 2880, True),
+        ((9, 0), torch.float16, 256, 2880, 2880, True),
+        ((10, 0), torch.bfloat16, 64, 2880, 2880, False),
+        ((9, 0), torch.bfloat16, 64, 2880, 1440, False),  # the last span has 32 inputs
+        ((9, 0), torch.float8_e4m3fn, 64, 2880, 2880, False),  # sums of few rows in E4M3
+        ((9, 0), torch.float8_e4m3fn, 512, 2880, 2880, True),
+        ((9, 0), torch.bfloat16, 1, 2880, 2880, False),  # pairs are not sorted
+    ],
+)
+def test_hopper_has_a_kernel_of_its_own(monkeypatch, capability, kind, tokens, hidden, channels, runs):
+    pytest.importorskip("triton", reason="no Triton for this platform")
+    from dovetail.core.ops.expert_tiles import rows_of_tile
+    from dovetail.core.ops.kernels import packed_experts
+
+    facts = "GPU", 132, capability == (9, 0), HOPPER_SHARED
+    monkeypatch.setattr(packed_experts, "device_facts", lambda device: facts)
+    rows = 16 if tokens == 1 else rows_of_tile(4 * tokens, 32)
+    pairs = SimpleNamespace(rows=rows, tiles_M3=None if tokens == 1 else torch.zeros(1))
+    fp8 = kind is torch.float8_e4m3fn
+    x = SimpleNamespace(values=torch.zeros(1, dtype=kind))
+    wide = fp8 and rows > packed_experts.MOST_FP8_ROWS
+    tile = packed_experts._tile(pairs, x, wide, E2M1, (hidden, channels), torch.device("cuda"))
+    assert bool(tile.residents) == runs and tile.rows == rows
+
+
+def test_tiles_of_hopper_fit_into_shared_memory():
+    for rows, itemsize in product(SPECIALIZED, (0.5, 1, 2)):
+        tile = specialized_expert_tile(rows, itemsize, HOPPER_SHARED)
+        assert tile.stages > 1 and tile.residents * (specialized_shared(tile, itemsize) + 1024) <= SM_SHARED
+        assert tile.outputs == 16 * tile.warps
 
 
 def test_tiles_of_packed_experts_fit_into_shared_memory():

@@ -91,12 +91,14 @@ def test_its_size_is_planned(own: bool, tmp_path: Path) -> None:
     part = small_composition(*words).part("spec_decode")
     facts = part.facts()
     assert facts.spec.parameters.total == sum(t.numel() for t in medusa_tensors(own=own).values())
-    assert (facts.lookahead, facts.weight_bits, facts.spec.kv_bytes_per_token(2)) == (3, 8.0, 0)
+    assert (facts.lookahead, facts.weight_bits, facts.product, facts.spec.kv_bytes_per_token(2)) == (3, 8.0, "fp8", 0)
     assert part.capabilities(Host(device="cpu")).provides["drafts"] is True
 
 
 def test_the_time_of_drafting_is_predicted() -> None:
     """A cost model counts one pass over all heads, which reads their matrices once."""
-    composition = compose(["app=plan", "cost=h200", "model=llama3_8b", "spec_decode=medusa_llama3_8b"])
+    words = ["app=plan", "cost=h200", "model=llama3_8b", "spec_decode=medusa_llama3_8b"]
+    composition = compose([*words, "quant@spec_decode.quant=fp8"])
     cost = bind_cost(composition, composition.part("model").facts(), "cuda")
-    assert cost is not None and 1e-3 < cost.draft_seconds(1, 4, 1000) < 4 * cost.decode_seconds(1, 1000)
+    assert cost is not None and cost.drafter is not None and cost.drafter.formats.product == "fp8"
+    assert 1e-3 < cost.draft_seconds(1, 4, 1000) < 4 * cost.decode_seconds(1, 1000)

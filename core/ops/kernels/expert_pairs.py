@@ -1,0 +1,183 @@
+"""Pairs of token and expert in the order of experts, for the products of routed experts: each tile has rows of one
+expert. All shapes are static: tiles that a step does not need have no expert, so one CUDA graph serves every routing.
+
+Shapes: T tokens, K experts of a token, P = T * K pairs, M tiles, C hidden channels, F channels of an expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from dovetail.core.interfaces.expert import Routing
+from dovetail.core.ops.expert_tiles import LEAST_ROWS, ExpertTile, direct, most_tiles, rows_of_tile
+from dovetail.core.ops.kernels.launch import announce, dependent, wait
+
+MOST_BLOCK = 4096
+
+
+@triton.jit(do_not_specialize=["pairs", "tiles"])
+def _group_pairs(
+    experts_ptr,
+    order_ptr,
+    tiles_ptr,
+    pairs,
+    tiles,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Sort the pairs of one expert behind those of the experts before it, in order, and write its tiles: expert, first
+    place in the sorted order, and end of the expert's places. Tiles that are not needed have expert -1. Behind them are
+    the numbers of tiles that are needed and of pairs that have an expert."""
+    announce(PDL)
+    wait(PDL)
+    expert = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    counts = tl.zeros((BINS,), tl.int32)
+    for start in range(0, pairs, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        found = tl.load(experts_ptr + at, mask=at < pairs, other=-1)
+        counts += tl.histogram(tl.where(found < 0, BINS - 1, found), BINS)
+    earlier = bins < expert
+    first = tl.sum(tl.where(earlier, counts, 0), axis=0)
+    count = tl.sum(tl.where(bins == expert, counts, 0), axis=0)
+    tile = tl.sum(tl.where(earlier, (counts + ROWS - 1) // ROWS, 0), axis=0)
+    placed = first
+    for start in range(0, pairs, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        mine = tl.load(experts_ptr + at, mask=at < pairs, other=-1) == expert
+        ranks = tl.cumsum(mine.to(tl.int32), axis=0)
+        tl.store(order_ptr + placed + ranks - 1, at, mask=mine)
+        placed += tl.sum(mine.to(tl.int32), axis=0)
+    needed = (count + ROWS - 1) // ROWS
+    for each in range(needed):
+        to = tiles_ptr + 3 * (tile + each)
+        tl.store(to, expert)
+        tl.store(to + 1, first + each * ROWS)
+        tl.store(to + 2, first + count)
+    if expert == EXPERTS - 1:
+        for unused in range(tile + needed, tiles):
+            tl.store(tiles_ptr + 3 * unused, -1)
+        tl.store(tiles_ptr + 3 * tiles, tile + needed)
+        tl.store(tiles_ptr + 3 * tiles + 1, first + count)
+
+
+@triton.jit
+def _gather_rows(x_ptr, order_ptr, tiles_ptr, out_ptr, tiles, columns, ACTIVE: tl.constexpr, BLOCK: tl.constexpr,
+                 PDL: tl.constexpr):  # fmt: skip
+    """Copy the row of x of the pair at each place."""
+    announce(PDL)
+    wait(PDL)
+    place = tl.program_id(0)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if place < tl.load(tiles_ptr + 3 * tiles + 1):
+        row = (tl.load(order_ptr + place) // ACTIVE).to(tl.int64)
+        x = tl.load(x_ptr + row * columns + at, mask=at < columns)
+        tl.store(out_ptr + place.to(tl.int64) * columns + at, x.to(out_ptr.dtype.element_ty), mask=at < columns)
+
+
+@triton.jit
+def _sum_pairs(y_ptr, experts_ptr, out_ptr, C, ACTIVE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Sum the rows of a token's pairs in order. Pairs without an expert have no row."""
+    announce(PDL)
+    wait(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < C
+    total = tl.zeros((BLOCK,), tl.float32)
+    for k in tl.static_range(ACTIVE):
+        pair = token * ACTIVE + k
+        has = tl.load(experts_ptr + pair) >= 0
+        total += tl.load(y_ptr + pair * C + columns, mask=inside & has, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * C + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True, slots=True)
+class Sorted:
+    """Pairs by expert. None = each pair is a tile, in the order of pairs."""
+
+    routing: Routing
+    order_P: torch.Tensor | None
+    """int32: the pair at each place."""
+    tiles_M3: torch.Tensor | None
+    """int32: expert, first place and end of the expert's places, of each tile; expert -1 if it is not needed. The
+    last row has the number of tiles that are needed, and of pairs that have an expert."""
+    rows: int
+    """Rows of a tile."""
+    tiles: int
+
+
+def gather_rows(x_TC: torch.Tensor, pairs: Sorted, dtype: torch.dtype) -> torch.Tensor:
+    """Return the rows of all pairs in sorted order, and memory for a tile behind them."""
+    count, columns = pairs.routing.experts_TK.numel(), x_TC.shape[1]
+    out_PC = torch.empty(count + pairs.rows, columns, dtype=dtype, device=x_TC.device)
+    block = min(4096, triton.next_power_of_2(columns))
+    _gather_rows[(count, triton.cdiv(columns, block))](
+        x_TC,
+        pairs.order_P,
+        pairs.tiles_M3,
+        out_PC,
+        pairs.tiles,
+        columns,
+        ACTIVE=pairs.routing.experts_TK.shape[1],
+        BLOCK=block,
+        num_warps=max(1, block // 1024),
+        **dependent(out_PC),
+    )
+    return out_PC
+
+
+def inner_rows(pairs: int, channels: int, second: ExpertTile, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return memory for the rows between the products, and for a tile behind them if the second one reads boxes."""
+    return torch.empty(pairs + (second.rows if second.residents else 0), channels, dtype=dtype, device=device)
+
+
+def sum_pairs(y_PC: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """Return the sum of each token's rows."""
+    (tokens, active), hidden = routing.experts_TK.shape, y_PC.shape[1]
+    out_TC = torch.empty(tokens, hidden, dtype=y_PC.dtype, device=y_PC.device)
+    block = min(1024, triton.next_power_of_2(hidden))
+    _sum_pairs[(tokens, triton.cdiv(hidden, block))](
+        y_PC,
+        routing.experts_TK,
+        out_TC,
+        hidden,
+        ACTIVE=active,
+        BLOCK=block,
+        num_warps=max(1, block // 256),
+        **dependent(out_TC),
+    )
+    return out_TC
+
+
+def sort_pairs(routing: Routing, experts: int, rows: int | None) -> Sorted:
+    """Sort the pairs. `rows`: rows of a tile; None = by the rule."""
+    (tokens, active), device = routing.experts_TK.shape, routing.experts_TK.device
+    pairs = tokens * active
+    if rows is None and direct(tokens, active, experts):
+        return Sorted(routing, None, None, LEAST_ROWS, pairs)
+    rows = rows or rows_of_tile(pairs, experts)
+    tiles = most_tiles(pairs, experts, rows)
+    order_P = torch.empty(pairs, dtype=torch.int32, device=device)
+    tiles_M3 = torch.empty(tiles + 1, 3, dtype=torch.int32, device=device)
+    block = max(128, min(MOST_BLOCK, triton.next_power_of_2(pairs)))
+    _group_pairs[(experts,)](
+        routing.experts_TK,
+        order_P,
+        tiles_M3,
+        pairs,
+        tiles,
+        EXPERTS=experts,
+        ROWS=rows,
+        BINS=triton.next_power_of_2(experts + 1),
+        BLOCK=block,
+        num_warps=max(1, min(8, block // 256)),
+        **dependent(order_P),
+    )
+    return Sorted(routing, order_P, tiles_M3, rows, tiles)

@@ -1,0 +1,140 @@
+"""Work of the kernels of routed experts for Hopper (specialized_experts.py): units, the ring of blocks in shared
+memory that a producer warp fills, and the ends of both products.
+
+A unit is a tile of rows times a tile of outputs. Each consumer warp group has two boxes of 64 rows of the weight: gate
+and up of the same outputs, or twice as many outputs. Rows of x are copied in sorted order first, so that a tensor map
+can read them; a tile's box may reach into the rows of the next expert, whose outputs are not stored.
+
+Shapes: T rows of a tile, O outputs of a box.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from dovetail.core.ops.kernels.experts import activated
+from dovetail.core.ops.kernels.gluon import advance
+
+BOX = gl.constexpr(64)
+"""Rows of a box of the weight, as many as a matrix instruction takes."""
+
+
+@gluon.jit
+def unit_of(tiles_ptr, unit, live, o_tiles, GROUP: gl.constexpr):
+    """Return a unit's expert, its first place, the end of the expert's places, and its tile of outputs."""
+    group = unit // (GROUP * o_tiles)
+    rest = unit - group * (GROUP * o_tiles)
+    size = gl.minimum(live - group * GROUP, GROUP)
+    at = tiles_ptr + 3 * (group * GROUP + rest % size)
+    return gl.load(at), gl.load(at + 1), gl.load(at + 2), rest // size
+
+
+@gluon.jit
+def produce(x_source, source, rings, work, size, GATED: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
+            PLACES: gl.constexpr, X_BOXES: gl.constexpr, LAST: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+    """Fetch the blocks of all units as consumers release places. A block has two boxes of the weight for each group,
+    and X_BOXES boxes of x; LAST: those of a unit's last block."""
+    x, weight, full, empty = rings
+    tiles_ptr, live, o_tiles = work
+    outputs, rows, leap, blocks = size
+    WIDE: gl.constexpr = BOX if GATED else 2 * BOX
+    WEIGHT: gl.constexpr = 2 * GROUPS * source.block_type.nbytes
+    X: gl.constexpr = x_source.block_type.nbytes
+    units = live * o_tiles
+    # The first round finds all places free.
+    place, phase = 0, 1
+    unit = gl.program_id(0)
+    expert, first, _, o_tile = unit_of(tiles_ptr, gl.minimum(unit, units - 1), live, o_tiles, GROUP)
+    while unit < units:
+        unit += gl.num_programs(0)
+        following = unit_of(tiles_ptr, gl.minimum(unit, units - 1), live, o_tiles, GROUP)
+        start = o_tile * (GROUPS * WIDE)
+        for block in range(blocks):
+            mbarrier.wait(empty.index(place), phase)
+            is_last = block == blocks - 1
+            if LAST == X_BOXES:
+                mbarrier.expect(full.index(place), WEIGHT + X_BOXES * X)
+            else:
+                mbarrier.expect(full.index(place), WEIGHT + X_BOXES * X, pred=block < blocks - 1)
+                mbarrier.expect(full.index(place), WEIGHT + LAST * X, pred=is_last)
+            for half in gl.static_range(2):
+                for which in gl.static_range(GROUPS):
+                    # Instead of boxes past the last output, the first one again, which is in the L2 cache.
+                    o = start + which * WIDE + (0 if GATED else half * BOX)
+                    row = expert * rows + gl.where(o < outputs, o, start) + (half * leap if GATED else 0)
+                    to = weight.index((place * 2 + half) * GROUPS + which)
+                    at = [row, block * source.block_type.shape[1]]
+                    tma.async_copy_global_to_shared(source, at, full.index(place), to)
+            for box in gl.static_range(X_BOXES):
+                to = x.index(place * X_BOXES + box)
+                at = [first, (block * X_BOXES + box) * x_source.block_type.shape[1]]
+                if box < LAST:
+                    tma.async_copy_global_to_shared(x_source, at, full.index(place), to)
+                else:
+                    tma.async_copy_global_to_shared(x_source, at, full.index(place), to, pred=block < blocks - 1)
+            place, phase = advance(place, phase, PLACES)
+        expert, first, _, o_tile = following
+    if PDL:
+        gdc_launch_dependents()
+
+
+@gluon.jit
+def _store(y_OT, out_ptr, order_ptr, first, end, start, outputs, BLOCK_T: gl.constexpr):
+    """Store rows at their places, or at their pairs if `order_ptr` is given."""
+    # Each warp stores the 16 rows of its matrix instructions, 16 bytes per thread.
+    WIDE: gl.constexpr = gl.BlockedLayout([8, 1], [2, 16], [4, 1], [0, 1])
+    values = gl.convert_layout(y_OT.to(out_ptr.dtype.element_ty), WIDE)
+    o = start + gl.arange(0, BOX, gl.SliceLayout(1, WIDE))
+    row = first + gl.arange(0, BLOCK_T, gl.SliceLayout(0, WIDE))
+    inside = row < end
+    if order_ptr is not None:
+        row = gl.load(order_ptr + row, mask=inside, other=0)
+    at = out_ptr + row.to(gl.int64)[None, :] * outputs + o[:, None]
+    gl.store(at, values, mask=inside[None, :] & (o < outputs)[:, None])
+
+
+@gluon.jit
+def _complete(acc, row_scale_ptr, bias_ptr, o, inside_O):
+    """Apply scales of rows and add the bias."""
+    if row_scale_ptr is not None:
+        acc *= gl.load(row_scale_ptr + o, mask=inside_O, other=0.0)[:, None]
+    if bias_ptr is not None:
+        acc += gl.load(bias_ptr + o, mask=inside_O, other=0.0).to(gl.float32)[:, None]
+    return acc
+
+
+@gluon.jit
+def finish(acc, more, tile, epilogue, size, start, ACTIVE: gl.constexpr, GATED: gl.constexpr, LIMITED: gl.constexpr,
+            BLOCK_T: gl.constexpr):  # fmt: skip
+    """Complete and store the sums of a unit. The first output is `start`."""
+    expert, first, end = tile
+    of_rows, row_scale_ptr, bias_ptr, out_ptr, activation = epilogue
+    x_scale_ptr, x_scale_st, order_ptr, routing_ptr = of_rows
+    alpha, limit, offset = activation
+    outputs, rows, leap, blocks = size
+    ACC: gl.constexpr = acc.type.layout
+    o = start + gl.arange(0, BOX, gl.SliceLayout(1, ACC))
+    row = first + gl.arange(0, BLOCK_T, gl.SliceLayout(0, ACC))
+    inside_T = row < end
+    pair = gl.load(order_ptr + row, mask=inside_T, other=0)
+    if x_scale_ptr is not None:
+        of_row = pair // ACTIVE if GATED else row
+        scale_T = gl.load(x_scale_ptr + of_row * x_scale_st, mask=inside_T, other=0.0)
+        acc, more = acc * scale_T[None, :], more * scale_T[None, :]
+    if bias_ptr is not None:
+        bias_ptr += expert.to(gl.int64) * rows
+    if row_scale_ptr is not None:
+        row_scale_ptr += expert.to(gl.int64) * rows
+    acc = _complete(acc, row_scale_ptr, bias_ptr, o, o < outputs)
+    if GATED:
+        more = _complete(more, row_scale_ptr, bias_ptr, o + leap, o < outputs)
+        y_OT = activated(acc, more, alpha, limit, offset, LIMITED)
+        _store(y_OT, out_ptr, None, first, end, start, outputs, BLOCK_T)
+    else:
+        more = _complete(more, row_scale_ptr, bias_ptr, o + BOX, o + BOX < outputs)
+        share_T = gl.load(routing_ptr + pair, mask=inside_T, other=0.0)[None, :]
+        _store(acc * share_T, out_ptr, order_ptr, first, end, start, outputs, BLOCK_T)
+        _store(more * share_T, out_ptr, order_ptr, first, end, start + BOX, outputs, BLOCK_T)

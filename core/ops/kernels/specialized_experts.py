@@ -1,0 +1,197 @@
+"""Products of routed experts on Hopper: a producer warp fetches blocks, warp groups multiply them.
+
+The structure is that of specialized_packed.py, for units of several experts (expert_units.py): persistent programs take
+units in turn, and the ring of blocks in shared memory stays filled across them. What consumers do with a block depends
+on the weight: packed_expert_units.py decodes it, plain_expert_units.py multiplies FP8 and 16 bits as they are.
+
+Shapes: P pairs of token and expert, E experts, O outputs, I inputs, W words of a row, S spans of a row.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.language.extra.cuda import gdc_wait
+
+from dovetail.core.interfaces.activation import Activation
+from dovetail.core.interfaces.expert import GatedActivation
+from dovetail.core.ops.expert_tiles import GROUPED, ExpertTile
+from dovetail.core.ops.kernels.expert_pairs import Sorted
+from dovetail.core.ops.kernels.expert_units import BOX, produce
+from dovetail.core.ops.kernels.gluon import (
+    PRODUCER_REGISTERS,
+    barrier,
+    consumer_registers,
+    launch_registers,
+    tensor_map,
+)
+from dovetail.core.ops.kernels.launch import dependent
+from dovetail.core.ops.kernels.packed_expert_units import X_BOXES, consume_packed
+from dovetail.core.ops.kernels.plain_expert_units import consume_plain
+from dovetail.core.ops.matmul import device_facts
+from dovetail.core.ops.packed_experts import EACH, SPANS
+
+
+@gluon.jit
+def _consume(rings, work, scale, epilogue, size, BLOCK_T: gl.constexpr, ACTIVE: gl.constexpr, GATED: gl.constexpr,
+             LIMITED: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, PLACES: gl.constexpr,
+             TAIL: gl.constexpr, SCALE_O: gl.constexpr, SCALE_I: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
+    """Consumer warp group for outputs [WIDE * WHICH, WIDE * (WHICH + 1)) of each tile."""
+    x, weight, full, empty = rings
+    if weight.dtype == gl.int32:
+        consume_packed(rings, work, scale, epilogue, size, BLOCK_T, ACTIVE, GATED, LIMITED, GROUP, GROUPS, PLACES,
+                       TAIL, WHICH)  # fmt: skip
+    else:
+        consume_plain(rings, work, scale, epilogue, size, BLOCK_T, ACTIVE, GATED, LIMITED, GROUP, GROUPS, PLACES,
+                      SCALE_O, SCALE_I, WHICH)  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["tiles", "x_scale_st", "o_tiles", "blocks"])
+def experts_specialized(
+    x_source,
+    source,
+    scale_ptr,
+    groups,
+    x_scale_ptr,
+    x_scale_st,
+    row_scale_ptr,
+    bias_ptr,
+    order_ptr,
+    tiles_ptr,
+    routing_ptr,
+    out_ptr,
+    tiles,
+    o_tiles,
+    outputs,
+    rows,
+    blocks,
+    alpha,
+    limit,
+    offset,
+    ACTIVE: gl.constexpr,
+    GATED: gl.constexpr,
+    LIMITED: gl.constexpr,
+    GROUP: gl.constexpr,
+    GROUPS: gl.constexpr,
+    PLACES: gl.constexpr,
+    X_BOXES: gl.constexpr,
+    TAIL: gl.constexpr,
+    SCALE_O: gl.constexpr,
+    SCALE_I: gl.constexpr,
+    RESIDENTS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """`scale_ptr`: exponents, or scales of blocks of SCALE_O outputs and SCALE_I inputs (0 = none), `groups` in a row.
+    `outputs`: channels, of gate and up each if GATED. `rows`: rows of an expert's matrix. `blocks`: those of a unit,
+    with X_BOXES boxes of x each. TAIL: inputs of the last block if it has fewer. GROUPS: consumer warp groups, 1 or 2.
+    PLACES: blocks in the ring."""
+    BLOCK_T: gl.constexpr = x_source.block_type.shape[0]
+    X_WIDE: gl.constexpr = x_source.block_type.shape[1]
+    WIDE: gl.constexpr = source.block_type.shape[1]
+    weight = gl.allocate_shared_memory(source.dtype, [PLACES * 2 * GROUPS, BOX, WIDE], source.layout)
+    x = gl.allocate_shared_memory(x_source.dtype, [PLACES * X_BOXES, BLOCK_T, X_WIDE], x_source.layout)
+    full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(PLACES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=GROUPS)
+    fence_async_shared()
+    barrier()
+    # The partitions start after the wait, so all of them see what earlier kernels wrote.
+    if PDL:
+        gdc_wait()
+    rings = (x, weight, full, empty)
+    work = (tiles_ptr, gl.load(tiles_ptr + 3 * tiles), o_tiles)
+    size = (outputs, rows, outputs if GATED else BOX, blocks)
+    scale = (scale_ptr, groups)
+    of_rows = (x_scale_ptr, x_scale_st, order_ptr, routing_ptr)
+    epilogue = (of_rows, row_scale_ptr, bias_ptr, out_ptr, (alpha, limit, offset))
+    LAST: gl.constexpr = TAIL // X_WIDE if TAIL > 0 else X_BOXES
+    REGISTERS: gl.constexpr = consumer_registers(GROUPS, RESIDENTS)
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_consume, (rings, work, scale, epilogue, size, BLOCK_T, ACTIVE, GATED, LIMITED, GROUP, GROUPS, PLACES,
+                           TAIL, SCALE_O, SCALE_I, 0)),
+                (produce, (x_source, source, rings, work, size, GATED, GROUP, GROUPS, PLACES, X_BOXES, LAST, PDL)),
+            ],
+            [1],
+            [PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (rings, work, scale, epilogue, size, BLOCK_T, ACTIVE, GATED, LIMITED, GROUP, GROUPS, PLACES,
+                           TAIL, SCALE_O, SCALE_I, 0)),
+                (_consume, (rings, work, scale, epilogue, size, BLOCK_T, ACTIVE, GATED, LIMITED, GROUP, GROUPS, PLACES,
+                           TAIL, SCALE_O, SCALE_I, 1)),
+                (produce, (x_source, source, rings, work, size, GATED, GROUP, GROUPS, PLACES, X_BOXES, LAST, PDL)),
+            ],
+            [4, 1],
+            [REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+
+
+def multiply_specialized(
+    x: Activation,
+    weight_EOI: torch.Tensor,
+    scale: torch.Tensor | None,
+    block: tuple[int, int],
+    bias_EO: torch.Tensor | None,
+    pairs: Sorted,
+    tile: ExpertTile,
+    out: torch.Tensor,
+    activation: GatedActivation | None,
+) -> None:
+    """Launch the first product, which ends in `activation`, or the second one (None). `x`: rows in sorted order, and at
+    least a tile of rows behind them. `weight_EOI`: FP8, 16 bits, or words of packed codes, with their exponents in
+    `scale`. `block`: outputs and inputs that share a scale; 0 = a scale per output."""
+    experts, rows, columns = weight_EOI.shape
+    packed = weight_EOI.dtype is torch.int32
+    inputs, outputs = columns * (EACH if packed else 1), out.shape[1]
+    wide, boxes = (EACH * SPANS[0], X_BOXES.value) if packed else (128 // weight_EOI.element_size(), 1)
+    by_rows = not packed and not block[1]
+    warp_groups = tile.warps // 4
+    o_tiles = triton.cdiv(outputs, tile.outputs * (1 if activation is not None else 2))
+    limit = activation.limit if activation is not None else None
+    flat = weight_EOI.view(experts * rows, columns)
+    processors = device_facts(out.device)[1]
+    experts_specialized[(min(tile.residents * processors, pairs.tiles * o_tiles),)](
+        tensor_map(x.values, tile.rows, len(x.values)),
+        tensor_map(flat, BOX.value, len(flat)),
+        None if by_rows else scale,
+        triton.cdiv(inputs, block[1]) if block[1] else 0,
+        x.scale,
+        0 if x.scale is None or x.scale.numel() == 1 else x.scale.stride(0),
+        scale if by_rows else None,
+        bias_EO,
+        pairs.order_P,
+        pairs.tiles_M3,
+        pairs.routing.weights_TK,
+        out,
+        pairs.tiles,
+        o_tiles,
+        outputs,
+        rows,
+        triton.cdiv(inputs, wide),
+        1.0 if activation is None else activation.alpha,
+        0.0 if limit is None else limit,
+        0.0 if activation is None else activation.offset,
+        ACTIVE=pairs.routing.experts_TK.shape[1],
+        GATED=activation is not None,
+        LIMITED=limit is not None,
+        GROUP=GROUPED,
+        GROUPS=warp_groups,
+        PLACES=tile.stages,
+        X_BOXES=boxes,
+        TAIL=inputs % wide if packed else 0,
+        SCALE_O=block[0],
+        SCALE_I=block[1],
+        RESIDENTS=tile.residents,
+        num_warps=4,
+        maxnreg=launch_registers(warp_groups, tile.residents),
+        **dependent(out),
+    )
