@@ -100,7 +100,7 @@ def test_tiles_of_latents_are_large_for_many_rows_and_fit_each_gpu(narrow, dtype
         monkeypatch.setattr(latent, "shared_bytes_of", lambda device: shared)
         layer = AttentionLayer(0, 0, 0, heads, heads, 192, 0.1, mla=sizes)
         tiles = max(rows, rows * tokens * heads // 64)
-        return latent._tile(layer, tokens, tiles, dtype, device, narrow=narrow)
+        return latent._tile(layer, tokens, tiles, dtype, E4M3 if narrow else dtype, device)
 
     most = 64 if dtype.itemsize == 2 else 16
     assert [tile(128, 1, rows).block_m for rows in (1, 2, 8, 64, 256)] == [16, 16, most, most, most]
@@ -108,3 +108,21 @@ def test_tiles_of_latents_are_large_for_many_rows_and_fit_each_gpu(narrow, dtype
     for shared in (99 << 10, 163 << 10, 227 << 10):
         for heads, tokens, rows in ((16, 1, 1), (16, 4, 64), (128, 1, 64)):
             assert latent._shared_bytes(sizes, tile(heads, tokens, rows, shared), dtype.itemsize) <= shared
+
+
+def test_which_latents_go_to_the_kernel_for_hopper(monkeypatch):
+    monkeypatch.setattr(latent, "_processors", lambda device: 132)
+    sizes, bf16, fp16 = MLA(1536, 512, 64, 128, 128), torch.bfloat16, torch.float16
+
+    def hopper(tokens=4, rows=64, dtype=bf16, kv_dtype=E4M3, mla=sizes, **options) -> bool:
+        layer = AttentionLayer(0, 0, 0, 16, 16, 192, 0.1, mla=mla)
+        return latent._tile(layer, tokens, rows, dtype, kv_dtype, torch.device("cpu"), **options).hopper
+
+    assert hopper(hopper=True) and hopper(kv_dtype=bf16, hopper=True) and hopper(dtype=fp16, kv_dtype=fp16, hopper=True)
+    others = (
+        dict(hopper=False), dict(tree=True), dict(tokens=1), dict(rows=1), dict(dtype=fp16), dict(kv_dtype=fp16),
+        dict(dtype=torch.float32, kv_dtype=torch.float32), dict(mla=MLA(0, 256, 64, 128, 128)),
+        dict(mla=MLA(0, 512, 32, 128, 128)),
+    )  # fmt: skip
+    for other in others:
+        assert not hopper(**{"hopper": True, **other}), other

@@ -343,6 +343,8 @@ SPILLS = {
     "dovetail.plugins.attention.triton.kernels:attend_items": 1024,
     # Constants of prompts with head dim 256, and with capped scores.
     "dovetail.plugins.attention.triton.hopper.kernel:attend_prompts": 96,
+    # Values from the start of an item.
+    "dovetail.plugins.attention.triton.hopper.latent:attend_latents_hopper": 64,
     # Sums of 64 rows beside a block of latents, most with trees over latents of 8 bits. Tiles of 16 rows do not spill,
     # and take 1.5 to 4 times as long (benchmarks/NOTES.md, Experts).
     "dovetail.plugins.attention.triton.latent_kernel:attend_latents": 160,

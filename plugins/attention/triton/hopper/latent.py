@@ -107,21 +107,32 @@ def _rescale(acc, alpha, OUT: gl.constexpr):
 
 
 @gluon.jit
-def _start_other(acc, m, total, phase, k, weights, OUT: gl.constexpr, S: gl.constexpr, WHICH: gl.constexpr):
-    """Start to add the other warp group's block to the output, as soon as its weights have arrived."""
+def _other(acc, m, total, ring, weights, phase, OUT: gl.constexpr, S: gl.constexpr, WHICH: gl.constexpr):
+    """Add the other warp group's block to the output, as soon as its weights have arrived. The block is released before
+    this warp group's next scores, whose instructions would delay it: the producer waits for the place."""
+    k, rotary, full, empty = ring
     p_smem, m_smem, p_full = weights
     OTHER: gl.constexpr = 1 - WHICH
-    mbarrier.wait(p_full.index(OTHER), phase)
+    mbarrier.wait(p_full.index(OTHER), phase & 1)
     new_m = m_smem.load(gl.SliceLayout(1, S))
     alpha = gl.exp2(m - new_m)
     acc = warpgroup_mma(p_smem, k.index(2 * OTHER + WHICH), _rescale(acc, alpha, OUT), is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(empty.index(OTHER))
     return acc, new_m, total * alpha
 
 
 @gluon.jit
-def _add_own(acc, p, alpha, m, k, weights, empty, OUT: gl.constexpr, WHICH: gl.constexpr):
-    """Pass the weights of this warp group's block to the other one, and add the block to the output."""
+def _own(acc, m, total, queries, ring, weights, phase, n, limit, whole, qk_scale, OUT: gl.constexpr, S: gl.constexpr,
+         WHICH: gl.constexpr):  # fmt: skip
+    """Compute the weights of this warp group's block, which starts at key n, pass them to the other warp group, and add
+    the block to the output."""
+    q, rotary_q = queries
+    k, rotary, full, empty = ring
     p_smem, m_smem, p_full = weights
+    mbarrier.wait(full.index(WHICH), phase & 1)
+    s = warpgroup_mma_wait(0, deps=[_scores(q, rotary_q, k, rotary, n, S, WHICH)])
+    p, alpha, m, total = _weigh(s, m, total, n, limit, whole, qk_scale, S)
     p = p.to(p_smem.dtype)
     # The other warp group's last weights, which this one has multiplied, are overwritten.
     p_smem.store(p)
@@ -133,7 +144,7 @@ def _add_own(acc, p, alpha, m, k, weights, empty, OUT: gl.constexpr, WHICH: gl.c
     acc = warpgroup_mma(p, k.index(2 * WHICH + WHICH), _rescale(acc, alpha, OUT), is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(empty.index(WHICH))
-    return acc
+    return acc, m, total
 
 
 @gluon.jit
@@ -200,12 +211,12 @@ def _put(acc, out_ptr, staging, first, count, unit, H: gl.constexpr, HEADS: gl.c
 
 
 @gluon.jit
-def _consume(queries, ring, weights, sums, sources, output, items_ptr, works, tokens, scale, H: gl.constexpr,
+def _consume(q_parts, ring, weights, sums, sources, output, items_ptr, works, tokens, scale, H: gl.constexpr,
              HEADS: gl.constexpr, D: gl.constexpr, L: gl.constexpr, UNITS: gl.constexpr,
              WHICH: gl.constexpr):  # fmt: skip
     """Consumer warp group for half of the output's columns, and for the scores of every second block."""
-    q_boxes, q, rotary_q, q_full = queries
-    k, rotary, full, empty = ring
+    q_boxes, q, rotary_q, q_full = q_parts
+    queries = (q, rotary_q)
     sums_smem, sums_full = sums
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BOX, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, L // 2, 16])
@@ -230,28 +241,17 @@ def _consume(queries, ring, weights, sums, sources, output, items_ptr, works, to
             mbarrier.arrive(q_full)
             mbarrier.wait(q_full, done & 1)
             if WHICH == 0:
-                mbarrier.wait(full.index(0), mine & 1)
-                s = warpgroup_mma_wait(0, deps=[_scores(q, rotary_q, k, rotary, lo, S, WHICH)])
-                p, alpha, m, total = _weigh(s, m, total, lo, limit, whole, qk_scale, S)
-                acc = _add_own(acc, p, alpha, m, k, weights, empty, OUT, WHICH)
-            for b in range(2 - WHICH, blocks, PLACES):
-                mine_phase = (mine + b // PLACES) & 1
-                others_phase = (others + (b - 1) // PLACES) & 1
-                acc, m, total = _start_other(acc, m, total, others_phase, k, weights, OUT, S, WHICH)
-                mbarrier.wait(full.index(WHICH), mine_phase)
-                s = _scores(q, rotary_q, k, rotary, b, S, WHICH)
-                # Three groups of instructions are younger than those of the other block.
-                acc = warpgroup_mma_wait(3, deps=[acc])
-                mbarrier.arrive(empty.index(OTHER))
-                s = warpgroup_mma_wait(0, deps=[s])
-                p, alpha, m, total = _weigh(s, m, total, lo + b * BOX, limit, whole, qk_scale, S)
-                acc = _add_own(acc, p, alpha, m, k, weights, empty, OUT, WHICH)
-            if blocks % PLACES == WHICH:
-                acc, m, total = _start_other(
-                    acc, m, total, (others + (blocks - 1) // PLACES) & 1, k, weights, OUT, S, WHICH
+                acc, m, total = _own(
+                    acc, m, total, queries, ring, weights, mine, lo, limit, whole, qk_scale, OUT, S, WHICH
                 )  # fmt: skip
-                acc = warpgroup_mma_wait(0, deps=[acc])
-                mbarrier.arrive(empty.index(OTHER))
+            for b in range(2 - WHICH, blocks, PLACES):
+                acc, m, total = _other(acc, m, total, ring, weights, others + (b - 1) // PLACES, OUT, S, WHICH)
+                acc, m, total = _own(
+                    acc, m, total, queries, ring, weights, mine + b // PLACES, lo + b * BOX, limit, whole, qk_scale,
+                    OUT, S, WHICH,
+                )  # fmt: skip
+            if blocks % PLACES == WHICH:
+                acc, m, total = _other(acc, m, total, ring, weights, others + (blocks - 1) // PLACES, OUT, S, WHICH)
             # Each warp group has summed the weights of its own blocks.
             sums_smem.index(WHICH).store(total)
             barrier()

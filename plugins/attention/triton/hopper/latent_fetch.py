@@ -2,8 +2,7 @@
 
 Shared memory consists of boxes of 64 keys x 64 columns (a row is 128 bytes, the widest swizzle), as in fetch.py.
 Latents of 8 bits pass through registers, where they are multiplied by their scales and become bfloat16. The next half
-block is being loaded meanwhile, and the keys of later blocks are prefetched to the L2 cache. 16-bit latents and rotated
-columns are copied.
+block is being loaded meanwhile. 16-bit latents and rotated columns are copied.
 
 Shapes: N keys of a block, L kv rank, R rotary dim, G groups of columns with a scale.
 """
@@ -27,8 +26,6 @@ GROUP = gl.constexpr(LATENT_GROUP)
 """Columns that share a scale."""
 FETCH_WARPS = gl.constexpr(4)
 """Warps of the producer."""
-SPAN = gl.constexpr(32 * FETCH_WARPS.value)
-"""Keys that are prefetched to the L2 cache at a time, one by each thread."""
 BYTES = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [FETCH_WARPS.value, 1], [1, 0]))
 """Layout of words of 8-bit values. Eight threads write 16 bytes each to different banks of the swizzled boxes."""
 ROTATED = gl.constexpr(gl.BlockedLayout([1, 16], [8, 4], [FETCH_WARPS.value, 1], [1, 0]))
@@ -44,7 +41,6 @@ def latent_item(items_ptr, work, works, UNITS: gl.constexpr):
     index = work // UNITS
     item = items_ptr + index * ITEM_FIELDS
     row = gl.load(item, mask=real, other=-1)
-    real = real & (row >= 0)
     first = gl.load(item + 1, mask=real, other=0)
     count = gl.load(item + 2, mask=real, other=0)
     first_at = gl.load(item + 3, mask=real, other=0)
@@ -52,7 +48,7 @@ def latent_item(items_ptr, work, works, UNITS: gl.constexpr):
     hi = gl.load(item + 6, mask=real, other=0)
     part = gl.load(item + 7, mask=real, other=-1)
     # An item without keys has one block, in which no key is seen.
-    blocks = gl.where(real, gl.maximum((hi - lo + BOX - 1) // BOX, 1), 0)
+    blocks = gl.where(row >= 0, gl.maximum((hi - lo + BOX - 1) // BOX, 1), 0)
     return index, work % UNITS, row, first, count, first_at, lo, hi, part, blocks
 
 
@@ -124,32 +120,6 @@ def _scaled(x, scale):
 
 
 @gluon.jit
-def _prefetch(page_ptr, scale_ptr, rotary_ptr, table, n, hi, L: gl.constexpr, R: gl.constexpr, G: gl.constexpr,
-              PAGE: gl.constexpr):  # fmt: skip
-    """Prefetch what belongs to the next SPAN keys from n on, one a thread, to the L2 cache."""
-    keys = n + gl.arange(0, SPAN, gl.BlockedLayout([1], [32], [FETCH_WARPS], [0]))
-    exists = keys < hi
-    slot = _slots(table, keys, hi, PAGE).to(gl.int64)
-    ASM: gl.constexpr = """{
-        .reg .pred p;
-        setp.ne.b32 p, $4, 0;
-        @p cp.async.bulk.prefetch.L2.global [$1], $5;
-        @p cp.async.bulk.prefetch.L2.global [$2], $6;
-        @p prefetch.global.L2 [$3];
-        mov.u32 $0, 0;
-    }"""
-    gl.inline_asm_elementwise(
-        ASM,
-        "=r,l,l,l,r,r,r",
-        [(page_ptr + slot * (L // 4)).to(gl.int64), (rotary_ptr + slot * R).to(gl.int64),
-         (scale_ptr + slot * G).to(gl.int64), exists.to(gl.int32), gl.full_like(keys, L), gl.full_like(keys, 2 * R)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def _copy_box(to, pointers, exists):
     async_copy.async_copy_global_to_shared(to, pointers, mask=exists[:, None])
 
@@ -182,7 +152,6 @@ def produce_latents(rings, full, empty, source, items_ptr, works, table_ptr, tab
         table = table_ptr + row.to(gl.int64) * table_stride
         slot = _slots(table, lo + at, hi, PAGE)
         if NARROW:
-            _prefetch(page_ptr, scale_ptr, rotary_ptr, table, lo, hi, L, R, G, PAGE)
             scales = _load_scales(scale_ptr, slot, lo + at < hi, G)
             loaded = ()
             for group in gl.static_range(AHEAD):
@@ -193,8 +162,6 @@ def produce_latents(rings, full, empty, source, items_ptr, works, table_ptr, tab
             used = gl.where(stage == 0, used0, used1) + b // PLACES
             next_slot = _slots(table, n + BOX + at, hi, PAGE)
             if NARROW:
-                if b % (SPAN // BOX) == 0:
-                    _prefetch(page_ptr, scale_ptr, rotary_ptr, table, n + SPAN, hi, L, R, G, PAGE)
                 next_scales = _load_scales(scale_ptr, next_slot, n + BOX + at < hi, G)
                 mbarrier.wait(empty.index(stage), (used & 1) ^ 1)
                 rotary_slot = gl.convert_layout(slot, gl.SliceLayout(1, ROTATED), assert_trivial=True)
@@ -207,7 +174,7 @@ def produce_latents(rings, full, empty, source, items_ptr, works, table_ptr, tab
                         loading = _load_group(page_ptr, slot, n + at < hi, group + AHEAD, L)
                     else:
                         loading = _load_group(page_ptr, next_slot, n + BOX + at < hi, group + AHEAD - G, L)
-                    groups.index(stage * G + group).store(_scaled(loaded[0], scales[group]))
+                    groups.index(stage * G + group).store(_scaled(loaded[0], scales[group]))  # type: ignore[misc]
                     loaded = _shifted(loaded, loading)
                 scales = next_scales
             else:
@@ -228,5 +195,5 @@ def _shifted(values, last):
     """Return the tuple without its first value, and with another one at its end."""
     result = ()
     for i in gl.static_range(1, len(values)):
-        result += (values[i],)  # type: ignore[assignment]
+        result += (values[i],)
     return result + (last,)
