@@ -24,10 +24,12 @@ BOX = gl.constexpr(64)
 
 @gluon.jit
 def unit_of(tiles_ptr, unit, live, o_tiles, GROUP: gl.constexpr):
-    """Return a unit's expert, its first place, the end of the expert's places, and its tile of outputs."""
+    """Return a unit's expert, its first place, the end of the expert's places, and its tile of outputs. Past the last
+    unit, return the last one's."""
+    unit = gl.maximum(gl.minimum(unit, live * o_tiles - 1), 0)
     group = unit // (GROUP * o_tiles)
     rest = unit - group * (GROUP * o_tiles)
-    size = gl.minimum(live - group * GROUP, GROUP)
+    size = gl.maximum(gl.minimum(live - group * GROUP, GROUP), 1)
     at = tiles_ptr + 3 * (group * GROUP + rest % size)
     return gl.load(at), gl.load(at + 1), gl.load(at + 2), rest // size
 
