@@ -20,7 +20,7 @@ from dovetail.core.interfaces.activation import Activation
 from dovetail.core.interfaces.expert import GatedActivation
 from dovetail.core.ops.expert_tiles import GROUPED, ExpertTile
 from dovetail.core.ops.kernels.expert_pairs import Sorted
-from dovetail.core.ops.kernels.expert_units import BOX, produce
+from dovetail.core.ops.kernels.expert_units import BOX, fill, produce
 from dovetail.core.ops.kernels.gluon import (
     PRODUCER_REGISTERS,
     barrier,
@@ -100,23 +100,29 @@ def experts_specialized(
         mbarrier.init(empty.index(i), count=GROUPS)
     fence_async_shared()
     barrier()
-    # The partitions start after the wait, so all of them see what earlier kernels wrote.
-    if PDL:
-        gdc_wait()
     rings = (x, weight, full, empty)
-    work = (tiles_ptr, gl.load(tiles_ptr + 3 * tiles), o_tiles)
     size = (outputs, rows, outputs if GATED else BOX, blocks)
+    LAST: gl.constexpr = TAIL // X_WIDE if TAIL > 0 else X_BOXES
+    # The partitions start after the wait, so all of them see what earlier kernels wrote.
+    if GATED:
+        if PDL:
+            gdc_wait()
+        work = (tiles_ptr, gl.load(tiles_ptr + 3 * tiles), o_tiles)
+        begin = o_tiles * 0
+    else:
+        work = (tiles_ptr, gl.load(tiles_ptr + 3 * tiles), o_tiles)
+        begin = fill(x_source, source, rings, work, size, GATED, GROUP, GROUPS, PLACES, X_BOXES, LAST, PDL)
     scale = (scale_ptr, groups)
     of_rows = (x_scale_ptr, x_scale_st, order_ptr, routing_ptr)
     epilogue = (of_rows, row_scale_ptr, bias_ptr, out_ptr, (alpha, limit, offset))
-    LAST: gl.constexpr = TAIL // X_WIDE if TAIL > 0 else X_BOXES
     REGISTERS: gl.constexpr = consumer_registers(GROUPS, RESIDENTS)
     if GROUPS == 1:
         gl.warp_specialize(
             [
                 (_consume, (rings, work, scale, epilogue, size, BLOCK_T, ACTIVE, GATED, LIMITED, GROUP, GROUPS, PLACES,
                            TAIL, SCALE_O, SCALE_I, 0)),
-                (produce, (x_source, source, rings, work, size, GATED, GROUP, GROUPS, PLACES, X_BOXES, LAST, PDL)),
+                (produce, (x_source, source, rings, work, size, begin, GATED, GROUP, GROUPS, PLACES, X_BOXES, LAST,
+                           PDL)),
             ],
             [1],
             [PRODUCER_REGISTERS],
@@ -128,7 +134,8 @@ def experts_specialized(
                            TAIL, SCALE_O, SCALE_I, 0)),
                 (_consume, (rings, work, scale, epilogue, size, BLOCK_T, ACTIVE, GATED, LIMITED, GROUP, GROUPS, PLACES,
                            TAIL, SCALE_O, SCALE_I, 1)),
-                (produce, (x_source, source, rings, work, size, GATED, GROUP, GROUPS, PLACES, X_BOXES, LAST, PDL)),
+                (produce, (x_source, source, rings, work, size, begin, GATED, GROUP, GROUPS, PLACES, X_BOXES, LAST,
+                           PDL)),
             ],
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
