@@ -25,13 +25,13 @@ BOX = gl.constexpr(64)
 @gluon.jit
 def unit_of(tiles_ptr, unit, live, o_tiles, GROUP: gl.constexpr):
     """Return a unit's expert, its first place, the end of the expert's places, and its tile of outputs. Past the last
-    unit, return the last one's."""
+    unit, return the last one's; if no pair has an expert, the first expert's, whose weights can be read."""
     unit = gl.maximum(gl.minimum(unit, live * o_tiles - 1), 0)
     group = unit // (GROUP * o_tiles)
     rest = unit - group * (GROUP * o_tiles)
     size = gl.maximum(gl.minimum(live - group * GROUP, GROUP), 1)
     at = tiles_ptr + 3 * (group * GROUP + rest % size)
-    return gl.load(at), gl.load(at + 1), gl.load(at + 2), rest // size
+    return gl.maximum(gl.load(at), 0), gl.load(at + 1), gl.load(at + 2), rest // size
 
 
 @gluon.jit
@@ -140,10 +140,7 @@ def _store(y_OT, out_ptr, order_ptr, first, end, start, outputs, BLOCK_T: gl.con
 
 
 @gluon.jit
-def _complete(acc, row_scale_ptr, bias_ptr, o, inside_O):
-    """Apply scales of rows and add the bias."""
-    if row_scale_ptr is not None:
-        acc *= gl.load(row_scale_ptr + o, mask=inside_O, other=0.0)[:, None]
+def _add_bias(acc, bias_ptr, o, inside_O):
     if bias_ptr is not None:
         acc += gl.load(bias_ptr + o, mask=inside_O, other=0.0).to(gl.float32)[:, None]
     return acc
@@ -154,7 +151,7 @@ def finish(acc, more, tile, epilogue, size, start, ACTIVE: gl.constexpr, GATED: 
             BLOCK_T: gl.constexpr):  # fmt: skip
     """Complete and store the sums of a unit. The first output is `start`."""
     expert, first, end = tile
-    of_rows, row_scale_ptr, bias_ptr, out_ptr, activation = epilogue
+    of_rows, bias_ptr, out_ptr, activation = epilogue
     x_scale_ptr, x_scale_st, order_ptr, routing_ptr = of_rows
     alpha, limit, offset = activation
     outputs, rows, leap, blocks = size
@@ -169,15 +166,13 @@ def finish(acc, more, tile, epilogue, size, start, ACTIVE: gl.constexpr, GATED: 
         acc, more = acc * scale_T[None, :], more * scale_T[None, :]
     if bias_ptr is not None:
         bias_ptr += expert.to(gl.int64) * rows
-    if row_scale_ptr is not None:
-        row_scale_ptr += expert.to(gl.int64) * rows
-    acc = _complete(acc, row_scale_ptr, bias_ptr, o, o < outputs)
+    acc = _add_bias(acc, bias_ptr, o, o < outputs)
     if GATED:
-        more = _complete(more, row_scale_ptr, bias_ptr, o + leap, o < outputs)
+        more = _add_bias(more, bias_ptr, o + leap, o < outputs)
         y_OT = activated(acc, more, alpha, limit, offset, LIMITED)
         _store(y_OT, out_ptr, None, first, end, start, outputs, BLOCK_T)
     else:
-        more = _complete(more, row_scale_ptr, bias_ptr, o + BOX, o + BOX < outputs)
+        more = _add_bias(more, bias_ptr, o + BOX, o + BOX < outputs)
         share_T = gl.load(routing_ptr + pair, mask=inside_T, other=0.0)[None, :]
         _store(acc * share_T, out_ptr, order_ptr, first, end, start, outputs, BLOCK_T)
         _store(more * share_T, out_ptr, order_ptr, first, end, start + BOX, outputs, BLOCK_T)
