@@ -2,9 +2,10 @@
 
     python benchmarks/experts.py [--models qwen3_30b_a3b,mixtral_8x7b,glm45_air] [--dtypes bf16,fp8] [--rows 1,64,8192]
     python benchmarks/experts.py --models gpt_oss_20b,gpt_oss_120b --dtypes mxfp4,mxfp4_a8
+    python benchmarks/experts.py --models deepseek_v3_rank --dtypes fp8_block
     python benchmarks/experts.py --search --models qwen3_30b_a3b --rows 1,64
 
-mxfp4 has inputs in bfloat16, mxfp4_a8 in FP8.
+mxfp4 has inputs in bfloat16, mxfp4_a8 in FP8; fp8_block has a scale for each block of 128 x 128 weights.
 
 Every call has its own routing, drawn uniformly. `experts` is the mean number of experts that a call touches. The limit
 is the larger of the time to read their matrices at --bandwidth and of the products at --tflops; below about 50 MB the
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 from timing import microseconds
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.compose import compose
 from dovetail.core.interfaces import PLAIN, SWIGLU, Activation, MoE, Routing, RoutingRule
 from dovetail.core.ops import (
@@ -42,6 +44,9 @@ from dovetail.core.ops.expert_tiles import (
     packed_expert_tile,
     packed_shared,
     rows_of_tile,
+    specialized_blocks,
+    specialized_expert_tile,
+    specialized_packed,
 )
 from dovetail.core.ops.kernels.experts import gated_experts_triton
 from dovetail.core.ops.kernels.packed_experts import packed_experts_triton
@@ -51,6 +56,8 @@ from dovetail.core.ops.tiles import MOST_SHARED_TILES
 from dovetail.core.ops.weight_formats import E2M1
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 
+BLOCK = 128
+"""Outputs, and inputs, that share a scale of fp8_block; a model's channels are multiples of it."""
 CALLS = 8
 """Calls in a graph, each with its own routing."""
 DEVICE, GPU = torch.device("cuda"), torch.device("cuda", 0)
@@ -60,7 +67,8 @@ class Layer:
     """Experts of one layer, with random weights, and the inputs of CALLS calls."""
 
     def __init__(self, moe: MoE, hidden: int, dtype: str, rows: int) -> None:
-        self.moe, self.hidden, self.rows, self.fp8 = moe, hidden, rows, dtype in ("fp8", "mxfp4_a8")
+        self.moe, self.hidden, self.rows, self.fp8 = moe, hidden, rows, dtype in ("fp8", "fp8_block", "mxfp4_a8")
+        self.block = (BLOCK, BLOCK) if dtype == "fp8_block" else None
         self.rule = RoutingRule(moe.experts, moe.active, normalize=True, uniform=True)
         self.fmt = FP8_TOKEN if self.fp8 else PLAIN
         self.weights = self.draw()
@@ -73,13 +81,14 @@ class Layer:
     def draw(self) -> Any:
         up, up_scale = self._weights(self.moe.experts, 2 * self.moe.intermediate, self.hidden)
         down, down_scale = self._weights(self.moe.experts, self.hidden, self.moe.intermediate)
-        return ExpertWeights(up, down, up_scale, down_scale)
+        return ExpertWeights(up, down, up_scale, down_scale, self.block)
 
     def _weights(self, *shape: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         weight = torch.empty(shape, dtype=torch.float8_e4m3fn if self.fp8 else torch.bfloat16, device=DEVICE)
         for expert in weight:
             expert.copy_(torch.randn(shape[1:], device=DEVICE) / shape[-1] ** 0.5)
-        return weight, torch.ones(shape[:2], device=DEVICE) if self.fp8 else None
+        scales = shape[:2] if self.block is None else (shape[0], *(ceil_div(size, BLOCK) for size in shape[1:]))
+        return weight, torch.ones(scales, device=DEVICE) if self.fp8 else None
 
     def route(self, x_TC: torch.Tensor) -> Routing:
         return route(router_logits(x_TC, self.router_EC, self.counts), self.rule)
@@ -113,12 +122,15 @@ class Layer:
     def ruled(self, rows: int) -> tuple[ExpertTile, ExpertTile]:
         """Tiles of the rule for tiles of so many rows."""
         tiles = most_tiles(self.rows * self.moe.active, self.moe.experts, rows)
-        _, processors, _, shared = device_facts(GPU)
+        _, processors, hopper, shared = device_facts(GPU)
         _, hidden, channels = self.weights.down.shape
         size = self.weights.up.element_size()
+        if hopper and specialized_blocks(rows, hidden, channels, size, self.block):
+            return (specialized_expert_tile(rows, size, shared),) * 2
+        group = 0 if self.block is None else BLOCK
         return (
-            expert_tile(rows, tiles, channels, hidden, size, True, processors, shared),
-            expert_tile(rows, tiles, hidden, channels, size, False, processors, shared),
+            expert_tile(rows, tiles, channels, hidden, size, True, processors, shared, group),
+            expert_tile(rows, tiles, hidden, channels, size, False, processors, shared, group),
         )
 
     def candidates(self, rows: int, gated: bool) -> Iterator[ExpertTile]:
@@ -153,8 +165,10 @@ class PackedLayer(Layer):
         return packed_experts_triton(x, routing, self.weights, SWIGLU, None, **options, chosen=tiles)
 
     def ruled(self, rows: int) -> tuple[ExpertTile, ExpertTile]:
-        tile = packed_expert_tile(rows, 1 if self.fp8 else 2, device_facts(GPU)[3])
-        return tile, tile
+        _, _, hopper, shared = device_facts(GPU)
+        if hopper and not self.fp8 and specialized_packed(self.hidden, self.moe.intermediate):
+            return (specialized_expert_tile(rows, 0.5, shared),) * 2
+        return (packed_expert_tile(rows, 1 if self.fp8 else 2, shared),) * 2
 
     def candidates(self, rows: int, gated: bool) -> Iterator[ExpertTile]:
         for outputs, stages in product((64, 128), (2, 3, 4, 5, 6)):

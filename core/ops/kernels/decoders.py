@@ -273,17 +273,30 @@ def scaled_e2m1_words(words, factors, AT: tl.constexpr, DTYPE: tl.constexpr):
     """FP4 times a factor, rounded once. `factors`: int32, in both halves a power of two in DTYPE that includes the
     ratio of the exponents' biases, 2^126 in bfloat16 and 2^14 in float16. Both words of a pair have the same factor.
     There must be a multiple of two words per thread."""
-    BF16: tl.constexpr = DTYPE == tl.bfloat16
-    HALVES: tl.constexpr = "0x5410; " if AT < 16 else "0x7632; "
-    JOINED: tl.constexpr = _place_e2m1(AT, BF16)
-    TIMES: tl.constexpr = "mul.bf16x2 $0, code, $3;}" if BF16 else "mul.f16x2 $0, code, $3;}"
+    PLACED: tl.constexpr = _multiply_e2m1(AT, DTYPE == tl.bfloat16)
     return tl.inline_asm_elementwise(
-        "{.reg .b32 code, more; prmt.b32 code, $1, $2, " + HALVES + JOINED + TIMES,
+        "{.reg .b32 code, more; " + PLACED + "}",
         "=r,r,r,r,r",
         [words, factors],
         dtype=DTYPE.value,
         is_pure=True,
         pack=2,
+    )
+
+
+@triton.constexpr_function
+def _multiply_e2m1(at, bf16):
+    """Return the instructions of scaled_e2m1_words."""
+    if not bf16:
+        halves = "0x5410" if at < 16 else "0x7632"
+        return f"prmt.b32 code, $1, $2, {halves}; {_place_e2m1(at, False)}mul.f16x2 $0, code, $3;"
+    # The byte of each word that holds the code. A product copies the code to two places, which have the sign and the
+    # other fields, on another pipeline than shifts.
+    byte = at // 8
+    mask, copies = ("0x000f000f", "0x1040") if at % 8 == 0 else ("0x00f000f0", "0x0104")
+    return (
+        f"prmt.b32 code, $1, $2, 0x{byte + 4}{byte + 4}{byte}{byte}; and.b32 code, code, {mask}; "
+        f"mul.lo.u32 code, code, {copies}; and.b32 code, code, 0x81c081c0; mul.bf16x2 $0, code, $3;"
     )
 
 

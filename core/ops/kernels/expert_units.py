@@ -13,7 +13,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.core.ops.kernels.experts import activated
 from dovetail.core.ops.kernels.gluon import advance
@@ -24,58 +24,101 @@ BOX = gl.constexpr(64)
 
 @gluon.jit
 def unit_of(tiles_ptr, unit, live, o_tiles, GROUP: gl.constexpr):
-    """Return a unit's expert, its first place, the end of the expert's places, and its tile of outputs."""
+    """Return a unit's expert, its first place, the end of the expert's places, and its tile of outputs. Past the last
+    unit, return the last one's; if no pair has an expert, the first expert's, whose weights can be read."""
+    unit = gl.maximum(gl.minimum(unit, live * o_tiles - 1), 0)
     group = unit // (GROUP * o_tiles)
     rest = unit - group * (GROUP * o_tiles)
-    size = gl.minimum(live - group * GROUP, GROUP)
+    size = gl.maximum(gl.minimum(live - group * GROUP, GROUP), 1)
     at = tiles_ptr + 3 * (group * GROUP + rest % size)
-    return gl.load(at), gl.load(at + 1), gl.load(at + 2), rest // size
+    return gl.maximum(gl.load(at), 0), gl.load(at + 1), gl.load(at + 2), rest // size
 
 
 @gluon.jit
-def produce(x_source, source, rings, work, size, GATED: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
-            PLACES: gl.constexpr, X_BOXES: gl.constexpr, LAST: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
-    """Fetch the blocks of all units as consumers release places. A block has two boxes of the weight for each group,
-    and X_BOXES boxes of x; LAST: those of a unit's last block."""
-    x, weight, full, empty = rings
-    tiles_ptr, live, o_tiles = work
+def _fetch_weight(source, ring, full, place, block, expert, o_tile, size, GATED: gl.constexpr, GROUPS: gl.constexpr,
+                  wanted):  # fmt: skip
+    """Start the copies of a block's boxes of the weight, two for each group."""
     outputs, rows, leap, blocks = size
     WIDE: gl.constexpr = BOX if GATED else 2 * BOX
+    start = o_tile * (GROUPS * WIDE)
+    for half in gl.static_range(2):
+        for which in gl.static_range(GROUPS):
+            # Instead of boxes past the last output, the first one again, which is in the L2 cache.
+            o = start + which * WIDE + (0 if GATED else half * BOX)
+            row = expert * rows + gl.where(o < outputs, o, start) + (half * leap if GATED else 0)
+            to = ring.index((place * 2 + half) * GROUPS + which)
+            at = [row, block * source.block_type.shape[1]]
+            tma.async_copy_global_to_shared(source, at, full.index(place), to, pred=wanted)
+
+
+@gluon.jit
+def _fetch_x(source, ring, full, place, block, first, blocks, X_BOXES: gl.constexpr, LAST: gl.constexpr, wanted):
+    """Start the copies of a block's boxes of x."""
+    for box in gl.static_range(X_BOXES):
+        at = [first, (block * X_BOXES + box) * source.block_type.shape[1]]
+        ok = wanted if box < LAST else wanted & (block < blocks - 1)
+        tma.async_copy_global_to_shared(source, at, full.index(place), ring.index(place * X_BOXES + box), pred=ok)
+
+
+@gluon.jit
+def _expect(x_source, source, full, place, block, blocks, GROUPS: gl.constexpr, X_BOXES: gl.constexpr,
+            LAST: gl.constexpr, wanted):  # fmt: skip
+    """Announce a block's bytes to its barrier."""
     WEIGHT: gl.constexpr = 2 * GROUPS * source.block_type.nbytes
     X: gl.constexpr = x_source.block_type.nbytes
+    if LAST == X_BOXES:
+        mbarrier.expect(full.index(place), WEIGHT + X_BOXES * X, pred=wanted)
+    else:
+        mbarrier.expect(full.index(place), WEIGHT + X_BOXES * X, pred=wanted & (block < blocks - 1))
+        mbarrier.expect(full.index(place), WEIGHT + LAST * X, pred=wanted & (block == blocks - 1))
+
+
+@gluon.jit
+def fill(x_source, source, rings, work, size, GATED: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
+         PLACES: gl.constexpr, X_BOXES: gl.constexpr, LAST: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+    """Start the copies of the second product's first round: those of the weight before the first product has ended. It
+    has waited for the kernels that wrote the tiles. Return how many blocks they are."""
+    x, weight, full, empty = rings
+    tiles_ptr, live, o_tiles = work
+    blocks = size[3]
+    unit = gl.program_id(0)
+    expert, first, _, o_tile = unit_of(tiles_ptr, unit, live, o_tiles, GROUP)
+    for i in gl.static_range(PLACES):
+        wanted = (unit < live * o_tiles) & (i < blocks)
+        _expect(x_source, source, full, i, i, blocks, GROUPS, X_BOXES, LAST, wanted)
+        _fetch_weight(source, weight, full, i, i, expert, o_tile, size, GATED, GROUPS, wanted)
+    if PDL:
+        gdc_wait()
+    for i in gl.static_range(PLACES):
+        wanted = (unit < live * o_tiles) & (i < blocks)
+        _fetch_x(x_source, x, full, i, i, first, blocks, X_BOXES, LAST, wanted)
+    return gl.minimum(blocks, PLACES)
+
+
+@gluon.jit
+def produce(x_source, source, rings, work, size, begin, GATED: gl.constexpr, GROUP: gl.constexpr,
+            GROUPS: gl.constexpr, PLACES: gl.constexpr, X_BOXES: gl.constexpr, LAST: gl.constexpr,
+            PDL: gl.constexpr):  # fmt: skip
+    """Fetch the blocks of all units, from block `begin` of the first one on, as consumers release places. A block has
+    two boxes of the weight for each group, and X_BOXES boxes of x; LAST: those of a unit's last block."""
+    x, weight, full, empty = rings
+    tiles_ptr, live, o_tiles = work
+    blocks = size[3]
     units = live * o_tiles
     # The first round finds all places free.
-    place, phase = 0, 1
+    place, phase = begin % PLACES, gl.where(begin == PLACES, 0, 1)
     unit = gl.program_id(0)
-    expert, first, _, o_tile = unit_of(tiles_ptr, gl.minimum(unit, units - 1), live, o_tiles, GROUP)
+    expert, first, _, o_tile = unit_of(tiles_ptr, unit, live, o_tiles, GROUP)
     while unit < units:
         unit += gl.num_programs(0)
-        following = unit_of(tiles_ptr, gl.minimum(unit, units - 1), live, o_tiles, GROUP)
-        start = o_tile * (GROUPS * WIDE)
-        for block in range(blocks):
+        following = unit_of(tiles_ptr, unit, live, o_tiles, GROUP)
+        for block in range(begin, blocks):
             mbarrier.wait(empty.index(place), phase)
-            is_last = block == blocks - 1
-            if LAST == X_BOXES:
-                mbarrier.expect(full.index(place), WEIGHT + X_BOXES * X)
-            else:
-                mbarrier.expect(full.index(place), WEIGHT + X_BOXES * X, pred=block < blocks - 1)
-                mbarrier.expect(full.index(place), WEIGHT + LAST * X, pred=is_last)
-            for half in gl.static_range(2):
-                for which in gl.static_range(GROUPS):
-                    # Instead of boxes past the last output, the first one again, which is in the L2 cache.
-                    o = start + which * WIDE + (0 if GATED else half * BOX)
-                    row = expert * rows + gl.where(o < outputs, o, start) + (half * leap if GATED else 0)
-                    to = weight.index((place * 2 + half) * GROUPS + which)
-                    at = [row, block * source.block_type.shape[1]]
-                    tma.async_copy_global_to_shared(source, at, full.index(place), to)
-            for box in gl.static_range(X_BOXES):
-                to = x.index(place * X_BOXES + box)
-                at = [first, (block * X_BOXES + box) * x_source.block_type.shape[1]]
-                if box < LAST:
-                    tma.async_copy_global_to_shared(x_source, at, full.index(place), to)
-                else:
-                    tma.async_copy_global_to_shared(x_source, at, full.index(place), to, pred=block < blocks - 1)
+            _expect(x_source, source, full, place, block, blocks, GROUPS, X_BOXES, LAST, True)
+            _fetch_weight(source, weight, full, place, block, expert, o_tile, size, GATED, GROUPS, True)
+            _fetch_x(x_source, x, full, place, block, first, blocks, X_BOXES, LAST, True)
             place, phase = advance(place, phase, PLACES)
+        begin *= 0
         expert, first, _, o_tile = following
     if PDL:
         gdc_launch_dependents()
@@ -97,10 +140,7 @@ def _store(y_OT, out_ptr, order_ptr, first, end, start, outputs, BLOCK_T: gl.con
 
 
 @gluon.jit
-def _complete(acc, row_scale_ptr, bias_ptr, o, inside_O):
-    """Apply scales of rows and add the bias."""
-    if row_scale_ptr is not None:
-        acc *= gl.load(row_scale_ptr + o, mask=inside_O, other=0.0)[:, None]
+def _add_bias(acc, bias_ptr, o, inside_O):
     if bias_ptr is not None:
         acc += gl.load(bias_ptr + o, mask=inside_O, other=0.0).to(gl.float32)[:, None]
     return acc
@@ -111,7 +151,7 @@ def finish(acc, more, tile, epilogue, size, start, ACTIVE: gl.constexpr, GATED: 
             BLOCK_T: gl.constexpr):  # fmt: skip
     """Complete and store the sums of a unit. The first output is `start`."""
     expert, first, end = tile
-    of_rows, row_scale_ptr, bias_ptr, out_ptr, activation = epilogue
+    of_rows, bias_ptr, out_ptr, activation = epilogue
     x_scale_ptr, x_scale_st, order_ptr, routing_ptr = of_rows
     alpha, limit, offset = activation
     outputs, rows, leap, blocks = size
@@ -126,15 +166,13 @@ def finish(acc, more, tile, epilogue, size, start, ACTIVE: gl.constexpr, GATED: 
         acc, more = acc * scale_T[None, :], more * scale_T[None, :]
     if bias_ptr is not None:
         bias_ptr += expert.to(gl.int64) * rows
-    if row_scale_ptr is not None:
-        row_scale_ptr += expert.to(gl.int64) * rows
-    acc = _complete(acc, row_scale_ptr, bias_ptr, o, o < outputs)
+    acc = _add_bias(acc, bias_ptr, o, o < outputs)
     if GATED:
-        more = _complete(more, row_scale_ptr, bias_ptr, o + leap, o < outputs)
+        more = _add_bias(more, bias_ptr, o + leap, o < outputs)
         y_OT = activated(acc, more, alpha, limit, offset, LIMITED)
         _store(y_OT, out_ptr, None, first, end, start, outputs, BLOCK_T)
     else:
-        more = _complete(more, row_scale_ptr, bias_ptr, o + BOX, o + BOX < outputs)
+        more = _add_bias(more, bias_ptr, o + BOX, o + BOX < outputs)
         share_T = gl.load(routing_ptr + pair, mask=inside_T, other=0.0)[None, :]
         _store(acc * share_T, out_ptr, order_ptr, first, end, start, outputs, BLOCK_T)
         _store(more * share_T, out_ptr, order_ptr, first, end, start + BOX, outputs, BLOCK_T)

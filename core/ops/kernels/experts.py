@@ -273,6 +273,7 @@ def _multiply_pairs(
     if tile.residents:
         from dovetail.core.ops.kernels.specialized_experts import multiply_specialized
 
+        assert scale_EO is not None
         return multiply_specialized(x, weight_EOI, scale_EO, block, bias_EO, pairs, tile, out, activation)
     outputs, inputs = out.shape[1], weight_EOI.shape[2]
     precise = weight_EOI.element_size() == 1 and (tile.rows < MOST_ROWS or not fast_accum)

@@ -34,7 +34,9 @@ X_BOXES = gl.constexpr(4)
 @gluon.jit
 def _factor(packed_O, AT: gl.constexpr, DTYPE: gl.constexpr):
     """Return the factors for scaled_e2m1_words of the exponents at bit AT of int64."""
-    exponent = ((packed_O >> AT) & 255).to(gl.int32)
+    word = (packed_O >> AT // 32 * 32).to(gl.int32)
+    BYTE: gl.constexpr = "prmt.b32 $0, $1, 0, 0x444" + ("0", "1", "2", "3")[AT % 32 // 8] + ";"
+    exponent = gl.inline_asm_elementwise(BYTE, "=r,r", [word], dtype=gl.int32, is_pure=True, pack=1)
     if DTYPE == gl.bfloat16:
         return (exponent + (126 - BELOW)) * 0x00800080
     else:
@@ -102,14 +104,12 @@ def consume_packed(rings, work, scale, epilogue, size, BLOCK_T: gl.constexpr, AC
     row_spans = rows.to(gl.int64) * (spans + TAILS)
     place, phase = 0, 0
     unit = gl.program_id(0)
-    expert, first, end, o_tile = unit_of(tiles_ptr, gl.minimum(unit, units - 1), live, o_tiles, GROUP)
+    expert, first, end, o_tile = unit_of(tiles_ptr, unit, live, o_tiles, GROUP)
     start = (o_tile * GROUPS + WHICH) * WIDE
     of_a, of_b = _exponents(exponents_ptr, expert * row_spans, start + o_code, outputs, leap, GATED)
     while unit < units:
         unit += gl.num_programs(0)
-        next_expert, next_first, next_end, next_o = unit_of(
-            tiles_ptr, gl.minimum(unit, units - 1), live, o_tiles, GROUP
-        )
+        next_expert, next_first, next_end, next_o = unit_of(tiles_ptr, unit, live, o_tiles, GROUP)
         next_start = (next_o * GROUPS + WHICH) * WIDE
         acc = gl.zeros([BOX, BLOCK_T], gl.float32, ACC)
         more = acc

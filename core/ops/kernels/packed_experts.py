@@ -31,6 +31,7 @@ from dovetail.core.ops.expert_tiles import (
     GROUPED,
     ExpertTile,
     packed_expert_tile,
+    rows_of_tile,
     specialized_expert_tile,
     specialized_packed,
 )
@@ -229,9 +230,13 @@ def packed_experts_triton(
     channels = EACH * words
     if not tokens:
         return torch.empty(tokens, hidden, dtype=dtype, device=device)
-    pairs = sort_pairs(routing, experts, None if chosen is None else chosen[0].rows)
-    wide = pairs.rows > MOST_FP8_ROWS and between is not PLAIN
-    first, second = chosen or (_tile(pairs, x, wide, weights.format, (hidden, channels), device),) * 2
+    rows = rows_of_tile(tokens * active, experts) if chosen is None else chosen[0].rows
+    wide = rows > MOST_FP8_ROWS and between is not PLAIN
+    itemsize = dtype.itemsize if wide else x.values.element_size()
+    tile = _tile(rows, itemsize, weights.format, (hidden, channels), device)
+    first, second = chosen or (tile, tile)
+    # Hopper's kernel reads sorted rows, however few.
+    pairs = sort_pairs(routing, experts, rows if chosen is not None or first.residents else None)
     if wide:
         between = PLAIN
     if first.residents:
@@ -316,14 +321,11 @@ def _multiply_pairs(
     )
 
 
-def _tile(
-    pairs: Sorted, x: Activation, wide: bool, fmt: WeightFormat, shape: tuple[int, int], device: torch.device
-) -> ExpertTile:
-    """`wide`: whether x in FP8 is converted. `shape`: hidden channels, and those of an expert."""
+def _tile(rows: int, itemsize: int, fmt: WeightFormat, shape: tuple[int, int], device: torch.device) -> ExpertTile:
+    """`itemsize`: bytes of a number of x as it is multiplied. `shape`: hidden channels, and those of an expert."""
     if device.type != "cuda":  # Triton's interpreter
-        return packed_expert_tile(pairs.rows, x.values.element_size(), 64 << 10)
+        return packed_expert_tile(rows, itemsize, 64 << 10)
     _, _, hopper, shared = device_facts(device)
-    half = (wide or x.values.element_size() == 2) and fmt is E2M1
-    if hopper and half and pairs.tiles_M3 is not None and specialized_packed(*shape):
-        return specialized_expert_tile(pairs.rows, 0.5, shared)
-    return packed_expert_tile(pairs.rows, 2 if wide else x.values.element_size(), shared)
+    if hopper and itemsize == 2 and fmt is E2M1 and specialized_packed(*shape):
+        return specialized_expert_tile(rows, 0.5, shared)
+    return packed_expert_tile(rows, itemsize, shared)

@@ -2,7 +2,7 @@
 
 The structure is that of specialized_packed.py, for units of several experts (expert_units.py): persistent programs take
 units in turn, and the ring of blocks in shared memory stays filled across them. What consumers do with a block depends
-on the weight: packed_expert_units.py decodes it, plain_expert_units.py multiplies FP8 and 16 bits as they are.
+on the weight: packed_expert_units.py decodes it, block_expert_units.py applies scales of blocks.
 
 Shapes: P pairs of token and expert, E experts, O outputs, I inputs, W words of a row, S spans of a row.
 """
@@ -19,9 +19,11 @@ from triton.language.extra.cuda import gdc_wait
 from dovetail.core.interfaces.activation import Activation
 from dovetail.core.interfaces.expert import GatedActivation
 from dovetail.core.ops.expert_tiles import GROUPED, ExpertTile
+from dovetail.core.ops.kernels.block_expert_units import consume_blocks
 from dovetail.core.ops.kernels.expert_pairs import Sorted
-from dovetail.core.ops.kernels.expert_units import BOX, produce
+from dovetail.core.ops.kernels.expert_units import BOX, fill, produce
 from dovetail.core.ops.kernels.gluon import (
+    LINE,
     PRODUCER_REGISTERS,
     barrier,
     consumer_registers,
@@ -30,7 +32,6 @@ from dovetail.core.ops.kernels.gluon import (
 )
 from dovetail.core.ops.kernels.launch import dependent
 from dovetail.core.ops.kernels.packed_expert_units import X_BOXES, consume_packed
-from dovetail.core.ops.kernels.plain_expert_units import consume_plain
 from dovetail.core.ops.matmul import device_facts
 from dovetail.core.ops.packed_experts import EACH, SPANS
 
@@ -45,7 +46,7 @@ def _consume(rings, work, scale, epilogue, size, BLOCK_T: gl.constexpr, ACTIVE: 
         consume_packed(rings, work, scale, epilogue, size, BLOCK_T, ACTIVE, GATED, LIMITED, GROUP, GROUPS, PLACES,
                        TAIL, WHICH)  # fmt: skip
     else:
-        consume_plain(rings, work, scale, epilogue, size, BLOCK_T, ACTIVE, GATED, LIMITED, GROUP, GROUPS, PLACES,
+        consume_blocks(rings, work, scale, epilogue, size, BLOCK_T, ACTIVE, GATED, LIMITED, GROUP, GROUPS, PLACES,
                       SCALE_O, SCALE_I, WHICH)  # fmt: skip
 
 
@@ -57,7 +58,6 @@ def experts_specialized(
     groups,
     x_scale_ptr,
     x_scale_st,
-    row_scale_ptr,
     bias_ptr,
     order_ptr,
     tiles_ptr,
@@ -84,7 +84,7 @@ def experts_specialized(
     RESIDENTS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """`scale_ptr`: exponents, or scales of blocks of SCALE_O outputs and SCALE_I inputs (0 = none), `groups` in a row.
+    """`scale_ptr`: exponents, or scales of blocks of SCALE_O outputs and SCALE_I inputs, `groups` in a row.
     `outputs`: channels, of gate and up each if GATED. `rows`: rows of an expert's matrix. `blocks`: those of a unit,
     with X_BOXES boxes of x each. TAIL: inputs of the last block if it has fewer. GROUPS: consumer warp groups, 1 or 2.
     PLACES: blocks in the ring."""
@@ -100,23 +100,29 @@ def experts_specialized(
         mbarrier.init(empty.index(i), count=GROUPS)
     fence_async_shared()
     barrier()
-    # The partitions start after the wait, so all of them see what earlier kernels wrote.
-    if PDL:
-        gdc_wait()
     rings = (x, weight, full, empty)
-    work = (tiles_ptr, gl.load(tiles_ptr + 3 * tiles), o_tiles)
     size = (outputs, rows, outputs if GATED else BOX, blocks)
+    LAST: gl.constexpr = TAIL // X_WIDE if TAIL > 0 else X_BOXES
+    # The partitions start after the wait, so all of them see what earlier kernels wrote.
+    if GATED:
+        if PDL:
+            gdc_wait()
+        work = (tiles_ptr, gl.load(tiles_ptr + 3 * tiles), o_tiles)
+        begin = o_tiles * 0
+    else:
+        work = (tiles_ptr, gl.load(tiles_ptr + 3 * tiles), o_tiles)
+        begin = fill(x_source, source, rings, work, size, GATED, GROUP, GROUPS, PLACES, X_BOXES, LAST, PDL)
     scale = (scale_ptr, groups)
     of_rows = (x_scale_ptr, x_scale_st, order_ptr, routing_ptr)
-    epilogue = (of_rows, row_scale_ptr, bias_ptr, out_ptr, (alpha, limit, offset))
-    LAST: gl.constexpr = TAIL // X_WIDE if TAIL > 0 else X_BOXES
+    epilogue = (of_rows, bias_ptr, out_ptr, (alpha, limit, offset))
     REGISTERS: gl.constexpr = consumer_registers(GROUPS, RESIDENTS)
     if GROUPS == 1:
         gl.warp_specialize(
             [
                 (_consume, (rings, work, scale, epilogue, size, BLOCK_T, ACTIVE, GATED, LIMITED, GROUP, GROUPS, PLACES,
                            TAIL, SCALE_O, SCALE_I, 0)),
-                (produce, (x_source, source, rings, work, size, GATED, GROUP, GROUPS, PLACES, X_BOXES, LAST, PDL)),
+                (produce, (x_source, source, rings, work, size, begin, GATED, GROUP, GROUPS, PLACES, X_BOXES, LAST,
+                           PDL)),
             ],
             [1],
             [PRODUCER_REGISTERS],
@@ -128,7 +134,8 @@ def experts_specialized(
                            TAIL, SCALE_O, SCALE_I, 0)),
                 (_consume, (rings, work, scale, epilogue, size, BLOCK_T, ACTIVE, GATED, LIMITED, GROUP, GROUPS, PLACES,
                            TAIL, SCALE_O, SCALE_I, 1)),
-                (produce, (x_source, source, rings, work, size, GATED, GROUP, GROUPS, PLACES, X_BOXES, LAST, PDL)),
+                (produce, (x_source, source, rings, work, size, begin, GATED, GROUP, GROUPS, PLACES, X_BOXES, LAST,
+                           PDL)),
             ],
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
@@ -138,7 +145,7 @@ def experts_specialized(
 def multiply_specialized(
     x: Activation,
     weight_EOI: torch.Tensor,
-    scale: torch.Tensor | None,
+    scale: torch.Tensor,
     block: tuple[int, int],
     bias_EO: torch.Tensor | None,
     pairs: Sorted,
@@ -147,13 +154,12 @@ def multiply_specialized(
     activation: GatedActivation | None,
 ) -> None:
     """Launch the first product, which ends in `activation`, or the second one (None). `x`: rows in sorted order, and at
-    least a tile of rows behind them. `weight_EOI`: FP8, 16 bits, or words of packed codes, with their exponents in
-    `scale`. `block`: outputs and inputs that share a scale; 0 = a scale per output."""
+    least a tile of rows behind them. `weight_EOI`: E4M3, with a `scale` for each
+    `block` of outputs and inputs, or words of packed codes, with their exponents in `scale`."""
     experts, rows, columns = weight_EOI.shape
     packed = weight_EOI.dtype is torch.int32
     inputs, outputs = columns * (EACH if packed else 1), out.shape[1]
-    wide, boxes = (EACH * SPANS[0], X_BOXES.value) if packed else (128 // weight_EOI.element_size(), 1)
-    by_rows = not packed and not block[1]
+    wide, boxes = (EACH * SPANS[0], X_BOXES.value) if packed else (LINE.value, 1)
     warp_groups = tile.warps // 4
     o_tiles = triton.cdiv(outputs, tile.outputs * (1 if activation is not None else 2))
     limit = activation.limit if activation is not None else None
@@ -162,11 +168,10 @@ def multiply_specialized(
     experts_specialized[(min(tile.residents * processors, pairs.tiles * o_tiles),)](
         tensor_map(x.values, tile.rows, len(x.values)),
         tensor_map(flat, BOX.value, len(flat)),
-        None if by_rows else scale,
+        scale,
         triton.cdiv(inputs, block[1]) if block[1] else 0,
         x.scale,
         0 if x.scale is None or x.scale.numel() == 1 else x.scale.stride(0),
-        scale if by_rows else None,
         bias_EO,
         pairs.order_P,
         pairs.tiles_M3,

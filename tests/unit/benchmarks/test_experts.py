@@ -49,6 +49,13 @@ def test_drawn_packed_experts_are_finite(script, monkeypatch):
     assert layer.multiply(layer.inputs[0], layer.routings[0]).isfinite().all()
 
 
+def test_drawn_blocks_have_scales(script, monkeypatch):
+    monkeypatch.setattr(script, "DEVICE", torch.device("cpu"))
+    layer = script.Layer(MoE(experts=2, active=1, intermediate=128), 256, "fp8_block", rows=3)
+    assert layer.weights.up_scale.shape == (2, 2, 2) and layer.weights.down_scale.shape == (2, 2, 1)
+    assert layer.multiply(layer.inputs[0], layer.routings[0]).isfinite().all()
+
+
 def test_the_limit_counts_the_experts_that_are_touched(script):
     """16 MB of two experts at 4 TB/s; at 8192 rows the products take longer."""
     layer = script.Layer.__new__(script.Layer)

@@ -21,6 +21,8 @@ CONSTANTS = {
     "dovetail.core.ops.kernels.prefetch_matmul:matmul_prefetching": {"weight_source", "weight_ptr"},
     "dovetail.core.ops.kernels.specialized_matmul:matmul_specialized": {"weight_source"},
     "dovetail.core.ops.kernels.specialized_packed:packed_specialized": {"source"},
+    # The second product's tiles: the first one waited for the kernel that wrote them.
+    "dovetail.core.ops.kernels.specialized_experts:experts_specialized": {"source", "tiles_ptr"},
     # Addresses of mailboxes.
     "dovetail.plugins.collective.symm_mem.kernels:one_shot": {"weight_ptr", "peers_ptr"},
     "dovetail.plugins.collective.symm_mem.kernels:two_shot": {"weight_ptr", "peers_ptr"},

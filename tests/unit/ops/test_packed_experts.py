@@ -3,8 +3,8 @@ test_experts.py."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ from dovetail.core.ops.packed_experts import (
     unpacked,
 )
 from dovetail.core.ops.tiles import HOPPER_SHARED
-from dovetail.core.ops.weight_formats import E2M1
+from dovetail.core.ops.weight_formats import E2M1, INT4
 from dovetail.core.testing.numeric import poisoned_memory
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 
@@ -146,6 +146,7 @@ def test_the_kernels_are_near_the_exact_sum(tokens, experts, active, hidden, cha
         (90, 4, 2, 384, 256, "random"),  # 64 rows; 128 inputs
         (150, 2, 2, 512, 64, "all in one"),  # 128 rows, several tiles of an expert
         (9, 3, 2, 64, 192, "one row"),
+        (1, 6, 1, 256, 128, "random"),
     ],
 )
 def test_the_kernel_for_hopper_is_near_the_exact_sum(tokens, experts, active, hidden, channels, routed, dtype):
@@ -164,33 +165,28 @@ def test_the_kernel_for_hopper_is_near_the_exact_sum(tokens, experts, active, hi
     tolerance = 5e-3 if dtype is torch.float16 else 2e-2
     check(got.cpu().float(), exact(x_TC, routing, up, down, CLAMPED, bias), tolerance)
     assert torch.equal(got, again)
+    nowhere = replace(at, experts_TK=torch.full_like(at.experts_TK, -1))
+    assert not packed_experts_triton(x, nowhere, PackedExperts(E2M1, *on), CLAMPED, biases, PLAIN, dtype).any()
 
 
 @pytest.mark.parametrize(
-    ("capability", "kind", "tokens", "hidden", "channels", "runs"),
+    ("hopper", "rows", "itemsize", "fmt", "channels", "runs"),
     [
-        ((9, 0), torch.bfloat16, 64, 2880, 2880, True),
-        ((9, 0), torch.float16, 256, 2880, 2880, True),
-        ((10, 0), torch.bfloat16, 64, 2880, 2880, False),
-        ((9, 0), torch.bfloat16, 64, 2880, 1440, False),  # the last span has 32 inputs
-        ((9, 0), torch.float8_e4m3fn, 64, 2880, 2880, False),  # sums of few rows in E4M3
-        ((9, 0), torch.float8_e4m3fn, 512, 2880, 2880, True),
-        ((9, 0), torch.bfloat16, 1, 2880, 2880, False),  # pairs are not sorted
+        (True, 16, 2, E2M1, 2880, True),
+        (True, 128, 2, E2M1, 2880, True),
+        (False, 64, 2, E2M1, 2880, False),
+        (True, 64, 2, E2M1, 1440, False),  # the last span has 32 inputs
+        (True, 16, 1, E2M1, 2880, False),  # few rows in E4M3
+        (True, 64, 4, E2M1, 2880, False),
+        (True, 64, 2, INT4, 2880, False),
     ],
 )
-def test_hopper_has_a_kernel_of_its_own(monkeypatch, capability, kind, tokens, hidden, channels, runs):
+def test_hopper_has_a_kernel_of_its_own(monkeypatch, hopper, rows, itemsize, fmt, channels, runs):
     pytest.importorskip("triton", reason="no Triton for this platform")
-    from dovetail.core.ops.expert_tiles import rows_of_tile
     from dovetail.core.ops.kernels import packed_experts
 
-    facts = "GPU", 132, capability == (9, 0), HOPPER_SHARED
-    monkeypatch.setattr(packed_experts, "device_facts", lambda device: facts)
-    rows = 16 if tokens == 1 else rows_of_tile(4 * tokens, 32)
-    pairs = SimpleNamespace(rows=rows, tiles_M3=None if tokens == 1 else torch.zeros(1))
-    fp8 = kind is torch.float8_e4m3fn
-    x = SimpleNamespace(values=torch.zeros(1, dtype=kind))
-    wide = fp8 and rows > packed_experts.MOST_FP8_ROWS
-    tile = packed_experts._tile(pairs, x, wide, E2M1, (hidden, channels), torch.device("cuda"))
+    monkeypatch.setattr(packed_experts, "device_facts", lambda device: ("GPU", 132, hopper, HOPPER_SHARED))
+    tile = packed_experts._tile(rows, itemsize, fmt, (2880, channels), torch.device("cuda"))
     assert bool(tile.residents) == runs and tile.rows == rows
 
 
