@@ -107,7 +107,7 @@ def test_graphs_of_mixed_steps_give_the_reference_tokens(
     with LLM("tiny", overrides=overrides) as llm:
         if drafter != "none":
             # The drafter follows the prompts of every other step.
-            follow = lambda plan: setattr(plan, "follows", plan.step % 2 > 0)  # noqa: E731
+            follow = lambda plan, sequences: setattr(plan, "follows", plan.step % 2 > 0)  # noqa: E731
             llm.engine.scheduler._drafting._follow = follow  # type: ignore[attr-defined]
         got = [[g.token_ids for g in llm.generate(PROMPTS, GREEDY)] for _ in range(2)]
     assert got == [reference] * 2

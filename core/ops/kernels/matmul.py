@@ -66,9 +66,8 @@ def _add(acc, operands, row_o, row_t, row_i, size, BLOCK_T: tl.constexpr, BLOCK_
     x_TI = _load(x, row_t, row_i, tokens, inputs, BLOCK_T, BLOCK_I, EVEN, TMA, "evict_last")
     if SCALE_O > 0:
         scale = tl.load(block_scale_ptr + row_o // SCALE_O * tl.cdiv(inputs, SCALE_I) + row_i // SCALE_I)
-        sums = tl.dot(w_OI, x_TI.T) if SWAP else tl.dot(x_TI, w_OI.T)
-        return acc + sums * scale
-    if SWAP:
+        acc += (tl.dot(w_OI, x_TI.T) if SWAP else tl.dot(x_TI, w_OI.T)) * scale
+    elif SWAP:
         acc = tl.dot(w_OI, x_TI.T, acc, max_num_imprecise_acc=IMPRECISE, input_precision=PRECISION, out_dtype=acc.dtype)
     else:
         acc = tl.dot(x_TI, w_OI.T, acc, max_num_imprecise_acc=IMPRECISE, input_precision=PRECISION, out_dtype=acc.dtype)
