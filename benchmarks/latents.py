@@ -1,12 +1,13 @@
 """Attention over compressed latents of attention=triton on a GPU: checked against attention=sdpa, then timed.
 
     python benchmarks/latents.py [--heads 16,128] [--decode 1x4096,64x4096,128x4096] [--prefill 8192,2048+30000]
-        [--kv bf16,e4m3] [--page 64]
+        [--kv bf16,e4m3] [--page 64] [--general]
 
 Sizes are those of DeepSeek V2 and V3. Times are medians over replays of a CUDA graph of several layers, each with its
 own latents, so that nothing is found in the L2 cache. A layer writes its new latents and attends, projections included.
 Decode states the bytes of latents over --bandwidth, prefill (tokens, or tokens + cached prefix) the operations of
-visible pairs of expanded keys and values; the products that expand them are not counted.
+visible pairs of expanded keys and values; the products that expand them are not counted. --general times the kernels
+for all GPUs (attention.gluon=false).
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ TOLERANCE = 0.03
 class Bench:
     """Layers with random latents, and a step of `rows` rows with `count` new tokens and `keys` keys each."""
 
-    def __init__(self, heads: int, rows: int, count: int, keys: int, kv: str, page: int) -> None:
+    def __init__(self, heads: int, rows: int, count: int, keys: int, kv: str, page: int, general: bool = False) -> None:
         self.heads, self.rows, self.count, self.keys = heads, rows, count, keys
+        self.config = TritonConfig(gluon=not general)
         planes = latent_planes(SIZES, DTYPES[kv], BF16)
         self.bytes = rows * keys * sum(plane.bytes_per_token for plane in planes)
         count_layers = max(1, min(MOST_LAYERS, -(-KV_BYTES // self.bytes)))
@@ -98,7 +100,7 @@ class Bench:
         return error
 
     def triton(self) -> Triton:
-        return Triton(TritonConfig())
+        return Triton(self.config)
 
     def us(self) -> float:
         """Median microseconds of a layer."""
@@ -116,13 +118,13 @@ def lines(args: argparse.Namespace) -> Iterator[str]:
         for kv in args.kv.split(","):
             for text in filter(None, args.decode.split(",")):
                 rows, keys = map(int, text.split("x"))
-                bench = Bench(heads, rows, 1, keys, kv, args.page)
+                bench = Bench(heads, rows, 1, keys, kv, args.page, args.general)
                 error, us = bench.check(), bench.us()
                 share = bench.bytes / (us * 1e-6) / (args.bandwidth * 1e12)
                 yield f"decode {rows} x {keys}, {heads} heads, {kv}: {us:.1f} us, {share:.0%}, error {error:.1e}"
             for text in filter(None, args.prefill.split(",")):
                 tokens, _, prefix = text.partition("+")
-                bench = Bench(heads, 1, int(tokens), int(tokens) + int(prefix or 0), kv, args.page)
+                bench = Bench(heads, 1, int(tokens), int(tokens) + int(prefix or 0), kv, args.page, args.general)
                 # The reference would need the scores of all pairs.
                 error = bench.check() if bench.keys * bench.count * heads < 1 << 30 else float("nan")
                 us = bench.us()
@@ -137,6 +139,7 @@ def main() -> None:
     parser.add_argument("--prefill", default="512,8192,2048+30000")
     parser.add_argument("--kv", default="bf16,e4m3")
     parser.add_argument("--page", type=int, default=64)
+    parser.add_argument("--general", action="store_true")
     parser.add_argument("--bandwidth", type=float, default=4.44, help="TB/s")
     torch.manual_seed(0)
     for line in lines(parser.parse_args()):
