@@ -19,12 +19,15 @@ WEIGHTS = ("bf16", "fp8", "fp8_block", "int8")
 """Kinds of weights: fp8 has a scale for each output or one for all, fp8_block one for each BLOCK x BLOCK numbers."""
 BLOCK = 128
 LIKE = {"fp8_block": "fp8", "int8": "fp8"}
-"""Kinds whose shapes without entries take those of another kind, which has as many bytes and products."""
+"""Kinds whose times are predicted from another kind's, which has as many bytes and products."""
 BOX_BYTES = 128
 """Bytes of a row that kernels for Hopper copy to shared memory at a time."""
 MOST_ROWS = 64
 """Number of rows up to which the rule picks tiles that are bound by reading the weight. fp8 without entries goes to
 the library above it."""
+FEW_ROWS = 32
+"""Number of rows of fp8_block up to which Hopper prefetches the weight."""
+MOST_SPLIT = 8
 PRODUCTS, COPIED = 2420, 45
 """8-bit products, and bytes that are copied to shared memory, of an SM per cycle."""
 PER_BLOCK, PER_TILE, PER_SPLIT, SUMMED = 27, 2560, 5400, 3.1
@@ -65,17 +68,14 @@ def _choose(
     prefetch: bool,
     shared: int,
 ) -> MatmulTile | None:
+    key = matmul_key(kind, outputs, inputs)
     ruled = by_rule(rows, outputs, inputs, kind, processors, shared, prefetch)
     tile = ruled
-    for like in (kind, LIKE.get(kind)):
-        key = None if like is None else matmul_key(like, outputs, inputs)
-        if key is not None and choices.tuned(OP, device, key):
-            choice = choices.find(OP, device, key, rows)
-            tile = None if choice is None else fitted(tile_of(choice), kind)
-            if tile is None and kind in LIKE:
-                # No library has blocks, and the other kind's says nothing about this one's.
-                tile = ruled
-            break
+    if choices.tuned(OP, device, key):
+        choice = choices.find(OP, device, key, rows)
+        tile = None if choice is None else fitted(tile_of(choice), kind)
+        if tile is None and kind in LIKE:
+            tile = ruled  # No library has blocks, and that for int8 is slower.
     if tile is not None and tile.needs_hopper and not prefetch:
         tile = by_rule(rows, outputs, inputs, kind, processors, shared, False)
     return tile if tile is not None and tile.fits_32_bits(rows, outputs, inputs) else None
@@ -99,10 +99,13 @@ def by_rule(
     """Return the tile for a shape without entries; None = the library."""
     if kind == "bf16":
         return None
+    hopper = hopper and inputs % 16 == 0 and kind != "fp8"
+    if hopper and rows > (FEW_ROWS if kind == "fp8_block" else MOST_ROWS):
+        return many_rows_tile(rows, outputs, inputs, kind, processors, shared)
+    if hopper and kind == "fp8_block" and (tile := block_tile(rows, outputs, inputs, processors)) is not None:
+        return tile
     if rows <= MOST_ROWS or kind == "fp8":
         return few_rows_tile(rows, outputs, processors, shared)
-    if hopper and inputs % 16 == 0:
-        return many_rows_tile(rows, outputs, inputs, kind, processors, shared)
     if kind == "int8":
         return None
     # No library multiplies with scales of blocks.
@@ -112,9 +115,20 @@ def by_rule(
     return tile
 
 
+def block_tile(rows: int, outputs: int, inputs: int, processors: int) -> MatmulTile | None:
+    """Return the tile of prefetch_matmul for up to FEW_ROWS rows of fp8_block; None = there are so many tiles that the
+    kernel for all GPUs is faster. Few tiles are split into programs for all SMs."""
+    tile = MatmulTile(16 if rows <= 16 else 32, 64, 2 * BLOCK, stages=3, prefetch=5)
+    _, tiles, blocks, _ = tile.launch(rows, outputs, inputs)
+    if tiles > 2 * processors or inputs < tile.inputs:
+        return None
+    most = 3 * processors // 2 // tiles if 3 * tiles <= processors else 1
+    return replace(tile, split=max(1, min(most, blocks // 2, MOST_SPLIT)))
+
+
 def many_rows_tile(rows: int, outputs: int, inputs: int, kind: str, processors: int, shared: int) -> MatmulTile:
-    """Return the tile of specialized_matmul for more than MOST_ROWS rows of int8 or fp8_block: the one whose slowest SM
-    takes the fewest cycles."""
+    """Return the tile of specialized_matmul for more than MOST_ROWS rows of int8, or FEW_ROWS of fp8_block: the one with
+    the fewest cycles of the slowest SM."""
 
     def cycles(tile: MatmulTile) -> float:
         _, tiles, blocks, programs = tile.launch(rows, outputs, inputs)

@@ -86,8 +86,8 @@ class MatmulTunable(Tunable):
     def candidates(self) -> Iterator[Choice]:
         near = [tile for tile in self._corrections if tile is not None and self._runs(tile)]
         ordered = iter(sorted(near, key=self._seconds))
-        # The rule for many rows was fitted to timings of its kinds, the corrections to those of fp8.
-        if self.kind not in LIKE or self.rows <= MOST_ROWS:
+        # The rules for blocks and for many rows were fitted to timings of their kinds, the corrections to those of fp8.
+        if self.kind not in LIKE or (self.kind == "int8" and self.rows <= MOST_ROWS):
             yield from map(choice_of, islice(ordered, 1))
         # What no search has timed takes turns with what one has.
         mixed = chain.from_iterable(zip_longest(self._modelled(), ordered))

@@ -333,7 +333,7 @@ def test_matmul_with_scales_of_blocks(tile):
     got = matmul_triton(*args)
     spread_OI = scale.double().repeat_interleave(128, 0).repeat_interleave(128, 1)[:200, :336]
     expected = (x_TI.double() @ (weight_OI.double() * spread_OI).t()) * x_scale_T1 + bias_O
-    assert_near(got, expected.float(), 1e-6)
+    assert_near(got, expected.float(), 1e-6 if INTERPRETED else 1e-3)
     assert torch.equal(got, matmul_triton(*args)) and not counts.any()
 
 

@@ -7,14 +7,24 @@ import torch
 
 from dovetail.core.arithmetic import ceil_div
 from dovetail.core.interfaces.weight import PackedWeight
-from dovetail.core.ops.choices import temporarily
+from dovetail.core.ops.choices import Choices, temporarily
 from dovetail.core.ops.decoded_matmul import decoded_matmul, decoding_tile
 from dovetail.core.ops.matmul import matmul, scaled_matmul
 from dovetail.core.ops.packed_matmul import packed_matmul, packed_rows
 from dovetail.core.ops.packed_tiles import packed_tile
 from dovetail.core.ops.packing import pack, unpack, words_of_row
-from dovetail.core.ops.tile_choice import BLOCK, MOST_ROWS, choose, fitted
-from dovetail.core.ops.tiles import HOPPER_SHARED, MOST_SHARED_TILES
+from dovetail.core.ops.tile_choice import (
+    BLOCK,
+    FEW_ROWS,
+    MOST_ROWS,
+    OP,
+    check_matmul,
+    choice_of,
+    choose,
+    fitted,
+    matmul_key,
+)
+from dovetail.core.ops.tiles import HOPPER_SHARED, MOST_SHARED_TILES, MatmulTile
 from dovetail.core.ops.weight_formats import UINT4
 
 from .shipped import SHIPPED, TILES
@@ -45,11 +55,12 @@ def test_other_matmuls_go_to_the_library():
     assert choose(1, 262144, 8192, "fp8", "a GPU", 132) is not None
 
 
+SHAPES = ((64, 64), (2112, 7168), (6144, 4096), (28672, 4096), (4096, 14336), (152064, 3584))
+
+
 @pytest.mark.parametrize("kind", ["fp8_block", "int8"])
 @pytest.mark.parametrize("processors", [78, 132])
-@pytest.mark.parametrize(
-    ("outputs", "inputs"), [(64, 64), (2112, 7168), (6144, 4096), (28672, 4096), (4096, 14336), (152064, 3584)]
-)
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_rule_of_many_rows(kind, outputs, inputs, processors):
     """Every number of rows has a tile that can be launched and leaves no more SMs idle than it must."""
     for rows in (65, 80, 128, 129, 200, 256, 257, 512, 1000, 4096, 8192):
@@ -69,17 +80,30 @@ def test_other_gpus_multiply_many_rows_too():
     assert choose(300, 4096, 4096, "int8", "a GPU", 128, prefetch=False) is None
 
 
-@pytest.mark.parametrize("kind", ["fp8_block", "int8"])
-def test_tiles_of_fp8_serve_other_kinds_of_8_bits(kind, shipped):
-    """Where its kernels can run them; the library's choice is not taken over."""
-    found = {key: rows for key, rows in TILES.items() if key[1] == "fp8"}
-    same = 0
-    for (device, _, outputs, inputs), by_rows in found.items():
-        for most, tile in by_rows.items():
-            got = choose(most, outputs, inputs, kind, device, 132)
-            assert got is not None and fitted(got, kind) == got
-            same += got == tile
-    assert same > len(found)
+@pytest.mark.parametrize("processors", [78, 132])
+@pytest.mark.parametrize(("outputs", "inputs"), [*SHAPES, (200, 384)])
+def test_rule_of_blocks_and_few_rows(outputs, inputs, processors):
+    for rows in (1, 16, 17, 32, 33, 64):
+        tile = choose(rows, outputs, inputs, "fp8_block", "a GPU", processors)
+        _, tiles, blocks, programs = tile.launch(rows, outputs, inputs)
+        assert tile.tokens >= rows and tile.specialized == (rows > FEW_ROWS) and fitted(tile, "fp8_block") == tile
+        assert tile.shared_bytes(1) <= HOPPER_SHARED and tile.counters(rows, outputs, inputs) <= MOST_SHARED_TILES
+        assert tile.prefetch == 0 or (tile.split <= blocks and programs <= 2 * processors)
+        other = choose(rows, outputs, inputs, "fp8_block", "a GPU", processors, prefetch=False)
+        assert not other.needs_hopper and other.inputs <= BLOCK
+
+
+def test_entries_of_kinds_without_a_library():
+    """An entry that says that the default is fastest leaves the rule's tile, and so does one for another kernel."""
+    key = matmul_key("int8", 4096, 4096)
+    ruled = choose(100, 4096, 4096, "int8", "a GPU", 132)
+    wide = choice_of(MatmulTile(128, 256, 128, stages=4, specialized=True))
+    own = MatmulTile(64, 64, 128, stages=5, specialized=True)
+    for entry, expected in ((None, ruled), (wide, ruled), (choice_of(own), own)):
+        with temporarily(Choices({(OP, "a GPU", key): {128: entry}})):
+            assert choose(100, 4096, 4096, "int8", "a GPU", 132) == expected
+            with pytest.raises(ValueError, match="the kernels for int8 cannot run this tile"):
+                check_matmul(key, 128, wide)
 
 
 def test_prefetching_tiles_are_used_only_where_their_kernel_runs(shipped):
