@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields, replace
 from functools import lru_cache
+from math import log2
 from typing import Any
 
 from dovetail.core.arithmetic import ceil_div
@@ -30,9 +31,13 @@ FEW_ROWS = 32
 MOST_SPLIT = 8
 PRODUCTS, COPIED = 2420, 45
 """8-bit products, and bytes that are copied to shared memory, of an SM per cycle."""
-PER_BLOCK, PER_TILE, PER_SPLIT, SUMMED = 27, 2560, 5400, 3.1
+READ = 14
+"""Bytes of the weight that come from memory for an SM per cycle."""
+AGAIN = 0.05
+"""Share of a product's time that each doubling of the tiles of rows adds."""
+PER_BLOCK, PER_TILE, PER_SPLIT, SUMMED = 27, 2560, 8000, 6
 """Cycles for barriers of a block, to begin and to write a tile, and to join split ones, and sums that are added per
-cycle. All five were fitted to 365 timings on an H100 (benchmarks/NOTES.md)."""
+cycle. Fitted to timings on an H100 (benchmarks/NOTES.md)."""
 
 
 def choose(
@@ -127,16 +132,19 @@ def block_tile(rows: int, outputs: int, inputs: int, processors: int) -> MatmulT
 
 
 def many_rows_tile(rows: int, outputs: int, inputs: int, kind: str, processors: int, shared: int) -> MatmulTile:
-    """Return the tile of specialized_matmul for more than MOST_ROWS rows of int8, or FEW_ROWS of fp8_block: the one with
-    the fewest cycles of the slowest SM."""
+    """Return the tile of specialized_matmul for more than MOST_ROWS rows of int8, or FEW_ROWS of fp8_block, with the
+    fewest cycles of the slowest SM."""
 
     def cycles(tile: MatmulTile) -> float:
-        _, tiles, blocks, programs = tile.launch(rows, outputs, inputs)
+        t_tiles, tiles, blocks, programs = tile.launch(rows, outputs, inputs)
         parts = max(1, programs // tiles)
         rounds = ceil_div(tiles, programs) if parts == 1 else 1
         products = tile.tokens * tile.outputs * tile.inputs / PRODUCTS
         copies = (tile.tokens + tile.outputs) * tile.inputs / COPIED
-        total = rounds * (ceil_div(blocks, parts) * (max(products, copies) + PER_BLOCK) + PER_TILE)
+        busy = rounds * ceil_div(blocks, parts) * (max(products, copies) + PER_BLOCK)
+        # Reads and products overlap, but neither hides the other entirely. Each tile of rows reads the weight again.
+        total = (busy**3 + (outputs * inputs / (READ * processors)) ** 3) ** (1 / 3) + rounds * PER_TILE
+        total *= 1 + AGAIN * log2(t_tiles)
         return total if parts == 1 else total + PER_SPLIT + parts * tile.tokens * tile.outputs / SUMMED
 
     def ways(tile: MatmulTile) -> Iterator[MatmulTile]:
