@@ -48,7 +48,9 @@ def test_kernels_in_interpreter(tmp_path):
     here = Path(__file__).parent
     # The contract takes the interpreter as long as the rest: a nightly job's, as on a GPU.
     all_of_it = os.environ.get("DOVETAIL_KERNELS") == "all"
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist"] + ([] if all_of_it else ["-k", "not TestContract"])
+    # Tests that are marked here run compiled kernels alone.
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not gpu"]
+    options += [] if all_of_it else ["-k", "not TestContract"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *(str(here / suite) for suite in SUITES)],
         env={

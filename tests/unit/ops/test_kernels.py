@@ -322,7 +322,9 @@ def test_matmul(dtype, tile):
             assert not counts.any()
 
 
-@pytest.mark.parametrize("tile", [*CUTS, MatmulTile(64, 64, 64, swap=False)], ids=lambda t: f"{t.split}-{t.programs}")
+@pytest.mark.parametrize(
+    "tile", [*CUTS[2:4], MatmulTile(64, 64, 64, swap=False)], ids=lambda t: f"{t.split}-{t.programs}"
+)
 def test_matmul_with_scales_of_blocks(tile):
     """Blocks that outputs and inputs do not fill."""
     counts = torch.zeros(64, dtype=torch.int32, device=DEVICE)

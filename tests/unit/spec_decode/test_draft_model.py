@@ -76,7 +76,7 @@ def test_it_catches_up_after_prompts_that_it_did_not_follow(
 ) -> None:
     """Chunks, prefixes that others computed with and without it, forks, preemption and reused slots. It drafts for no
     row before its pages are complete."""
-    monkeypatch.setattr(Drafting, "_follow", lambda self, plan: setattr(plan, "follows", plan.step % 3 == 0))
+    monkeypatch.setattr(Drafting, "_follow", lambda self, plan, sequences: setattr(plan, "follows", plan.step % 3 == 0))
     words = [*BASE, SAME, *variant, "engine.page_size=8", "engine.token_budget=17"]
     with LLM("tiny", overrides=words) as llm:
         lacking = 0

@@ -181,7 +181,7 @@ def test_drafts_do_not_depend_on_scheduling(tmp_path: Path, drafted: Drafted, mo
             assert (llm.engine.scheduler.stats().preemptions > 0) is ("engine.kv_pages=9" in variant)
     assert drafted_before == len(drafted) > 40, "all variants draft after the same texts"
     # Rows whose prompts or cached prefixes it did not follow have no drafts, and the others those of before.
-    monkeypatch.setattr(Drafting, "_follow", lambda self, plan: setattr(plan, "follows", plan.step % 3 > 0))
+    monkeypatch.setattr(Drafting, "_follow", lambda self, plan, sequences: setattr(plan, "follows", plan.step % 3 > 0))
     with LLM("tiny", overrides=[*BASE, *words, "engine.depth=2", "engine.token_budget=17"]) as llm:
         for _ in range(2):
             assert [generation.token_ids for generation in llm.generate(PROMPTS, PARAMS)] == plain

@@ -336,7 +336,7 @@ def run(registry: Registry, rank: type[Bound], drafter: str, budget: int, **adap
             count = lambda seq, ctx: (0, most, seq.uid % (most + 1))[ctx.step % 3]  # noqa: E731
             llm.engine.scheduler.draft_tokens = count  # type: ignore[attr-defined]
             # The drafter follows the prompts of some steps.
-            follow = lambda plan: setattr(plan, "follows", plan.step % 3 > 0)  # noqa: E731
+            follow = lambda plan, sequences: setattr(plan, "follows", plan.step % 3 > 0)  # noqa: E731
             llm.engine.scheduler._drafting._follow = follow  # type: ignore[attr-defined]
         texts = ["def fib(n):\n", "import os\n\nclass Path:\n    def __init__(self, ", "x", "for i in range(10):\n" * 3]
         texts += ['"""Return the', "class Node:\n"]
