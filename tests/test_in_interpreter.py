@@ -19,6 +19,7 @@ ELSEWHERE = {
         (f"dovetail.core.ops.kernels.decoders:{name}_words" for name in DECODERS),
         "inline assembly: unit/ops/test_packed_matmul.py and test_packed_experts.py on a GPU",
     ),
+    "dovetail.core.ops.kernels.decoders:scaled_e2m1_words": "inline assembly: unit/ops/test_packed_experts.py on a GPU",
     "dovetail.core.ops.kernels.launch:prefetch": "inline assembly without a result",
     "dovetail.core.ops.kernels.draw:better": "runs inside a reduction, which the interpreter does not record",
     "dovetail.plugins.attention.triton.kernels:_unpair": "inline assembly: numerics/test_triton_on_gpu.py",
