@@ -78,7 +78,7 @@ def _choose(
     tile = ruled
     if choices.tuned(OP, device, key):
         choice = choices.find(OP, device, key, rows)
-        tile = None if choice is None else fitted(tile_of(choice), kind)
+        tile = None if choice is None else tile_of(choice)
         if tile is None and kind in LIKE:
             tile = ruled  # No library has blocks, and that for int8 is slower.
     if tile is not None and tile.needs_hopper and not prefetch:
@@ -86,16 +86,13 @@ def _choose(
     return tile if tile is not None and tile.fits_32_bits(rows, outputs, inputs) else None
 
 
-def fitted(tile: MatmulTile, kind: str) -> MatmulTile | None:
-    """Return the tile as this kind's kernels can run it; None = they cannot."""
+def runs(tile: MatmulTile, kind: str) -> bool:
+    """Whether this kind's kernels can run the tile."""
     if kind == "fp8_block":
-        if tile.outputs > BLOCK:
-            return None
-        if not tile.needs_hopper and tile.inputs > BLOCK:
-            return replace(tile, inputs=BLOCK, stages=tile.stages * tile.inputs // BLOCK)
-    if kind == "int8" and (tile.prefetch or (tile.specialized and tile.outputs > 128)):
-        return None
-    return tile
+        return tile.outputs <= BLOCK and (tile.needs_hopper or tile.inputs <= BLOCK)
+    if kind == "int8":
+        return not tile.prefetch and (not tile.specialized or tile.outputs <= 128)
+    return True
 
 
 def by_rule(
@@ -106,7 +103,7 @@ def by_rule(
         return None
     hopper = hopper and inputs % 16 == 0 and kind != "fp8"
     if hopper and rows > (FEW_ROWS if kind == "fp8_block" else MOST_ROWS):
-        return many_rows_tile(rows, outputs, inputs, kind, processors, shared)
+        return many_rows_tile(ceil_div(rows, GROUP_ROWS), outputs, inputs, kind, processors, shared)
     if hopper and kind == "fp8_block" and (tile := block_tile(rows, outputs, inputs, processors)) is not None:
         return tile
     if rows <= MOST_ROWS or kind == "fp8":
@@ -131,9 +128,12 @@ def block_tile(rows: int, outputs: int, inputs: int, processors: int) -> MatmulT
     return replace(tile, split=max(1, min(most, blocks // 2, MOST_SPLIT)))
 
 
-def many_rows_tile(rows: int, outputs: int, inputs: int, kind: str, processors: int, shared: int) -> MatmulTile:
+@lru_cache(maxsize=1 << 12)
+def many_rows_tile(groups: int, outputs: int, inputs: int, kind: str, processors: int, shared: int) -> MatmulTile:
     """Return the tile of specialized_matmul for more than MOST_ROWS rows of int8, or FEW_ROWS of fp8_block, with the
-    fewest cycles of the slowest SM."""
+    fewest cycles of the slowest SM. `groups`: of GROUP_ROWS rows, which alone decide, since all tiles have whole ones:
+    prompts have any number of rows, and the choice takes half a millisecond."""
+    rows = groups * GROUP_ROWS
 
     def cycles(tile: MatmulTile) -> float:
         t_tiles, tiles, blocks, programs = tile.launch(rows, outputs, inputs)
@@ -156,7 +156,7 @@ def many_rows_tile(rows: int, outputs: int, inputs: int, kind: str, processors: 
 
     # Few blocks in flight are enough where sums of each are scaled, since those that follow arrive meanwhile.
     least = 3 if kind == "fp8_block" else 4
-    fitting = [tile for tile in specialized_tiles(rows, 1, shared) if tile.stages >= least and fitted(tile, kind)]
+    fitting = [tile for tile in specialized_tiles(rows, 1, shared) if tile.stages >= least and runs(tile, kind)]
     return min((way for tile in fitting for way in ways(tile)), key=cycles)
 
 
@@ -208,7 +208,7 @@ def check_matmul(key: Key, rows: int, choice: Choice) -> None:
     if facts["weight"] not in WEIGHTS:
         raise ValueError(f"weight is {shown(facts['weight'])}; there are {', '.join(WEIGHTS)}")
     itemsize = 2 if facts["weight"] == "bf16" else 1
-    if fitted(tile, facts["weight"]) != tile:
+    if not runs(tile, facts["weight"]):
         raise ValueError(f"the kernels for {facts['weight']} cannot run this tile")
     if tile.needs_hopper and tile.inputs * itemsize % BOX_BYTES:
         raise ValueError(f"inputs is {tile.inputs}; kernels for Hopper read {BOX_BYTES // itemsize} columns at a time")

@@ -21,8 +21,9 @@ from dovetail.core.ops.tile_choice import (
     check_matmul,
     choice_of,
     choose,
-    fitted,
+    many_rows_tile,
     matmul_key,
+    runs,
 )
 from dovetail.core.ops.tiles import HOPPER_SHARED, MOST_SHARED_TILES, MatmulTile
 from dovetail.core.ops.weight_formats import UINT4
@@ -70,7 +71,7 @@ def test_rule_of_many_rows(kind, outputs, inputs, processors):
         assert tile.counters(rows, outputs, inputs) <= MOST_SHARED_TILES and programs <= processors
         smallest = ceil_div(rows, 64) * ceil_div(outputs, 64)
         assert programs >= min(processors // 3, smallest, smallest * blocks)
-        assert fitted(tile, kind) == tile
+        assert runs(tile, kind)
 
 
 def test_other_gpus_multiply_many_rows_too():
@@ -86,24 +87,40 @@ def test_rule_of_blocks_and_few_rows(outputs, inputs, processors):
     for rows in (1, 16, 17, 32, 33, 64):
         tile = choose(rows, outputs, inputs, "fp8_block", "a GPU", processors)
         _, tiles, blocks, programs = tile.launch(rows, outputs, inputs)
-        assert tile.tokens >= rows and tile.specialized == (rows > FEW_ROWS) and fitted(tile, "fp8_block") == tile
+        assert tile.tokens >= rows and tile.specialized == (rows > FEW_ROWS) and runs(tile, "fp8_block")
         assert tile.shared_bytes(1) <= HOPPER_SHARED and tile.counters(rows, outputs, inputs) <= MOST_SHARED_TILES
-        assert tile.prefetch == 0 or (tile.split <= blocks and programs <= 2 * processors)
+        # Without so many tiles that every SM has several, the weight is prefetched, by programs on all SMs.
+        few = tiles <= 2 * processors and inputs >= 2 * BLOCK
+        assert (tile.prefetch > 0) == (few and rows <= FEW_ROWS)
+        if tile.prefetch:
+            assert (
+                tile.split <= blocks
+                and (tile.split > 1) == (3 * tiles <= processors and blocks > 3)
+                and programs <= 2 * processors
+            )
         other = choose(rows, outputs, inputs, "fp8_block", "a GPU", processors, prefetch=False)
         assert not other.needs_hopper and other.inputs <= BLOCK
 
 
 def test_entries_of_kinds_without_a_library():
-    """An entry that says that the default is fastest leaves the rule's tile, and so does one for another kernel."""
+    """An entry that says that the default is fastest leaves the rule's tile. Tiles of other kernels are refused."""
     key = matmul_key("int8", 4096, 4096)
     ruled = choose(100, 4096, 4096, "int8", "a GPU", 132)
     wide = choice_of(MatmulTile(128, 256, 128, stages=4, specialized=True))
     own = MatmulTile(64, 64, 128, stages=5, specialized=True)
-    for entry, expected in ((None, ruled), (wide, ruled), (choice_of(own), own)):
+    for entry, expected in ((None, ruled), (choice_of(own), own)):
         with temporarily(Choices({(OP, "a GPU", key): {128: entry}})):
             assert choose(100, 4096, 4096, "int8", "a GPU", 132) == expected
-            with pytest.raises(ValueError, match="the kernels for int8 cannot run this tile"):
-                check_matmul(key, 128, wide)
+    with pytest.raises(ValueError, match="the kernels for int8 cannot run this tile"):
+        check_matmul(key, 128, wide)
+
+
+def test_prompts_of_any_length_need_few_choices():
+    """Half a millisecond each would delay the launch of every prompt."""
+    many_rows_tile.cache_clear()
+    tiles = {rows: choose(rows, 6144, 4096, "fp8_block", "a GPU", 132) for rows in range(129, 705)}
+    assert many_rows_tile.cache_info().misses == 9
+    assert len({(-(-rows // 64), tile) for rows, tile in tiles.items()}) == 9
 
 
 def test_prefetching_tiles_are_used_only_where_their_kernel_runs(shipped):
