@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from dovetail.core.arithmetic import ceil_div
-from dovetail.core.ops.tiles import HOPPER_SHARED, RESERVED
+from dovetail.core.ops.tiles import HOPPER_SHARED, RESERVED, SM_SHARED
 
 LEAST_ROWS, MOST_ROWS = 16, 128
 BLOCK_BYTES = 128
 """Bytes of a row that a loop iteration reads, with many rows."""
 GROUPED = 16
 """Tiles of rows that are multiplied by the same outputs one after another: their weights come from the L2 cache."""
-SM_SHARED = 228 << 10
-"""Shared memory of an SM of an H100 or H200, of which each program reserves 1 KB."""
 SPECIALIZED = {16: (1, 3), 32: (1, 3), 64: (1, 2), 128: (2, 1)}
 """Consumer warp groups and programs of an SM, by the rows of a tile."""
 
@@ -134,8 +132,8 @@ def specialized_blocks(rows: int, hidden: int, channels: int, itemsize: int, blo
 
 def specialized_expert_tile(rows: int, itemsize: float, shared: int) -> ExpertTile:
     """Return the tile of core.ops.kernels.specialized_experts, with as many blocks in flight as fit. `itemsize`: bytes
-    of a weight, 0.5 if packed. Registers limit the warp groups of an SM: two to
-    four, since each group has sums of 128 outputs."""
+    of a weight, 0.5 if packed. Registers limit the warp groups of an SM to two to four, since each group has sums of
+    128 outputs."""
     groups, residents = SPECIALIZED[rows]
     tile = ExpertTile(rows, 64 * groups, int(BLOCK_BYTES / itemsize), 4 * groups, 8, residents)
     room = min(shared, (SM_SHARED if shared >= HOPPER_SHARED else shared) // residents - RESERVED)

@@ -13,7 +13,7 @@ from dovetail.core.errors import shown
 from dovetail.core.interfaces.tuning import Choice, Key, make_key
 from dovetail.core.ops.choices import Choices, installed
 from dovetail.core.ops.tile_choice import check_fields, tile_of
-from dovetail.core.ops.tiles import HOPPER_SHARED, MOST_SHARED_TILES, RESERVED, MatmulTile
+from dovetail.core.ops.tiles import HOPPER_SHARED, MOST_SHARED_TILES, RESERVED, SM_SHARED, MatmulTile
 
 OP = "packed_matmul"
 """Name of the operation in tuning tables."""
@@ -49,8 +49,6 @@ MOST_DECODED_ROWS = 256
 decoded for the library. No library multiplies E4M3 with scales of groups."""
 SCRATCH = 4 << 10
 """Shared memory in which a consumer of specialized_packed rearranges outputs of float32."""
-SM_SHARED = 228 << 10
-"""Shared memory of an SM of an H100 or H200, of which each program reserves 1 KB."""
 
 
 def packed_key(name: str, bits: int, group: int, outputs: int, inputs: int, itemsize: int) -> Key:

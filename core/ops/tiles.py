@@ -13,6 +13,8 @@ MOST_SHARED_TILES = 1024
 
 HOPPER_SHARED = 227 << 10
 """Maximum shared memory of a program on an H100 or H200."""
+SM_SHARED = 228 << 10
+"""Shared memory of an SM of an H100 or H200, of which each program reserves 1 KB."""
 RESERVED = 1 << 10
 """Shared memory for barriers and the like."""
 GROUP_ROWS = 64

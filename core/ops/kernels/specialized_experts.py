@@ -154,8 +154,8 @@ def multiply_specialized(
     activation: GatedActivation | None,
 ) -> None:
     """Launch the first product, which ends in `activation`, or the second one (None). `x`: rows in sorted order, and at
-    least a tile of rows behind them. `weight_EOI`: E4M3, with a `scale` for each
-    `block` of outputs and inputs, or words of packed codes, with their exponents in `scale`."""
+    least a tile of rows behind them. `weight_EOI`: E4M3, with a `scale` for each `block` of outputs and inputs, or
+    words of packed codes, with their exponents in `scale`."""
     experts, rows, columns = weight_EOI.shape
     packed = weight_EOI.dtype is torch.int32
     inputs, outputs = columns * (EACH if packed else 1), out.shape[1]

@@ -436,20 +436,3 @@ def test_tiles_fit_into_shared_memory():
             for gated in (False, True):
                 tile = expert_tile(rows, 8, 768, 2048, 2, gated, processors=132, shared=gpu_shared)
                 assert tile.shared_bytes(2, gated) <= gpu_shared and tile.stages >= 2
-
-
-@kernels
-@pytest.mark.parametrize("tokens", [5, 40])
-def test_rows_are_gathered_in_sorted_order(tokens):
-    """Pairs without an expert have no place, and rows are converted."""
-    from dovetail.core.ops.kernels.expert_pairs import gather_rows, sort_pairs
-
-    experts_TK = torch.randint(-1, 6, (tokens, 3), dtype=torch.int32, device=DEVICE)
-    routing = Routing(experts_TK, torch.rand(tokens, 3, device=DEVICE))
-    x_TC = torch.randn(tokens, 72, device=DEVICE)
-    pairs = sort_pairs(routing, 6, 16)
-    with poisoned_memory():
-        got_PC = gather_rows(x_TC, pairs, DTYPE)
-    wanted = [pair for expert in range(6) for pair in (experts_TK.flatten() == expert).nonzero().flatten().tolist()]
-    assert wanted and len(got_PC) == 3 * tokens + 16
-    assert torch.equal(got_PC[: len(wanted)], x_TC[torch.tensor(wanted, device=DEVICE) // 3].to(DTYPE))

@@ -33,7 +33,7 @@ from dovetail.core.ops.weight_formats import E2M1, INT4
 from dovetail.core.testing.numeric import poisoned_memory
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 
-from .test_experts import CLAMPED, DEVICE, INTERPRETED, case, check, exact, kernels
+from .test_experts import CLAMPED, DEVICE, DTYPE, INTERPRETED, case, check, exact, kernels
 
 INPUTS = (32, 64, 96, 224, 256, 480)
 """Rows of a single span and of several."""
@@ -203,3 +203,20 @@ def test_tiles_of_packed_experts_fit_into_shared_memory():
             for itemsize in (1, 2):
                 tile = packed_expert_tile(rows, itemsize, gpu_shared)
                 assert packed_shared(tile, itemsize) <= gpu_shared and tile.outputs >= 64
+
+
+@kernels
+@pytest.mark.parametrize("tokens", [5, 40])
+def test_rows_are_gathered_in_sorted_order(tokens):
+    """Pairs without an expert have no place, and rows are converted."""
+    from dovetail.core.ops.kernels.expert_pairs import gather_rows, sort_pairs
+
+    experts_TK = torch.randint(-1, 6, (tokens, 3), dtype=torch.int32, device=DEVICE)
+    routing = Routing(experts_TK, torch.rand(tokens, 3, device=DEVICE))
+    x_TC = torch.randn(tokens, 72, device=DEVICE)
+    pairs = sort_pairs(routing, 6, 16)
+    with poisoned_memory():
+        got_PC = gather_rows(x_TC, pairs, DTYPE)
+    wanted = [pair for expert in range(6) for pair in (experts_TK.flatten() == expert).nonzero().flatten().tolist()]
+    assert wanted and len(got_PC) == 3 * tokens + 16
+    assert torch.equal(got_PC[: len(wanted)], x_TC[torch.tensor(wanted, device=DEVICE) // 3].to(DTYPE))
