@@ -13,7 +13,7 @@ from dovetail.core.ops import encode, rms_norm
 from dovetail.core.ops.choices import Choices, temporarily
 from dovetail.core.ops.kernels.matmul import matmul_triton
 from dovetail.core.ops.matmul import block_scaled_reference, matmul, matmul_reference
-from dovetail.core.ops.tile_choice import fitted
+from dovetail.core.ops.tile_choice import runs
 from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile, specialized_tiles
 from dovetail.core.tuning.matmul import tiles_of
 from dovetail.core.tuning.packages import builtin_table
@@ -241,7 +241,7 @@ def test_matmuls_with_scales_of_blocks(tile):
 @pytest.mark.parametrize("tile", SPECIALIZED, ids=lambda t: f"{t.tokens}x{t.outputs}x{t.inputs}-{t.split}-{t.programs}")
 def test_specialized_int8_matmuls(tile):
     """Integers are summed exactly."""
-    if fitted(tile, "int8") is None:
+    if not runs(tile, "int8"):
         pytest.skip("Triton has no such instruction")
     torch.seed()
     counts = torch.zeros(MOST_SHARED_TILES, dtype=torch.int32, device=GPU)
