@@ -110,9 +110,8 @@ MODELS = {
     importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1",
     reason="needs Triton's launcher",
 )
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.nightly] if name != "latents" else []) for name in MODELS]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", MODELS)
 def test_no_random_step_launches_a_kernel_that_start_up_did_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches are recorded with all that selects a compiled kernel. The buffer is so small that few heads fit."""
     import triton
