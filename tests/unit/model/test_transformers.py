@@ -47,7 +47,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**PHI, "architectures": ["PhiModel"]},
         "the decoder of model_type phi is PhiForCausalLM",
     ),
-    "no decoder": (of("ViTModel", "vit"), "'ViTModel': it is no decoder of text"),
+    "no decoder": (of("ViTModel", "vit"), "'ViTModel': model_type vit is no decoder of text"),
     "wrong type": ({**PHI, "hidden_size": "32"}, "PhiForCausalLM: transformers refuses the file"),
     "missing": ({k: v for k, v in PHI.items() if k != "num_hidden_layers"}, "the key 'num_hidden_layers' is missing"),
     "too many": ({**PHI, "num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; it must be from 1 to 1024"),
