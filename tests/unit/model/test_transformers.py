@@ -6,15 +6,18 @@ import io
 import json
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from dovetail import LLM, SamplingParams
 from dovetail.core.compose import compose
 from dovetail.core.compose.cli import main
 from dovetail.core.errors import CapabilityError, ConfigError
+from dovetail.plugins.model.transformers.replace import Replacement
 from dovetail.plugins.model.transformers.spec import read_decoder
 
 PHI: dict[str, Any] = {
@@ -149,3 +152,13 @@ def test_buffers_without_values_are_refused() -> None:
     del model.model.table
     make_buffers(model, torch.device("cpu"))
     assert torch.equal(model.model.rotary_emb.inv_freq, PhiForCausalLM(model.config).model.rotary_emb.inv_freq)
+
+
+def test_routers_keep_the_dtype_of_the_class() -> None:
+    """Also one that is in a module of its own; the matrices of shared experts are quantized."""
+    experts, shared = nn.Linear(2, 2), nn.ModuleDict({"up": nn.Linear(2, 2), "down": nn.Linear(2, 2)})
+    layer = nn.ModuleDict({"gate": nn.ModuleDict({"wg": nn.Linear(2, 2)}), "shared": shared, "wg": nn.Linear(2, 2)})
+    layer.experts = experts
+    holder = SimpleNamespace(model=nn.ModuleDict({"mlp": layer, "o": nn.Linear(2, 2)}))
+    paths = ("mlp.gate.wg", "mlp.wg", "mlp.shared.up", "o")
+    assert [Replacement._is_router(holder, path) for path in paths] == [True, True, False, False]  # type: ignore[arg-type]
