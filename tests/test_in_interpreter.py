@@ -40,6 +40,7 @@ SUITES = (
     "unit/adapter/test_kernel.py",
     "numerics/test_triton_attention.py",
     "numerics/test_triton_latents.py",
+    "numerics/test_triton_plan.py",
 )
 
 
