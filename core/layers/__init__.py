@@ -12,7 +12,16 @@ from dovetail.core.layers.rotary import build_rope
 from dovetail.core.layers.run import run_layers
 from dovetail.core.layers.sinks import Sinks
 from dovetail.core.layers.unstacked import Stack, unstacked, unstacked_headers, without
-from dovetail.core.layers.weights import Stored, Taker, Weight, WeightSet, check_headers, dummy_weights, load_weights
+from dovetail.core.layers.weights import (
+    Stored,
+    Taker,
+    Weight,
+    WeightSet,
+    check_headers,
+    check_tied,
+    dummy_weights,
+    load_weights,
+)
 from dovetail.core.layers.wide_norm import WideQKNorm
 
 __all__ = [
@@ -40,6 +49,7 @@ __all__ = [
     "WideQKNorm",
     "build_rope",
     "check_headers",
+    "check_tied",
     "dummy_weights",
     "kind_of",
     "load_weights",

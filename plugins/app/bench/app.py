@@ -128,15 +128,26 @@ class BenchApp(App):
 
 
 def check_writable(path: str | None, option: str) -> None:
-    """Raise ConfigError before the measurement if the file cannot be written."""
+    """Raise ConfigError before the measurement if the file cannot be written, or is no result of an earlier run."""
     if path is None:
         return
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         there = Path(path).exists()
+        if there and not _is_result(Path(path)):
+            raise ConfigError(f"{option}={path}: the file exists and is not a result of Dovetail: choose another name")
         with Path(path).open("a", encoding="utf-8"):
             pass
         if not there:
             Path(path).unlink()  # an interrupted run must not leave an empty file
     except OSError as error:
         raise ConfigError(f"{option}={path}: cannot be written ({error})") from None
+
+
+def _is_result(path: Path) -> bool:
+    """Whether a file is empty, or begins as a JSON result, a timeline or a report does."""
+    if not path.is_file():
+        return True  # A folder cannot be opened, and a device such as /dev/stdout keeps nothing.
+    with path.open("rb") as file:
+        head = file.read(1000).lower()
+    return not head or any(word in head for word in (b'"schema": "dovetail.', b'{"traceevents":', b"<!doctype html>"))

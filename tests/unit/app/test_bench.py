@@ -21,7 +21,9 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from dovetail.core.compose import compose
 from dovetail.core.compose.cli import main
 from dovetail.core.engine.engine import Engine
+from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import RequestOptions, TimedRequest
+from dovetail.plugins.app.bench.app import check_writable
 from dovetail.plugins.app.bench.http import Address, Answer, HttpError
 from dovetail.plugins.app.bench.inprocess import EngineTarget
 from dovetail.plugins.app.bench.metrics import Timeline
@@ -169,6 +171,16 @@ def test_steps_are_put_off_for_requests_to_come_as_in_a_server(monkeypatch: pyte
 def test_a_mistake_is_reported(overrides: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*CPU, *overrides]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_result_is_not_overwritten(tmp_path: Path) -> None:
+    kept, former = tmp_path / "served.rec", tmp_path / "former.json"
+    kept.write_bytes(b"DOVETAIL")
+    former.write_text('{\n "schema": "dovetail.bench/1"}')
+    with pytest.raises(ConfigError, match=r"bench\.out=.*served\.rec: the file exists and is not a result of Dovetail"):
+        check_writable(str(kept), "bench.out")
+    check_writable(str(former), "bench.out")
+    assert kept.read_bytes() == b"DOVETAIL"
 
 
 def test_a_missing_matplotlib_is_reported_before_anything_runs(
