@@ -9,9 +9,13 @@ from collections.abc import Iterator
 from itertools import product
 
 import pytest
+import torch
 
+from dovetail.core.interfaces import Collective
 from dovetail.core.ops.rehearsal import Rehearsal, StepLimits, WarmupStep, rehearsal, report_kernel
-from dovetail.core.worker.warmup import warmup_plan
+from dovetail.core.testing.rank_threads import on_threads
+from dovetail.core.worker.connection import Connection
+from dovetail.core.worker.warmup import agreed, agreed_steps, warmup_plan
 from dovetail.plugins.attention.triton.latent_rehearsal import absorbed_steps, expanded_steps
 
 LIMITS = StepLimits(tokens=4096, rows=32, longest=1000)
@@ -82,6 +86,20 @@ def test_latents_request_each_number_of_heads_and_each_tile() -> None:
         absorbed = dict(absorbed_steps(limits, 47, lambda rows, tokens: (rows > 1, tokens > 30)))
         assert all(possible(limits, step) and step.tokens // step.rows <= 47 for step in absorbed.values())
         assert len(absorbed) == (4 if limits.rows > 1 else 2)
+
+
+def test_ranks_run_the_same_steps() -> None:
+    """A rank with other experts may need other steps, and each makes collective calls."""
+    mine = [[WarmupStep(64, 1), WarmupStep(300, 2, cached=5)], [WarmupStep(300, 2, cached=5), WarmupStep(9, 3)]]
+
+    def agree(ranks: Collective) -> list[WarmupStep]:
+        connection = Connection(ranks.rank, ranks.size, torch.device("cpu"), ranks)
+        assert agreed([(ranks.rank,)], connection) == [(0,), (1,)]
+        assert agreed_steps([], connection) == []
+        return agreed_steps(mine[ranks.rank], connection)
+
+    for found in on_threads(2, agree):
+        assert found == [*mine[0], WarmupStep(9, 3)]
 
 
 def random_steps(rng: random.Random, limits: StepLimits, count: int) -> Iterator[WarmupStep]:
