@@ -64,6 +64,7 @@ NOT_RUN = {
     "curl ": "needs a server; tests/server/test_openai.py has one",
     "printf ": "makes a key; tests/server/test_limits.py has one",
     "python benchmarks/profile_step.py": "needs a GPU",
+    "python benchmarks/distinct_experts.py": "tests/unit/benchmarks/test_distinct_experts.py runs it",
     "python benchmarks/curve.py": "needs a GPU; tests/unit/benchmarks/test_curve.py runs it without",
     "python benchmarks/kernels.py": "needs a GPU",
     "python benchmarks/startup_kernels.py": "needs a GPU, or compiles for minutes",
