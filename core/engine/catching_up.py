@@ -17,6 +17,9 @@ TRIAL_ROWS = 8
 """Most rows with which the drafter catches up for a trial."""
 TRIAL_TOKENS = 16
 """Least tokens that such a row still has to produce."""
+LATER = 2.0
+"""Drafts of outputs should save this many times the time that the drafter takes for their prompts: it can also catch
+up with these rows later, when it is known how many others run."""
 PATIENCE = 8
 """Steps until rows are examined again that were not worth catching up with."""
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dovetail.core.engine.acceptance import Acceptance, TreeAcceptance
-from dovetail.core.engine.catching_up import CatchingUp
+from dovetail.core.engine.catching_up import LATER, CatchingUp
 from dovetail.core.engine.draft_ranking import Ranking
 from dovetail.core.engine.following import Following
 from dovetail.core.interfaces import CostModel, Row, RowWork, SchedulerLimits, Sequence, StepPlan, StepResult
@@ -230,13 +230,14 @@ class Drafting:
         rows = len(decoding)
         if catching_up.trying:
             bucket.prepared |= not catching_up.goes_on(decoding) and ranking.possible > 0
-        elif bucket.pays:
+            return
+        if bucket.pays:
             saved = bucket.saved
             if bucket.level:
                 # That of the other rows alone.
                 saved = self._best(bucket, rows, length, self._rank(decoding), cost)[2]
             catching_up.where_it_pays(decoding, saved, cost, proposals=bucket.level > 0)
-        elif bucket.left <= 0 and not ranking.possible:
+        if bucket.left <= 0 and not ranking.possible and not catching_up.wanted:
             step = self._seconds(rows, length, 0, cost)
             if (seconds := catching_up.for_trial(decoding, step, cost)) is not None:
                 bucket.left = max(bucket.left, 0) + MIN_INTERVAL + seconds / TRIAL_SHARE / step
@@ -250,7 +251,9 @@ class Drafting:
         if not prompts or self._cost is None or self._repays(rows, prompts, sequences):
             return
         goes_on = any(row.uid == self._prepared for row in prompts)
-        plan.follows = goes_on or (bucket.left <= 0 and bucket.skip <= 0 and bool(plan.joins))
+        # To catch up with a few rows takes less time than to follow all prompts of a step.
+        due = self._catching_up is None and bucket.left <= 0 and bucket.skip <= 0
+        plan.follows = goes_on or (due and bool(plan.joins))
         if not plan.follows:
             bucket.skip -= 1
             return
@@ -278,12 +281,15 @@ class Drafting:
         shares = (
             (row.count / (seq := sequences[row.uid]).prompt_len) * (seq.limit - seq.prompt_len) for row in prompts
         )
-        return saved * sum(shares) > self._cost.follow_seconds(map(RowWork.of, prompts))
+        worth = saved * sum(shares) / (1.0 if self._catching_up is None else LATER)
+        return worth > self._cost.follow_seconds(map(RowWork.of, prompts))
 
     def _saved_at(self, rows: int, length: int, cost: CostModel) -> float:
         """Return the seconds that drafts save per token of so many rows, if these accept what others did, or one
-        standard error more: rows that are left behind by chance have no drafts later either."""
-        gain_K = rows * np.cumsum(self.acceptance.expected(errors=1.0))
+        standard error more if the drafter cannot catch up: rows that are left behind by chance have no drafts later
+        either."""
+        errors = 1.0 if self._catching_up is None else 0.0
+        gain_K = rows * np.cumsum(self.acceptance.expected(errors))
         each = {}
         for level in self._levels(rows):
             drafts = self._drafts(level, rows)

@@ -13,6 +13,7 @@ import torch
 from dovetail.core.arithmetic import ceil_div
 from dovetail.core.errors import shown
 from dovetail.core.interfaces import (
+    CatchUp,
     Join,
     JoinBlob,
     KVGroup,
@@ -77,11 +78,12 @@ def tuned_rows(least: int = 64) -> list[int]:
 
 
 def warmup_plan(
-    step: WarmupStep, groups: Sequence[KVGroup], *, embeds: bool = False, adapted: bool = False
+    step: WarmupStep, groups: Sequence[KVGroup], *, embeds: bool = False, adapted: bool = False, chunk: int = 0
 ) -> tuple[StepPlan, dict[tuple[int, int], JoinBlob]]:
     """Return the step as a plan. Each row is a sequence. All rows sample with top-p and log-probabilities, which cost
     most, and wait for masks (`warmup_masks`) if they verify no drafts. With `embeds` all rows are embedded instead.
-    With `adapted` all use adapter slot 0, even if it is empty."""
+    With `adapted` all use adapter slot 0, even if it is empty. `chunk`: most tokens with which the drafter catches up
+    in the first decode row, if there is one."""
     rows = min(step.rows, step.tokens)
     decodes = rows if step.drafts else min(step.decodes, rows - 1)
     share, more = divmod(step.tokens - decodes, max(rows - decodes, 1))
@@ -102,6 +104,8 @@ def warmup_plan(
         for group in groups:
             # Rows may share pages here, since only the cost matters.
             plan.pages += [PageDelta(group.id, slot, i, i + 1) for i in range(ceil_div(bound, group.page_tokens))]
+    if (count := min(chunk, step.context)) > 0 and decodes:
+        plan.catch_up.append(CatchUp(0, 0, count))
     return plan, blobs
 
 
@@ -130,7 +134,9 @@ def run_warmup_steps(parts: RankParts) -> None:
     lookahead = parts.drafter.lookahead if spec.head else 0
     for step in warmup_steps(engine.token_budget, engine.max_seqs, parts.max_len - 1, lookahead):
         with _trial(parts, max(step.tokens, step.context + step.drafts)) as runner:
-            plan, blobs = warmup_plan(step, parts.groups, embeds=not spec.head, adapted=parts.adapters is not None)
+            chunk = engine.token_budget - step.tokens if lookahead and parts.drafter.catches_up else 0
+            kinds = {"embeds": not spec.head, "adapted": parts.adapters is not None}
+            plan, blobs = warmup_plan(step, parts.groups, **kinds, chunk=chunk)
             runner.execute(plan, blobs)
             if plan.late:
                 runner.complete(warmup_masks(plan, spec.vocab))
