@@ -102,6 +102,7 @@ class Engine:
             weighs_drafts=engine.drafts == "paying",
             draft_window=drafter.window,
             draft_resumes=drafter.resumes,
+            draft_catches_up=drafter.catches_up,
             again=int(info.lookahead > 0 and drafter.follows_features),
         )
         self.scheduler: Scheduler = composition.build("scheduler", limits=self.limits, kv=self.kv)

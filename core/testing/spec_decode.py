@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dovetail.core.interfaces import Drafter, ModelSource, ModelSpec, TargetView
+from dovetail.core.interfaces import CatchUp, Drafter, ModelSource, ModelSpec, TargetView
 from dovetail.core.ops.random import Purpose, gumbel
 from dovetail.core.ops.step import accept
 from dovetail.core.ops.trees import TreeState, accept_tree
@@ -326,6 +326,27 @@ class DrafterContract:
             _assert_same(self.guess(histories), found, "drafts depend on who followed the prompt")
         else:
             assert not any(guesses.tokens for guesses in found), "resumes = False: rows left behind have no more drafts"
+
+    @pytest.mark.parametrize("shared", [0, 2])
+    def test_rows_catch_up_by_chunks(self, shared: int) -> None:
+        """Chunks of rows that it did not follow, which begin and end anywhere, with tokens that it has fed already or
+        that do not exist yet, give the drafts of a fresh sequence."""
+        bench, rng = self.asked(), random.Random(14)
+        if not bench.drafter.catches_up:
+            pytest.skip("catches_up = False: no chunks")
+        prefix = [rng.randrange(self.vocab) for _ in range(2 * bench.page)]
+        later = min(bench.lookahead, bench.drafter.window or 1)
+        ends = ([rng.randrange(self.vocab) for _ in range(1 + later)] for _ in range(2))
+        histories = {slot: prefix + end for slot, end in zip((1, 0), ends, strict=True)}
+        bench.seat({slot: history[:-later] for slot, history in histories.items()}, shared=shared, follow=False)
+        bench.catch_up([CatchUp(0, 0, 2)])
+        bench.catch_up([CatchUp(1, 0, len(prefix)), CatchUp(0, 1, 2)])
+        found = bench.guess()[1].tokens
+        assert not found or len(prefix) - 2 <= bench.drafter.window, "it drafts for a row before it has caught up"
+        bench.catch_up([CatchUp(0, 3, len(histories[0]) - 3)])
+        for at in range(-later, 0):
+            bench.verify({slot: [history[at]] for slot, history in histories.items()}, drafts=False)
+        _assert_same(self.guess(histories), bench.guess(), "drafts depend on who followed the prompt")
 
     def test_observe_is_called_every_step(self) -> None:
         """observe must work with any number of tokens per row and without a propose between two calls."""

@@ -5,9 +5,10 @@ Any fault in its pages, positions or draws shows as a rejected draft.
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from dovetail import LLM, SamplingParams
 from dovetail.core.engine.drafting import Drafting
 from dovetail.core.errors import CapabilityError, ConfigError
-from dovetail.core.interfaces import Blobs, StepPlan
+from dovetail.core.interfaces import Blobs, CatchUp, Sequence, StepPlan, StepResult
 from dovetail.core.testing.executor_scripts import SMALL_LLAMA
 from dovetail.plugins.model import bundled
 
@@ -95,6 +96,51 @@ def test_it_catches_up_after_prompts_that_it_did_not_follow(
         counters, preemptions = llm.engine.counters, llm.engine.scheduler.stats().preemptions
     assert counters.accepted == counters.drafted > 100 and lacking > 0
     assert (preemptions > 0) is (variant is LATE)
+
+
+CHUNKS = [LATE, *(pytest.param([f"engine.depth={depth}"], marks=pytest.mark.nightly) for depth in (1, 2))]
+
+
+@pytest.mark.parametrize("variant", CHUNKS)
+def test_it_catches_up_by_chunks_within_the_token_budget(variant: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps without drafts and prompts that it did not follow, among others those of shared prefixes, leave rows
+    behind. Then chunks catch up, and each draft is that of a row which was never behind."""
+    monkeypatch.setattr(Drafting, "_follow", lambda self, plan, sequences: setattr(plan, "follows", plan.step % 3 == 0))
+    steps = itertools.count()
+
+    def choose(drafting: Drafting, decoding: list[Sequence], *rest: object) -> Mapping[int, int]:
+        plain, following = next(steps) % 12 < 6, drafting._following
+        lacking = zip(decoding, following.lacking(decoding).tolist(), strict=True)
+        able = {seq.uid: tokens <= 5 for seq, tokens in lacking}
+        if not plain:
+            drafting._catching_up.wanted = [uid for uid, one in able.items() if not one]  # type: ignore[union-attr]
+        return {} if plain else {uid: 4 for uid, one in able.items() if one}
+
+    monkeypatch.setattr(Drafting, "_choose", choose)
+    words = [*BASE, SAME, *variant, "cost=cpu", "engine.page_size=8", "engine.token_budget=23"]
+    with LLM("tiny", overrides=words) as llm:
+        chunks: list[CatchUp] = []
+        submit, update = llm.engine.executor.submit, llm.engine.scheduler.update
+        missed = 0
+
+        def watched(plan: StepPlan, blobs: Blobs) -> None:
+            assert plan.num_tokens + sum(chunk.count for chunk in plan.catch_up) <= 23
+            chunks.extend(plan.catch_up)
+            submit(plan, blobs)
+
+        def counted(result: StepResult) -> None:
+            nonlocal missed
+            plan = llm.engine.scheduler._launched[0]  # type: ignore[attr-defined]
+            missed += sum(1 for row, out in zip(plan.rows, result.rows, strict=True) if row.draft and not out.drafted)
+            update(result)
+
+        monkeypatch.setattr(llm.engine.executor, "submit", watched)
+        monkeypatch.setattr(llm.engine.scheduler, "update", counted)
+        for _ in range(2):
+            llm.generate(PROMPTS, PARAMS)
+        counters = llm.engine.counters
+    assert counters.accepted == counters.drafted > 60 and len(chunks) > 5
+    assert missed == 0, "rows that the host takes for caught up have drafts"
 
 
 def resized(folder: Path, vocab: int, swapped: bool = False) -> list[str]:
