@@ -88,7 +88,7 @@ def test_a_mistake_is_one_message_and_exit_code_2(seen, capsys, monkeypatch, arg
     ("word", "wanted"),
     [
         ("plan.lengths={a:1}", "should be a list, as in [value]."),
-        ("plan.options=[1]", "should be an object, as in {key"),
+        ("plan.options=[1]", "should be an object"),
     ],
 )
 def test_a_list_is_no_object(word, wanted):
