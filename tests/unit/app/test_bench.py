@@ -23,7 +23,7 @@ from dovetail.core.compose.cli import main
 from dovetail.core.engine.engine import Engine
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import RequestOptions, TimedRequest
-from dovetail.plugins.app.bench.app import check_writable
+from dovetail.plugins.app.bench.app import check_apart, check_writable
 from dovetail.plugins.app.bench.http import Address, Answer, HttpError
 from dovetail.plugins.app.bench.inprocess import EngineTarget
 from dovetail.plugins.app.bench.metrics import Timeline
@@ -181,6 +181,12 @@ def test_a_file_that_is_no_result_is_not_overwritten(tmp_path: Path) -> None:
         check_writable(str(kept), "bench.out")
     check_writable(str(former), "bench.out")
     assert kept.read_bytes() == b"DOVETAIL"
+
+
+def test_two_results_have_two_files() -> None:
+    check_apart({"ablate.out": "a.json", "ablate.report": "a.html", "ablate.plot": None})
+    with pytest.raises(ConfigError, match=r"ablate\.report=\./a\.json is the file of ablate\.out: choose another name"):
+        check_apart({"ablate.out": "a.json", "ablate.report": "./a.json"})
 
 
 def test_a_missing_matplotlib_is_reported_before_anything_runs(
