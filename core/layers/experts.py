@@ -139,7 +139,7 @@ class Experts:
         self.bias: ExpertBias | None = None
         self.loads_down_bias = rank % parts == 0  # The sum over the parts of an expert would count it once per part.
         if bias:
-            sides = (2 * self.shape.intermediate, hidden)
+            sides = (2 * self.method.channels(self.shape), hidden)
             up, down = (torch.zeros(len(ids), side, dtype=build.dtype, device=build.device) for side in sides)
             self.bias = ExpertBias(up, down)
 
@@ -219,7 +219,7 @@ class Experts:
         for slot in slots:
             if part != "down":
                 gate, up = bias.up[slot].chunk(2)
-                (gate if part == "gate" else up).copy_(lazy[self.channels])
+                (gate if part == "gate" else up)[: self.shape.intermediate].copy_(lazy[self.channels])
             elif self.loads_down_bias:
                 bias.down[slot].copy_(lazy[:])
 
