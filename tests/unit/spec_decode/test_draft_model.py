@@ -5,10 +5,9 @@ Any fault in its pages, positions or draws shows as a rejected draft.
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,9 +17,11 @@ from safetensors.torch import load_file, save_file
 from dovetail import LLM, SamplingParams
 from dovetail.core.engine.drafting import Drafting
 from dovetail.core.errors import CapabilityError, ConfigError
-from dovetail.core.interfaces import Blobs, CatchUp, Sequence, StepPlan, StepResult
+from dovetail.core.interfaces import Blobs, CatchUp, StepPlan, StepResult
 from dovetail.core.testing.executor_scripts import SMALL_LLAMA
 from dovetail.plugins.model import bundled
+
+from ...catching_up import by_turns
 
 BASE = ["engine.device=cpu", "engine.dtype=float32", "engine.max_len=160", "spec_decode=draft_model"]
 SAME = "model@spec_decode.model=tiny"
@@ -99,24 +100,14 @@ def test_it_catches_up_after_prompts_that_it_did_not_follow(
 
 
 CHUNKS = [LATE, *(pytest.param([f"engine.depth={depth}"], marks=pytest.mark.nightly) for depth in (1, 2))]
+CHUNKS.append(pytest.param(["engine.tp=2", "executor=multiproc", "engine.depth=2"], marks=pytest.mark.nightly))
 
 
 @pytest.mark.parametrize("variant", CHUNKS)
 def test_it_catches_up_by_chunks_within_the_token_budget(variant: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps without drafts and prompts that it did not follow, among others those of shared prefixes, leave rows
     behind. Then chunks catch up, and each draft is that of a row which was never behind."""
-    monkeypatch.setattr(Drafting, "_follow", lambda self, plan, sequences: setattr(plan, "follows", plan.step % 3 == 0))
-    steps = itertools.count()
-
-    def choose(drafting: Drafting, decoding: list[Sequence], *rest: object) -> Mapping[int, int]:
-        plain, following = next(steps) % 12 < 6, drafting._following
-        lacking = zip(decoding, following.lacking(decoding).tolist(), strict=True)
-        able = {seq.uid: tokens <= 5 for seq, tokens in lacking}
-        if not plain:
-            drafting._catching_up.wanted = [uid for uid, one in able.items() if not one]  # type: ignore[union-attr]
-        return {} if plain else {uid: 4 for uid, one in able.items() if one}
-
-    monkeypatch.setattr(Drafting, "_choose", choose)
+    by_turns(monkeypatch)
     words = [*BASE, SAME, *variant, "cost=cpu", "engine.page_size=8", "engine.token_budget=23"]
     with LLM("tiny", overrides=words) as llm:
         chunks: list[CatchUp] = []
