@@ -59,7 +59,7 @@ NOT_RUN = {
     "pip install .": "done once for every page, without an index (see `installed` in test_pages)",
     "python benchmarks/compare.py vllm": "needs vLLM and a GPU",
     "python benchmarks/compare.py transformers": "tests/unit/benchmarks/test_compare.py runs it",
-    "python run.py app=bench bench.url": "needs a server; tests/unit/app/test_bench.py has one",
+    "python run.py app=bench bench.url": "needs a server; tests/unit/app/test_bench_server.py has one",
     "python run.py app=serve": "runs until it is stopped; tests/server has one",
     "curl ": "needs a server; tests/server/test_openai.py has one",
     "printf ": "makes a key; tests/server/test_limits.py has one",
