@@ -30,6 +30,7 @@ class CatchingUp:
 
     def __init__(self, limits: SchedulerLimits, following: Following) -> None:
         self._following, self._budget, self._window = following, limits.token_budget, limits.draft_window or 1
+        self._tree = limits.draft_depth is not None and limits.draft_depth < limits.lookahead
         self.wanted: list[int] = []
         """Uids of the rows for the plan that the scheduler is building, in the order of their chunks."""
         self._tried: list[int] = []
@@ -112,7 +113,12 @@ class CatchingUp:
         work of feeding these as if all rows had equally many."""
         lacking_R = self._following.lacking(decoding)
         each = zip(decoding, lacking_R.tolist(), strict=True)
-        behind = sorted((one for one in each if one[1] > self._window), key=itemgetter(1))
+        lacking = (one for one in each if one[1] > self._window and self._may_have_drafts(one[0]))
+        behind = sorted(lacking, key=itemgetter(1))
         rows = max(len(behind), 1)
         bound = sum(seq.computed for seq, _ in behind) // rows + 1
         return behind, RowWork(-(-sum(tokens for _, tokens in behind) // rows), bound, 0, rows)
+
+    def _may_have_drafts(self, seq: Sequence) -> bool:
+        """Masks of a grammar are for chains."""
+        return not (self._tree and seq.request.params.grammar is not None)

@@ -188,7 +188,7 @@ class Drafting:
             # Other rows may have more drafts than those that were left behind or are near their end.
             saved = self._best(bucket, rows, length, self._rank(decoding), cost)[2]
         bucket.pays, bucket.saved = saved > 0, saved
-        if self._catching_up is not None and (self._catching_up.trying or not able_R.all()):
+        if self._catching_up is not None and budget > rows and (self._catching_up.trying or not able_R.all()):
             self._catch_up(self._catching_up, bucket, decoding, length, ranking, cost)
         if bucket.left <= 0 or (bucket.prepared and not level and ranking.possible):
             # A drafter that has fallen behind in all rows cannot be tried before it catches up, or the next prompt.
