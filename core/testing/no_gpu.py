@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -106,13 +107,16 @@ def _view(tensor: torch.Tensor, index: tuple[Any, ...]) -> torch.Tensor:
         if each is None:
             tensor, dim = tensor.unsqueeze(dim), dim + 1
         elif each is Ellipsis:
-            dim = tensor.dim() - (len(index) - place - 1)
+            dim = tensor.dim() - sum(one is not None for one in index[place + 1 :])
         elif isinstance(each, slice):
             tensor, dim = torch.ops.aten.slice.Tensor(tensor, dim, each.start, each.stop, each.step or 1), dim + 1
         elif isinstance(each, int):
             tensor = tensor.select(dim, each)
-        else:
-            tensor, dim = torch.ops.aten.index.Tensor(tensor, [None] * dim + [each]), dim + 1
+        elif place == 0 or not isinstance(index[place - 1], torch.Tensor):
+            # Tensors that follow each other index together.
+            together = list(takewhile(lambda one: isinstance(one, torch.Tensor), index[place:]))
+            tensor = torch.ops.aten.index.Tensor(tensor, [None] * dim + together)
+            dim += max(one.dim() for one in together)
     return tensor
 
 

@@ -128,15 +128,16 @@ def _trial(parts: RankParts, tokens: int) -> Iterator[Runner]:
         parts.attention.bind({})
 
 
-def run_warmup_steps(parts: RankParts) -> None:
+def run_warmup_steps(parts: RankParts, adapted: bool = True) -> None:
+    """`adapted`: whether rows have adapters, if there are any."""
     engine = parts.engine
     lookahead = parts.drafter.lookahead if parts.model.build.spec.head else 0
-    _run_steps(parts, warmup_steps(engine.token_budget, engine.max_seqs, parts.max_len - 1, lookahead))
+    _run_steps(parts, warmup_steps(engine.token_budget, engine.max_seqs, parts.max_len - 1, lookahead), adapted)
 
 
-def _run_steps(parts: RankParts, steps: Iterable[WarmupStep]) -> None:
+def _run_steps(parts: RankParts, steps: Iterable[WarmupStep], adapted: bool = True) -> None:
     engine, spec = parts.engine, parts.model.build.spec
-    kinds = {"embeds": not spec.head, "adapted": parts.adapters is not None}
+    kinds = {"embeds": not spec.head, "adapted": adapted and parts.adapters is not None}
     for step in steps:
         if (now := running()) is not None:
             now.begin(step)
@@ -155,6 +156,9 @@ def compile_kernels(parts: RankParts, server: CompileServer | None) -> None:
     limits = StepLimits(engine.token_budget, engine.max_seqs, parts.max_len - 1)
     with rehearsal(limits) as found, compile_ahead(workers, server=server), torch.inference_mode():
         run_warmup_steps(parts)
+        if parts.adapters is not None:
+            # Operations before and after layers without adapters are fused.
+            run_warmup_steps(parts, adapted=False)
         found.begin(None)
         with _trial(parts, parts.engine.page_size) as runner:
             make_graphs(parts, runner.state, runner.drafts).warm_up()
@@ -170,6 +174,8 @@ def _rehearse_others(parts: RankParts, found: Rehearsal) -> None:
         if not (steps := agreed_steps(found.missing(), parts.connection)):
             break
         _run_steps(parts, steps)
+        if parts.adapters is not None:
+            _run_steps(parts, steps, adapted=False)
     spec, device = parts.model.build.spec, parts.connection.device
     if not spec.head:
         return
