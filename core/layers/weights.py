@@ -135,6 +135,29 @@ def check_headers(
                 raise ConfigError(f"{shown(headers[error.name].file)}: {error}") from None
 
 
+def check_tied(openers: Mapping[str, Callable[[], LazyTensor]], embedding: str, head: str) -> None:
+    """Compare some rows of the embedding and of a matrix of logits in the checkpoint of a model whose logits use the
+    embedding. Raises TensorError if they differ: the model has no use for that matrix, and transformers uses it."""
+    if embedding not in openers or head not in openers:
+        return
+    tables = openers[embedding](), openers[head]()
+    shape, other = (list(table.get_shape()) for table in tables)
+    if shape != other or len(shape) != 2:
+        return
+    for row in range(0, shape[0], max(1, shape[0] // _TIED_ROWS)):
+        one, two = (table[row : row + 1] for table in tables)
+        if one.dtype == two.dtype and one.dtype in PLAIN_DTYPES and not torch.allclose(one, two, equal_nan=True):
+            raise TensorError(
+                head,
+                f"differs from {shown(embedding)}, and config.json ties them. Set tie_word_embeddings=false there to "
+                "use both, or remove the tensor",
+            )
+
+
+_TIED_ROWS = 64
+"""Rows of tied matrices that are compared. Matrices that are trained apart differ in all rows."""
+
+
 def _by_name(weights: Iterable[Taker]) -> dict[str, Taker]:
     return {stored.name: taker for taker in weights for stored in taker.stored}
 

@@ -28,7 +28,11 @@ def reader_of(hf: Mapping[str, Any], readers: Mapping[str, Reader]) -> str:
     if len(found) == 1:
         return found[0]
     method = stored.get("quant_method") if isinstance(stored, Mapping) else stored
-    form = f", format {shown(stored['format'])}" if isinstance(stored, Mapping) and "format" in stored else ""
+    form = ""
+    if isinstance(stored, Mapping) and "format" in stored:
+        form = f", format {shown(stored['format'])}"
+    elif isinstance(stored, Mapping) and len(stored) > 1:
+        form = f" with {shown({key: value for key, value in stored.items() if key != 'quant_method'}, 160)}"
     if found:
         options = " or ".join(f"quant={name}" for name in found)
         raise TextError("config.json", f"several quantizers read quant_method {shown(method)}{form}: set {options}")

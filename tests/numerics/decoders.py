@@ -55,6 +55,11 @@ DECODERS: dict[str, dict[str, Any]] = {
     "qwen3_moe": dict(SIZES, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
     "olmoe": dict(SIZES, num_experts=4, num_experts_per_tok=2),
     "granitemoe": dict(SIZES, num_local_experts=4, num_experts_per_tok=2),
+    "qwen2_moe": dict(
+        SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32
+    ),
+    "hunyuan_v1_moe": dict(SIZES, head_dim=16, num_experts=4, moe_topk=2),
+    "minimax_m2": dict(SIZES, head_dim=16, num_local_experts=4, num_experts_per_tok=2),
     "deepseek_v3": dict(
         SIZES,
         num_key_value_heads=4,

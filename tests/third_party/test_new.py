@@ -133,6 +133,8 @@ REFUSED = {
     "new.component=scheduler/Mine": "lower case letters, digits and underscores",
     "new.component=scheduler/fcfs": "the name is taken, scheduler=fcfs is in dovetail",
     "new.component=kv_cache/none new.package=pytest": "is installed; choose another name",
+    "new.component=scheduler/mine new.package=json": "the module json exists already",
+    "new.component=scheduler/mine new.package=class": "its module would be called class, a keyword",
     "new.component=scheduler/none": "its class would be called None, which is taken",
     "new.component=grammar/choices": "its class would be called Choices, which is taken",
     "new.component=app/engine": "the name of a node",

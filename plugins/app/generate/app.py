@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from dovetail.core.compose import Host
-from dovetail.core.errors import ConfigError, RequestError
+from dovetail.core.errors import ConfigError, RequestError, shown
 from dovetail.core.interfaces import App, SamplingParams
 from dovetail.plugins.app.generate.config import GenerateConfig
 from dovetail.plugins.app.generate.prompts import gather
@@ -31,6 +31,24 @@ MADE_WITH = ("model", "quant", "adapter", "logits", "grammar")
 """Nodes on which the text of an output depends, besides the options of the app and engine.seed."""
 
 
+def _check_tokenizer(composition: Composition) -> None:
+    """Refuse a model without a tokenizer before it is loaded: prompts are text."""
+    from dovetail.core.tokenizer import FILE
+
+    model = composition.part("model")
+    checkpoint = model.target().source(model.config).checkpoint
+    if checkpoint is None or checkpoint.text(FILE) is None:
+        cause = (
+            "it has no checkpoint; set model.path=<folder or file>"
+            if checkpoint is None
+            else f"{shown(checkpoint.where(FILE))} is missing; add the file"
+        )
+        raise ConfigError(
+            f"app=generate completes texts, and the model has no tokenizer: {cause}, or give token ids to app=serve "
+            "or dovetail.LLM"
+        )
+
+
 class GenerateApp(App):
     config: GenerateConfig
 
@@ -40,6 +58,7 @@ class GenerateApp(App):
         composition.part("model").capabilities(Host())
         texts = gather(prompts, self.config.prompts)
         params = self._params()
+        _check_tokenizer(composition)
         self._console = line_console()
         if self.config.output is not None:
             return self._into_file(composition, texts, params, self.config.output)

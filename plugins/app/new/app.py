@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import keyword
 import re
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
 from pathlib import Path
 
 from dovetail.core.compose import KINDS, Composition, Registry
@@ -61,6 +63,13 @@ def _package(given: str | None, name: str) -> str:
     try:
         found = distribution(package)
     except PackageNotFoundError:
+        module = package.replace("-", "_")
+        if keyword.iskeyword(module):
+            raise ConfigError(f"new.package={package}: its module would be called {module}, a keyword") from None
+        # A folder without modules has no origin.
+        if (spec := find_spec(module)) is not None and spec.origin is not None:
+            reason = f"the module {module} exists already, so that Python might import another one"
+            raise ConfigError(f"new.package={package}: {reason}; choose another name") from None
         return package
     raise ConfigError(f"new.package={package}: {found.name} {found.version} is installed; choose another name")
 

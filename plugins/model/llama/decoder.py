@@ -48,12 +48,12 @@ from dovetail.core.layers import (
     VocabTable,
     build_rope,
     check_headers,
+    check_tied,
     dummy_weights,
     kind_of,
     load_weights,
     local_heads,
     one_of_each,
-    rehearsing,
     run_layers,
     unstacked,
     unstacked_headers,
@@ -62,6 +62,7 @@ from dovetail.core.layers import (
 from dovetail.core.memory.sizing import group_layers
 from dovetail.core.ops import gelu, gelu_and_mul, silu_and_mul
 from dovetail.core.ops.latents import latent_planes
+from dovetail.core.ops.rehearsal import rehearsing
 from dovetail.core.startup_notes import note
 from dovetail.plugins.model.config import LlamaConfig
 from dovetail.plugins.model.llama.attention import Attention, defers
@@ -264,7 +265,10 @@ class Llama(Model):
         check_headers(self._weights(), headers, checkpoint, self._ignored, self._ignored_parts)
 
     def load(self, weights: Iterable[tuple[str, Callable[[], Any]]]) -> None:
-        weights = self._named(weights)
+        named = dict(self._named(weights))
+        if self.build.spec.tied:
+            check_tied(named, *(f"{name}.weight" for name in (self.layout.names.embedding, self.layout.names.head)))
+        weights = named.items()
         if (experts := self.layout.experts) is not None:
             weights = unstacked(weights, stacks_of(experts.names), experts.rule.experts)
             weights = without(weights, self._elsewhere)

@@ -330,7 +330,29 @@ def _family(config: ConfigJson) -> tuple[str, Family]:
         architecture = architecture.removesuffix("Model") + "ForCausalLM"
     if not isinstance(architecture, str) or architecture not in FAMILIES:
         raise config.wrong("architectures", f"model=llama runs {', '.join(sorted(FAMILIES))}")
+    _check_type(config, architecture)
     return architecture, FAMILIES[architecture]
+
+
+def _check_type(config: ConfigJson, architecture: str) -> None:
+    """Refuse the class of one model with the model_type of another one. Their tensors may have the same names and
+    shapes, such as those of Llama and Helium, whose rotary pairs differ."""
+    stated = config.get("model_type")
+    if not isinstance(stated, str) or _stem(stated) == _stem(architecture.partition("For")[0]):
+        return
+    # Types of remote code, such as kimi_k2, are unknown to the library. It takes seconds to import.
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    if stated in CONFIG_MAPPING_NAMES:
+        raise config.wrong(
+            "model_type",
+            f"architectures names {architecture}, the class of another type. Correct the key that is wrong, or set "
+            "model=transformers if transformers runs this type with this class",
+        )
+
+
+def _stem(name: str) -> str:
+    return name.lower().replace("_", "").replace("-", "").removesuffix("text")
 
 
 def _text_of(config: ConfigJson, family: Family) -> ConfigJson:

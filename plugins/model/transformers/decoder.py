@@ -26,7 +26,7 @@ from dovetail.core.interfaces import (
     ModelSpec,
     Plane,
 )
-from dovetail.core.layers import KVScales, Taker, dummy_weights, load_weights
+from dovetail.core.layers import KVScales, Taker, check_tied, dummy_weights, load_weights
 from dovetail.core.memory.sizing import group_layers
 from dovetail.core.startup_notes import note
 from dovetail.plugins.model.config import TransformersConfig
@@ -100,9 +100,11 @@ class TransformersDecoder(Model):
         return self._kv_groups
 
     def load(self, weights: Iterable[tuple[str, Callable[[], Any]]]) -> None:
-        takers = self._takers()
+        takers, openers = self._takers(), dict(weights)
+        for head, embedding in self.model.all_tied_weights_keys.items():
+            check_tied(openers, embedding, head)
         wanted = {stored.name for taker in takers for stored in taker.stored}
-        self._fill(takers, renamed(self.model, weights, wanted, self.layers_of_engine.transposed))
+        self._fill(takers, renamed(self.model, openers.items(), wanted, self.layers_of_engine.transposed))
 
     def init_dummy(self, seed: int) -> None:
         takers = self._takers()

@@ -100,8 +100,12 @@ def read_library(hf: Mapping[str, Any], where: str) -> Library:
     # The library runs some types with the class of another one, whose tensors it renames (EXAONE 3 with Llama's).
     own = f"{re.sub('[-_]', '', kind)}ForCausalLM".lower()
     if architecture != expected and (expected is None or architecture.lower() != own):
-        why = "it is no decoder of text" if expected is None else f"the decoder of model_type {kind} is {expected}"
-        raise refusal(where, shown(architecture), why)
+        if expected is None:
+            raise refusal(where, shown(architecture), f"model_type {kind} is no decoder of text")
+        raise ConfigError(
+            f"{where}: architectures names {shown(architecture)}, and the decoder of model_type {kind} is {expected}: "
+            "correct the key that is wrong"
+        )
     try:
         config = CONFIG_MAPPING[kind].from_dict({key: hf[key] for key in hf if key not in _UNREAD})
     except Exception as error:  # Its validation raises errors of several libraries.

@@ -201,5 +201,9 @@ class Replacement:
         return re.sub(rf"^{re.escape(self.blocks)}\.", "layers.", path)
 
     def _is_router(self, path: str) -> bool:
-        """Whether the matrix is beside experts and chooses among them: a small error would choose others."""
-        return hasattr(self.model.get_submodule(path.rpartition(".")[0]), "experts")
+        """Whether the matrix chooses among experts: a small error would choose others. It is beside them, or alone in a
+        module that is (HunYuan, 2024)."""
+        parent, _, name = path.rpartition(".")
+        module, beside = self.model.get_submodule(parent), self.model.get_submodule(parent.rpartition(".")[0])
+        alone = all(own.startswith(f"{name}.") for own, _ in module.named_parameters())
+        return hasattr(module, "experts") or (alone and hasattr(beside, "experts"))

@@ -60,7 +60,10 @@ class NF4Quantizer(StoredOrRounded[Stored]):
     def _stored(self, path: str, shape: LinearShape, stored: Stored, activations: ActFormat) -> LinearMethod:
         if shape.whole_inp % BLOCK:
             raise CapabilityError(
-                [f"quant=nf4: {path} has {shape.whole_inp} inputs, so that blocks of {BLOCK} weights span rows"]
+                [
+                    f"quant=nf4: {path} has {shape.whole_inp} inputs, so that blocks of {BLOCK} weights span rows. "
+                    "Would work: quant=int4 or quant=fp4, on a checkpoint of theirs or a plain one"
+                ]
             )
         return StoredNF4(stored, activations)
 

@@ -159,3 +159,18 @@ def test_an_output_of_errors_only_does_not_replace_a_former_one(capsys: pytest.C
     assert cli.main([*SMALL, "generate.output=out.jsonl", "--", "x " * 200, "y " * 200]) == 2
     assert "64" in capsys.readouterr().err.splitlines()[-1]
     assert records("out.jsonl") == [made("old")] and not Path("out.jsonl.partial").exists()
+
+
+@pytest.mark.parametrize("model", ["llama3_8b", "path"])
+def test_a_model_without_tokenizer_is_refused_before_it_is_loaded(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder has no weights either: reading them would fail with another message."""
+    config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48}
+    config |= {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    argv = ["model=llama3_8b"] if model == "llama3_8b" else ["model=llama", f"model.path={tmp_path}", "quant=none"]
+    assert cli.main([*argv, "engine.device=cpu", "--", "x"]) == 2
+    cause = "it has no checkpoint; set model.path" if model == "llama3_8b" else "tokenizer.json' is missing; add"
+    assert "app=generate completes texts, and the model has no tokenizer: " in (text := capsys.readouterr().err)
+    assert cause in text

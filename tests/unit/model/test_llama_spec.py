@@ -17,7 +17,7 @@ from dovetail.core.testing.model_driver import build_context
 from dovetail.plugins.model.config import LlamaConfig
 from dovetail.plugins.model.llama.capabilities import capabilities
 from dovetail.plugins.model.llama.decoder import Llama
-from dovetail.plugins.model.llama.families import FAMILIES, read_model, read_spec
+from dovetail.plugins.model.llama.families import FAMILIES, read_model, read_spec, runs
 
 HF = {
     "architectures": ["LlamaForCausalLM"],
@@ -34,6 +34,27 @@ def test_what_is_left_out_follows_from_the_rest():
     spec = read_spec(HF, "here")
     assert (spec.kv_heads, spec.head_dim, spec.dtype, spec.eos_ids, spec.tied) == (8, 8, "float32", (), False)
     assert spec.windows == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    [("LlamaForCausalLM", "helium"), ("LlamaForCausalLM", "mistral"), ("Qwen3ForCausalLM", "qwen2")],
+)
+def test_the_class_of_another_type_is_refused(architecture, kind):
+    """Tensors of these have the same names and shapes, but another meaning."""
+    hf = {**HF, "architectures": [architecture], "model_type": kind}
+    message = f"here: model_type is '{kind}'; architectures names {architecture}, the class of another type"
+    with pytest.raises(ConfigError, match=message):
+        read_spec(hf, "here")
+    assert not runs(hf)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    [("LlamaForCausalLM", "llama"), ("GPTJForCausalLM", "gptj"), ("Qwen2Model", "qwen2"), ("LlamaForCausalLM", "own")],
+)
+def test_a_type_of_the_class_or_of_remote_code_is_read(architecture, kind):
+    assert runs({**HF, "architectures": [architecture], "model_type": kind})
 
 
 def test_windows_and_several_ends():

@@ -6,15 +6,18 @@ import io
 import json
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from dovetail import LLM, SamplingParams
 from dovetail.core.compose import compose
 from dovetail.core.compose.cli import main
 from dovetail.core.errors import CapabilityError, ConfigError
+from dovetail.plugins.model.transformers.replace import Replacement
 from dovetail.plugins.model.transformers.spec import read_decoder
 
 PHI: dict[str, Any] = {
@@ -47,7 +50,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**PHI, "architectures": ["PhiModel"]},
         "the decoder of model_type phi is PhiForCausalLM",
     ),
-    "no decoder": (of("ViTModel", "vit"), "'ViTModel': it is no decoder of text"),
+    "no decoder": (of("ViTModel", "vit"), "'ViTModel': model_type vit is no decoder of text"),
     "wrong type": ({**PHI, "hidden_size": "32"}, "PhiForCausalLM: transformers refuses the file"),
     "missing": ({k: v for k, v in PHI.items() if k != "num_hidden_layers"}, "the key 'num_hidden_layers' is missing"),
     "too many": ({**PHI, "num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; it must be from 1 to 1024"),
@@ -149,3 +152,13 @@ def test_buffers_without_values_are_refused() -> None:
     del model.model.table
     make_buffers(model, torch.device("cpu"))
     assert torch.equal(model.model.rotary_emb.inv_freq, PhiForCausalLM(model.config).model.rotary_emb.inv_freq)
+
+
+def test_routers_keep_the_dtype_of_the_class() -> None:
+    """Also one that is in a module of its own; the matrices of shared experts are quantized."""
+    experts, shared = nn.Linear(2, 2), nn.ModuleDict({"up": nn.Linear(2, 2), "down": nn.Linear(2, 2)})
+    layer = nn.ModuleDict({"gate": nn.ModuleDict({"wg": nn.Linear(2, 2)}), "shared": shared, "wg": nn.Linear(2, 2)})
+    layer.experts = experts
+    holder = SimpleNamespace(model=nn.ModuleDict({"mlp": layer, "o": nn.Linear(2, 2)}))
+    paths = ("mlp.gate.wg", "mlp.wg", "mlp.shared.up", "o")
+    assert [Replacement._is_router(holder, path) for path in paths] == [True, True, False, False]  # type: ignore[arg-type]

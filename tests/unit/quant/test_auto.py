@@ -67,6 +67,8 @@ def test_an_unknown_method_is_an_error_that_lists_the_readers(folder):
     assert "quant=fp8" in str(caught.value)
     with pytest.raises(ConfigError, match="format 'marlin-24'"):
         compose(folder({"quant_method": "compressed-tensors", "format": "marlin-24"}))
+    with pytest.raises(ConfigError, match=r"quant_method 'bitsandbytes' with {'load_in_8bit': True}\. Those"):
+        compose(folder({"quant_method": "bitsandbytes", "load_in_8bit": True}))
     with pytest.raises(ConfigError, match="no installed quantizer reads"):
         compose(folder([1]))
 
@@ -74,7 +76,9 @@ def test_an_unknown_method_is_an_error_that_lists_the_readers(folder):
 def test_two_readers_are_an_error():
     spec = SimpleNamespace(hf={"quantization_config": FP8}, checkpoint=None)
     readers = {"fp8": lambda hf: True, "acme": lambda hf: True, "int8": lambda hf: False}
-    with pytest.raises(ConfigError, match="several quantizers read quant_method 'fp8': set quant=fp8 or quant=acme"):
+    with pytest.raises(
+        ConfigError, match="several quantizers read quant_method 'fp8' with .*: set quant=fp8 or quant=acme"
+    ):
         choose(AutoConfig(), spec, readers)
     assert choose(AutoConfig(), spec, {"acme": readers["acme"]}) == "acme"
     assert choose(AutoConfig(), None, readers) == "none"

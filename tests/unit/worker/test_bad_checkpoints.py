@@ -222,3 +222,12 @@ def test_a_drafters_checkpoint_is_checked_before_a_device_is_used(tmp_path):
     composition = small_composition(*target, *drafts)
     with pytest.raises(ConfigError, match=r"two\.safetensors: tensor '.*weight_scale' has shape \(2,"):
         check_weights(composition, build_quantizer(composition), 0, 1)
+
+
+@pytest.mark.parametrize("model", ["llama", pytest.param("transformers", marks=pytest.mark.nightly)])
+def test_logits_that_differ_from_the_embedding_to_which_they_are_tied(model, tmp_path, capsys):
+    save(tmp_path, "fp8", {"lm_head.weight": lambda t: torch.ones(CONFIG["vocab_size"], CONFIG["hidden_size"])})
+    config = {**CONFIG, "model_type": "llama", "tie_word_embeddings": True, "quantization_config": FP8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    message = refused(capsys, tmp_path, f"model={model}")
+    assert "one.safetensors: tensor 'lm_head.weight' differs from 'model.embed_tokens.weight', and" in message
