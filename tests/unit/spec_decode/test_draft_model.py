@@ -134,6 +134,18 @@ def test_it_catches_up_by_chunks_within_the_token_budget(variant: list[str], mon
     assert missed == 0, "rows that the host takes for caught up have drafts"
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("variant", [["engine.depth=1"], ["engine.depth=2", "engine.max_seqs=3"], LATE])
+def test_catching_up_changes_no_token(variant: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bundled pair, with preemption, reused slots and prefixes in the cache."""
+    by_turns(monkeypatch)
+    found = []
+    for words in (["spec_decode=none"], ["cost=cpu", "engine.page_size=8", "engine.token_budget=23", *variant]):
+        with LLM("tiny", overrides=[*BASE, *words]) as llm:
+            found.append([[one.token_ids for one in llm.generate(PROMPTS, PARAMS)] for _ in range(2)])
+    assert found[0] == found[1]
+
+
 def resized(folder: Path, vocab: int, swapped: bool = False) -> list[str]:
     """Save the bundled draft model with another size of its vocabulary; return what chooses it. `swapped`: two tokens
     have each other's id."""
