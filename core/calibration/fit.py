@@ -57,7 +57,10 @@ class Fit:
 def fit(steps: Sequence[Step], cost: CostModel, lookahead: int) -> Fit:
     """Fit to all steps. Raises ConfigError if they are too few or the cost model has no terms."""
     if len(steps) < LEAST_STEPS:
-        raise ConfigError(f"{len(steps)} measured steps are too few to fit: at least {LEAST_STEPS} are needed")
+        raise ConfigError(
+            f"{len(steps)} measured steps are too few to fit: at least {LEAST_STEPS} are needed. Raise the workload's "
+            "requests or output tokens, or bench.runs"
+        )
     predicted = np.array([_predicted(step, cost, lookahead) for step in steps])
     measured = np.maximum([step.seconds for step in steps], LEAST_SECONDS)
     ones = np.ones(len(NAMES))

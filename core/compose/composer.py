@@ -97,7 +97,13 @@ def _without_hints(error: Exception) -> str:
             break
         lines.append(line.strip())
     if isinstance(error.__cause__, OmegaConfBaseException):
-        lines.append(str(error.__cause__).splitlines()[0])
+        reason = str(error.__cause__).splitlines()[0]
+        override = " ".join(lines).removeprefix("Error merging override ")
+        if reason == "Cannot merge DictConfig with ListConfig":
+            is_list = override.partition("=")[2].startswith("[")
+            wanted = "an object, as in {key: value}" if is_list else "a list, as in [value]"
+            return f"{override}: should be {wanted}."
+        lines.append(reason)
     return " ".join(line for line in lines if line)
 
 

@@ -131,7 +131,7 @@ class Experts:
             _check_own_scales(self.method.input, path)
         self.params = self.method.create(self.shape, build.device)
         self.loads_E: torch.Tensor | None = None
-        """int64: number of tokens of each expert since it was last set to zero; None = the experts do not move."""
+        """int64: number of tokens of each expert since it was last set to zero; None = they are not counted."""
         if self.placement is not None and self.placement.rebalance:
             _check_stacked(self.method, path)
             self.loads_E = torch.zeros(len(names), dtype=torch.int64, device=build.device)
@@ -151,10 +151,10 @@ class Experts:
     def dispatch(self, x: Bundle, routing: Routing) -> Dispatched:
         """Return the rows that this rank multiplies: all, or those of `routing` that the placement sends here."""
         given = x[self.input]
-        if self.placement is None:
-            return Dispatched(given, routing)
         if self.loads_E is not None:
             count_experts(routing.experts_TK, self.loads_E)
+        if self.placement is None:
+            return Dispatched(given, routing)
         if (rows := self.placement.lane_rows) is not None:
             given, routing = padded_activation(given, rows), _padded_routing(routing, rows)
         return self.placement.dispatch(given, routing, self.slots)

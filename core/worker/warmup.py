@@ -13,6 +13,7 @@ import torch
 from dovetail.core.arithmetic import ceil_div
 from dovetail.core.errors import shown
 from dovetail.core.interfaces import (
+    CatchUp,
     Join,
     JoinBlob,
     KVGroup,
@@ -69,11 +70,12 @@ def tuned_rows(least: int = 64) -> list[int]:
 
 
 def warmup_plan(
-    step: WarmupStep, groups: Sequence[KVGroup], *, embeds: bool = False, adapted: bool = False
+    step: WarmupStep, groups: Sequence[KVGroup], *, embeds: bool = False, adapted: bool = False, chunk: int = 0
 ) -> tuple[StepPlan, dict[tuple[int, int], JoinBlob]]:
     """Return the step as a plan. Each row is a sequence. All rows sample with top-p and log-probabilities, which cost
     most, and wait for masks (`warmup_masks`) if they verify no drafts. With `embeds` all rows are embedded instead.
-    With `adapted` all use adapter slot 0, even if it is empty."""
+    With `adapted` all use adapter slot 0, even if it is empty. `chunk`: most tokens with which the drafter catches up
+    in the first decode row, if there is one."""
     rows = min(step.rows, step.tokens)
     decodes = rows if step.drafts else min(step.decodes, rows - 1)
     share, more = divmod(step.tokens - decodes, max(rows - decodes, 1))
@@ -96,6 +98,8 @@ def warmup_plan(
             own = ceil_div(_kept_tokens(step), group.page_tokens)
             pages = range(ceil_div(bound, group.page_tokens))
             plan.pages += [PageDelta(group.id, slot, i, i % own + 1) for i in pages]
+    if (count := min(chunk, step.context)) > 0 and decodes:
+        plan.catch_up.append(CatchUp(0, 0, count))
     return plan, blobs
 
 
@@ -132,12 +136,14 @@ def run_warmup_steps(parts: RankParts, adapted: bool = True) -> None:
 
 
 def _run_steps(parts: RankParts, steps: Iterable[WarmupStep], adapted: bool = True) -> None:
-    spec, adapted = parts.model.build.spec, adapted and parts.adapters is not None
+    engine, spec = parts.engine, parts.model.build.spec
+    kinds = {"embeds": not spec.head, "adapted": adapted and parts.adapters is not None}
     for step in steps:
         if (now := running()) is not None:
             now.begin(step)
         with _trial(parts, _kept_tokens(step)) as runner:
-            plan, blobs = warmup_plan(step, parts.groups, embeds=not spec.head, adapted=adapted)
+            chunk = engine.token_budget - step.tokens if spec.head and parts.drafter.catches_up else 0
+            plan, blobs = warmup_plan(step, parts.groups, **kinds, chunk=chunk)
             runner.execute(plan, blobs)
             if plan.late:
                 runner.complete(warmup_masks(plan, spec.vocab))

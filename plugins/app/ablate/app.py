@@ -24,7 +24,7 @@ from dovetail.plugins.app.ablate.report import draw, show
 from dovetail.plugins.app.ablate.resume import restore
 from dovetail.plugins.app.ablate.stats import turns
 from dovetail.plugins.app.ablate.variants import Variant, make
-from dovetail.plugins.app.bench.app import check_writable
+from dovetail.plugins.app.bench.app import check_apart, check_writable
 from dovetail.plugins.app.bench.config import RunsConfig
 from dovetail.plugins.app.bench.record import describe
 from dovetail.plugins.app.bench.report import check_plot
@@ -48,6 +48,7 @@ class AblateApp(App):
         check_plot(config.plot, "ablate.plot")
         check_writable(config.out, "ablate.out")
         check_writable(config.report, "ablate.report")
+        check_apart({f"ablate.{name}": getattr(config, name) for name in ("out", "report", "plot")})
         if composition.engine.record is not None:
             raise ConfigError("engine.record: the starts of an ablation would all write to one file; use app=bench")
         make(config, composition)  # report composition errors before any process starts

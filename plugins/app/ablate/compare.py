@@ -48,6 +48,8 @@ BY_PATH = {metric.path: metric for metric in METRICS}
 
 OPEN = 50.0
 """Percent, or percentage points: an interval that includes both no change and such an effect is no useful bound."""
+EXACT = 1e-9
+"""Percent, or percentage points: smaller changes are rounding of equal values, as in virtual time."""
 
 
 class Load(NamedTuple):
@@ -224,6 +226,8 @@ def sentence(one: Mapping[str, Any], primary: str) -> str:
     if change["low"] is None or change["unit"] != "rounds":
         return f"{claim} in one round, which is no evidence"
     low, high = percent(change["low"], metric), percent(change["high"], metric)
+    if max(-low, high) < EXACT:
+        return f"{name} has the baseline's {metric.words} in every round"
     if low <= 0 <= high and max(-low, high) >= OPEN:
         edges = f"between -{_digits(-low, 3)} and +{_digits(high, 3)} {unit(metric)}"
         return f"{name}: the effect on {metric.words} remains open, {edges}"

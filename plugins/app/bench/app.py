@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ class BenchApp(App):
         workloads = self._workloads(composition)
         check_plot(self.config.plot, "bench.plot")
         check_writable(self.config.out, "bench.out")
+        check_apart({f"bench.{name}": getattr(self.config, name) for name in ("out", "plot", "calibrate")})
         if self.config.hold_out and self.config.calibrate is None:
             raise ConfigError("bench.hold_out is for a calibration: set bench.calibrate=PATH")
         self._calibrator: Calibrator | None = None
@@ -142,6 +143,14 @@ def check_writable(path: str | None, option: str) -> None:
             Path(path).unlink()  # an interrupted run must not leave an empty file
     except OSError as error:
         raise ConfigError(f"{option}={path}: cannot be written ({error})") from None
+
+
+def check_apart(paths: Mapping[str, str | None]) -> None:
+    """Raise ConfigError if two options name the same file. `paths`: file by option; None = not set."""
+    seen: dict[Path, str] = {}
+    for option, path in paths.items():
+        if path is not None and (first := seen.setdefault(Path(path).resolve(), option)) != option:
+            raise ConfigError(f"{option}={path} is the file of {first}: choose another name")
 
 
 def _is_result(path: Path) -> bool:

@@ -13,7 +13,7 @@ from dovetail.core.compose.wording import did_you_mean, listing
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces.app import App
 from dovetail.plugins.app.ablate.stats import CONFIDENCE
-from dovetail.plugins.app.bench.app import check_writable
+from dovetail.plugins.app.bench.app import check_apart, check_writable
 from dovetail.plugins.app.check.beside import measure
 from dovetail.plugins.app.check.card import SCHEMA, failed, html, print_card
 from dovetail.plugins.app.check.config import CheckConfig
@@ -28,6 +28,7 @@ class CheckApp(App):
         config, registry = self.config, composition.registry
         check_writable(config.out, "check.out")
         check_writable(config.html, "check.html")
+        check_apart({"check.out": config.out, "check.html": config.html})
         package = of_name(registry, config.package) if config.package else None
         found = components(registry, package) if package else [one(registry, config.component or "")]
         _check_beside(registry, config.beside, found)

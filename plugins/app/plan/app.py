@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces.app import App
 from dovetail.plugins.app.plan.config import PlanConfig
 from dovetail.plugins.app.plan.memory import CONTEXT_BYTES, Plan, make_plan
@@ -16,6 +17,18 @@ from dovetail.plugins.app.tables import console
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
+
+
+OF_LOAD = ("options", "ttft", "tpot", "gpus", "quants", "layouts", "price_hour")
+"""Options that have no effect without plan.load."""
+
+
+def _refuse_without_load(config: PlanConfig) -> None:
+    fields = PlanConfig.model_fields
+    given = [name for name in OF_LOAD if getattr(config, name) != fields[name].get_default(call_default_factory=True)]
+    if given:
+        listed = " and ".join(f"plan.{name}" for name in given)
+        raise ConfigError(f"{listed}: without effect unless plan.load names a workload or a recording, such as fixed")
 
 
 class PlanApp(App):
@@ -28,6 +41,7 @@ class PlanApp(App):
             found = plan_load(composition, self.config)
             print(json.dumps(found, indent=2)) if self.config.format == "json" else show(found)
             return 0 if found["best"] else 1
+        _refuse_without_load(self.config)
         plan = make_plan(composition)
         facts = self._facts(composition, plan)
         if self.config.format == "json":

@@ -135,7 +135,10 @@ def make_plan(composition: Composition) -> Plan:
         raise ConfigError(f"cost={part.name} predicts nothing; choose hardware, such as cost=h200")
     memory = cost.memory
     if memory is None:
-        raise ConfigError(f"cost={part.name} does not state the memory of a device: set cost.memory=<GB>")
+        way = "set cost.memory=<GB>"
+        if "memory" not in type(part.config).model_fields:
+            way = "its class or an option must have `memory`, GB; or choose another, such as cost=h200"
+        raise ConfigError(f"cost={part.name} does not state the memory of a device: {way}")
     adapter = composition.part("adapter")
     stated: AdapterFacts | None = adapter.facts()
     if stated is None:

@@ -13,7 +13,7 @@ from rich.text import Text
 from dovetail.core.frontend.replicas import CheckedRouter
 from dovetail.core.interfaces import App
 from dovetail.core.recording.recording import Recording
-from dovetail.plugins.app.bench.app import check_writable
+from dovetail.plugins.app.bench.app import check_apart, check_writable
 from dovetail.plugins.app.replay.config import ReplayConfig
 from dovetail.plugins.app.replay.figures import FIGURES, figures
 from dovetail.plugins.app.replay.lockstep import Divergence, Lockstep
@@ -34,6 +34,7 @@ class ReplayApp(App):
         config = self.config
         check_writable(config.out, "replay.out")
         check_writable(config.trace, "replay.trace")
+        check_apart({"replay.out": config.out, "replay.trace": config.trace})
         recording = Recording(config.path, "replay.path")
         pair = compose_pair(recording, composition)
         if config.trace is not None:

@@ -135,7 +135,8 @@ def _field_error(error: RequestValidationError) -> FieldError:
     place, message = _most_specific(error.errors(), error.body)
     where = [str(part) for part in place]
     path = ".".join(where[:_LONGEST_PATH] + ["..."] * (len(where) > _LONGEST_PATH)) or None
-    reason = message
+    # Pydantic puts this before the words of our own checks.
+    reason = message.removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         # Only the fields of the body itself may be meant as parameters of a logits processor.
         hint = f'; a parameter of a logits processor is given as "extra": {{"{path}": ...}}' if len(where) == 1 else ""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import msgspec
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, StringConstraints
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, StringConstraints, model_validator
 
 MOST = 2**31 - 1
 Token = Annotated[int, Field(ge=0, le=MOST)]
@@ -178,6 +178,12 @@ class Message(Body):
     """Not supported: refused unless null."""
     function_call: Annotated[None, Field(exclude=True)] = None
     """Not supported: refused unless null; use `tool_calls`."""
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Self:
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"a message of the role {self.role} needs content")
+        return self
 
 
 class Function(Body):

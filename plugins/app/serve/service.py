@@ -193,7 +193,9 @@ class Service:
         except ValidationError as error:
             first = error.errors()[0]
             field = str(first["loc"][0]) if first["loc"] else None
-            raise FieldError(f"{field + ': ' if field else ''}{first['msg']}", field) from None
+            # Pydantic puts this before the words of our own checks.
+            reason = first["msg"].removeprefix("Value error, ")
+            raise FieldError(f"{field + ': ' if field else ''}{reason}", field) from None
 
     def submit(
         self,

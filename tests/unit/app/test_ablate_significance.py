@@ -144,6 +144,12 @@ def test_an_interval_that_excludes_nothing_is_no_bound() -> None:
     assert lines[0].startswith("x: the effect on output tokens/s remains open, between -") and "e+" not in lines[0]
 
 
+def test_equal_figures_are_not_called_a_bound() -> None:
+    """A simulated device repeats to the bit."""
+    lines = said(variant("base", BASE, None), variant("x", BASE), variant("base, again", BASE, repeats=True))
+    assert lines == ["x has the baseline's output tokens/s in every round"]
+
+
 def test_without_drafts_a_row_yields_one_token() -> None:
     def drafting(name: str, lengths: Sequence[float | None], baseline: str | None) -> dict[str, Any]:
         made = variant(name, BASE[: len(lengths)], baseline)

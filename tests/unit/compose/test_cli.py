@@ -1,6 +1,7 @@
 """The command line: a mistake gives one message and exit code 2; prompts arrive exactly as typed."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -81,6 +82,18 @@ def test_a_mistake_is_one_message_and_exit_code_2(seen, capsys, monkeypatch, arg
     assert out == "" and err.startswith("dovetail: ") and words in err
     assert "Traceback" not in err and "HYDRA" not in err and len(err.splitlines()) == 1
     assert seen == []
+
+
+@pytest.mark.parametrize(
+    ("word", "wanted"),
+    [
+        ("plan.lengths={a:1}", "should be a list, as in [value]."),
+        ("plan.options=[1]", "should be an object"),
+    ],
+)
+def test_a_list_is_no_object(word, wanted):
+    with pytest.raises(ConfigError, match=re.escape(f"{word}: {wanted}")):
+        compose([word], app="plan")
 
 
 def test_a_broken_target_is_a_message_too(seen, capsys):

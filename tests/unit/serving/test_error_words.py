@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from pydantic import BaseModel, ConfigDict
 
-from dovetail.plugins.app.serve import errors
+from dovetail.plugins.app.serve import errors, schemas
 
 
 class Message(BaseModel):
@@ -74,3 +74,17 @@ def test_a_compressed_body_is_refused_by_name() -> None:
     headers = {"content-type": "application/json", "content-encoding": "gzip"}
     answer = TestClient(app).post("/", content=gzip.compress(b'{"prompt": "x"}'), headers=headers)
     assert answer.status_code == 400 and "only bodies that are not compressed" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("role", "refused"), [("user", True), ("tool", True), ("assistant", False)])
+def test_a_message_needs_content_unless_it_is_the_assistants(role: str, refused: bool):
+    app = FastAPI()
+    errors.install(app)
+    app.post("/")(_read)
+    answer = TestClient(app).post("/", json={"role": role})
+    assert answer.status_code == (400 if refused else 200)
+    assert not refused or answer.json()["error"]["message"] == f"body: a message of the role {role} needs content"
+
+
+def _read(body: schemas.Message) -> dict[str, str]:
+    return {}
