@@ -44,6 +44,7 @@ from pathlib import Path
 from typing import Any
 
 from peers import model_folder, offline, served, table
+from peers.drafting import drafting_of
 from peers.jobs import Job, make_jobs, words_of
 
 from dovetail import Composition, ConfigError, DovetailError, compose
@@ -74,10 +75,21 @@ class Shared:
     device: str
     grammars: bool
     """Whether some request has one: the engine then needs the tokenizer."""
+    drafting: dict[str, Any] | None
+    """Speculative decoding (peers/drafting.py)."""
+
+    @property
+    def equal(self) -> dict[str, Any]:
+        """Settings that two runs must share to be compared: all but folders, and those of the requests."""
+        found = {name: value for name, value in asdict(self).items() if name not in ("model", "grammars", "drafting")}
+        if self.drafting is not None:
+            found["drafting"] = {name: value for name, value in self.drafting.items() if name != "model"}
+        return found
 
 
-def shared_settings(composition: Composition, folder: Path, *, grammars: bool = False) -> Shared:
-    """Settings of our composition. For a model of shapes alone, writes config.json and a tokenizer into `folder`."""
+def shared_settings(composition: Composition, peer: str, folder: Path, *, grammars: bool = False) -> Shared:
+    """Settings of our composition. For a model or drafter of shapes alone, writes config.json and a tokenizer into
+    `folder`."""
     engine, model = composition.engine, composition.part("model")
     if engine.dp > 1:
         raise ConfigError(f"engine.dp={engine.dp}: the peers here run one replica; benchmarks/layouts.py compares ours")
@@ -97,6 +109,7 @@ def shared_settings(composition: Composition, folder: Path, *, grammars: bool = 
         prefix_caching=composition.part("kv_cache").name != "paged",
         device=engine.device,
         grammars=grammars,
+        drafting=drafting_of(composition, peer, folder),
     )
 
 
@@ -196,7 +209,7 @@ def main(argv: Sequence[str]) -> int:
         folder = Path(name)
         jobs = make_jobs(at_once, args.rounds, folder, list(filter(None, args.whole_only.split(","))))
         grammars = any(request.json_schema for runs in jobs.values() for request in runs[0].requests)
-        shared = shared_settings(composition, folder, grammars=grammars)
+        shared = shared_settings(composition, args.peer, folder, grammars=grammars)
         if at_once:
             compare_engines(args, composition, shared, jobs, save)
         if over_time:
@@ -227,8 +240,7 @@ def compare_engines(
         engine("dovetail", sys.executable, {"overrides": overrides}, {}),
         engine(args.peer, args.python, asdict(shared) | {"engine_args": args.args}, dict(args.env)),
     ]
-    equal = {name: value for name, value in asdict(shared).items() if name not in ("model", "grammars")}
-    settings = {"gpus": machine()["gpus"], **equal}
+    settings = {"gpus": machine()["gpus"], **shared.equal}
     if args.only:
         engines = [one for one in engines if one.name == args.only]
     elif args.reuse:

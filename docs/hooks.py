@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import ast
 import itertools
-import json
 import re
 import runpy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
+from result_tables import results, simulator, table
 
 from dovetail.core import testing
 from dovetail.core.compose import KINDS, Capabilities, Host, Requires, Selected, compose, installed
@@ -83,7 +83,7 @@ def components(kind: str) -> str:
     parts = [_component(registered) for registered in built_in(kind)]
     if found := list(variants(kind)):
         rows = [[f"`{name}`", f"`{base}`", about] for name, base, about in found]
-        parts += [f"**Variants of {kind}**: a component with other defaults.", _table(("name", "base", "what"), rows)]
+        parts += [f"**Variants of {kind}**: a component with other defaults.", table(("name", "base", "what"), rows)]
     return "\n\n".join(parts) or "No component of this kind is built in."
 
 
@@ -92,7 +92,7 @@ def _component(registered: Registered) -> str:
     about = (component.config.__doc__ or "").strip()
     head = f"**`{component.kind}={component.name}`** (api `{component.api}`)" + (f": {_prose(about)}" if about else "")
     options = option_rows(component.config, component.name if component.kind == "app" else component.kind)
-    return head + "\n\n" + (_table(("option", "type", "default", "meaning"), options) if options else "No options.")
+    return head + "\n\n" + (table(("option", "type", "default", "meaning"), options) if options else "No options.")
 
 
 def option_rows(config: type[BaseModel], prefix: str) -> list[list[str]]:
@@ -120,15 +120,15 @@ def variants(kind: str) -> Iterator[tuple[str, str, str]]:
 
 
 def engine() -> str:
-    return _table(("setting", "type", "default", "meaning"), option_rows(EngineConfig, "engine"))
+    return table(("setting", "type", "default", "meaning"), option_rows(EngineConfig, "engine"))
 
 
 def sampling() -> str:
-    return _table(("field", "type", "default", "meaning"), option_rows(SamplingParams, ""))
+    return table(("field", "type", "default", "meaning"), option_rows(SamplingParams, ""))
 
 
 def presets() -> str:
-    return _table(("preset", "what"), [[f"`+preset={name}`", about] for name, _, about in variants("preset")])
+    return table(("preset", "what"), [[f"`+preset={name}`", about] for name, _, about in variants("preset")])
 
 
 def kinds() -> str:
@@ -139,7 +139,7 @@ def kinds() -> str:
         page = f"[`{kind.name}`]({kind.name}.md)" if (Path(__file__).parent / f"kinds/{kind.name}.md").is_file() else ""
         how = {"one": "one", "many": "a list", "per_request": "by request"}[kind.cardinality]
         rows.append([page or f"`{kind.name}`", kind.about, how, f"`{kind.api}`", names])
-    return _table(("kind", "what it does", "chosen", "api", "built in"), rows)
+    return table(("kind", "what it does", "chosen", "api", "built in"), rows)
 
 
 def suite(kind: str) -> str:
@@ -158,7 +158,7 @@ def suite(kind: str) -> str:
                 ast.Expr(ast.Constant(str(about))),
             ):
                 rows.append([f"`{name}`", f"`{ast.unparse(value)}`", _prose(about)])
-    return _table((f"attribute of `{found[2]}`", "default", "meaning"), rows)
+    return table((f"attribute of `{found[2]}`", "default", "meaning"), rows)
 
 
 def components_page() -> str:
@@ -265,7 +265,7 @@ def _matrix(rows: list[Choice], columns: list[Choice]) -> list[str]:
 
     table = [[f"`{row.name}`", *(cell(row, column) for column in columns)] for row in rows]
     head = (rows[0].kind, *(f"`{column.name}`" for column in columns))
-    lines = [f"## {rows[0].kind} and {columns[0].kind}", _table(head, table)]
+    lines = [f"## {rows[0].kind} and {columns[0].kind}", table(head, table)]
     if reasons:
         lines.append("\n".join(f"{number}. {_prose(reason)}" for reason, number in reasons.items()))
     return lines
@@ -278,7 +278,7 @@ def _demands(found: dict[str, list[Choice]]) -> str:
             if demand.kind in ("engine", "host"):
                 parts.setdefault((_asked(demand), _prose(demand.reason)), []).append(f"`{choice.kind}={choice.name}`")
     rows = [[", ".join(names), asked, reason] for (asked, reason), names in parts.items()]
-    return _table(("part", "requires", "because"), rows)
+    return table(("part", "requires", "because"), rows)
 
 
 def _asked(demand: Requires) -> str:
@@ -299,16 +299,10 @@ def _provided(found: dict[str, list[Choice]]) -> str:
         else:
             continue
         rows.append([f"`{registered.component.kind}={registered.component.name}`", facts])
-    return _table(("part", "provides"), rows)
+    return table(("part", "provides"), rows)
 
 
 # Words
-
-
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    head = list(head)
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def architectures() -> str:
@@ -325,7 +319,7 @@ def architectures() -> str:
     rows = [[f"`{name}`", "native", ", ".join(variants.get(name, []))] for name in FAMILIES]
     names = ", ".join(f"`{kind}`" for kind in others)
     head = "in config.json", "runs as", "variants with its shapes"
-    return _table(head, [*rows, [f"`model_type` {names}", "any decoder", ""]])
+    return table(head, [*rows, [f"`model_type` {names}", "any decoder", ""]])
 
 
 def _value(value: object) -> str:
@@ -339,107 +333,6 @@ def _prose(text: str | None) -> str:
     for char in "|*_<":
         words = words.replace(char, {"<": "&lt;", "|": "&#124;"}.get(char, f"\\{char}"))
     return re.sub(r"`([^`]*)`", lambda m: "`" + m[1].replace("\\", "").replace("&lt;", "<") + "`", words)
-
-
-def results() -> str:
-    """Return a table for every file of benchmarks/results that app=bench or compare.py wrote, with its command."""
-    parts = []
-    for file in sorted((CONF.parent / "benchmarks" / "results").glob("*.json")):
-        found = json.loads(file.read_text(encoding="utf-8"))
-        shown = {"dovetail.bench": _benchmark, "dovetail.compare": _comparison}
-        show_result = shown.get(str(found.get("schema", "")).partition("/")[0])
-        if show_result is None:
-            continue
-        gpus = found["machine"]["gpus"]
-        machine = f"{len(gpus)} x {gpus[0]}" if gpus else "CPU"
-        started, table = show_result(found)
-        parts += [
-            f"{machine}, torch {found['versions']['torch']}, {started}. `{file.name}`:",
-            f"```text\n{found['command']}\n```",
-            table,
-        ]
-    return "\n\n".join(parts)
-
-
-def _benchmark(found: dict[str, Any]) -> tuple[str, str]:
-    startup = found["startup"]
-    started = startup["url"] if startup["target"] == "server" else f"start-up {startup['startup_s']} s"
-    if made_up := [note.partition(":")[0] for note in startup.get("slower_paths", ()) if note.startswith("SIMULATED")]:
-        started += f", {made_up[0]}"
-    head = ("workload", "TPOT of the run, ms", "TTFT p50, ms", "ITL p99, ms", "output tokens/s")
-    return started, _table(head, [list(_result_row(r, load)) for r in found["results"] for load in r["loads"]])
-
-
-def _comparison(found: dict[str, Any]) -> tuple[str, str]:
-    """Return the table of ratios, ours / peer, and a second table if servers were compared."""
-    engines = found["engines"]
-    started = " and ".join(f"{about['engine']} (start-up {about['startup_s']} s)" for about in engines.values())
-    figures = {"tpot_ms": "TPOT, ms", "one_token_s": "first token of all, s", "output_tokens_per_s": "output tokens/s"}
-    tables = [_ratios("workload", figures, engines, [(f"`{row['workload']}`", row) for row in found["comparisons"]])]
-    if rows := found.get("served"):
-        engines = {name: about["startup_s"] for name, about in found["servers"].items()}
-        started = started or "servers of " + " and ".join(f"{name} ({took:.1f} s)" for name, took in engines.items())
-        figures = {
-            "ttft_ms.median": "first token ms, median",
-            "ttft_ms.p99": "p99",
-            "tpot_ms.median": "TPOT ms, median",
-            "output_tokens_per_s": "output tokens/s",
-        }
-        named = [(f"`{row['workload']}` at {row['rate']:g}/s", row) for row in rows]
-        tables.append(_ratios("workload", figures, engines, named))
-    return started, "\n\n".join(table for table in tables if table)
-
-
-def simulator() -> str:
-    """Return a table for every result of benchmarks/simulator_error.py."""
-    parts = []
-    for file in sorted((CONF.parent / "benchmarks" / "results").glob("*.json")):
-        found = json.loads(file.read_text(encoding="utf-8"))
-        if str(found.get("schema", "")).partition("/")[0] != "dovetail.simulator_error":
-            continue
-        made, measured = found["calibration"], found["bench"]
-        about = f"{made['device']}, torch {made['versions']['torch']}, {made['steps']} steps fitted, error of a step"
-        fit = made["errors"]
-        parts += [
-            f"{about}: median {fit['median']:.1%}, p90 {fit['p90']:.1%}. `{file.name}`:",
-            f"```text\n{measured['command']}\n```",
-            _table(
-                ("load", "figure", "measured", "uncalibrated", "calibrated"), [_error_row(r) for r in found["errors"]]
-            ),
-        ]
-    return "\n\n".join(parts) or "No device has been measured yet."
-
-
-def _error_row(row: dict[str, Any]) -> list[str]:
-    def cell(name: str) -> str:
-        error = row[f"{name}_error"]
-        return "-" if error is None else f"{row[name]:.4g} ({error:+.1%})"
-
-    load = f"`{row['load']}`" + (" (not fitted)" if row["held_out"] else "")
-    measured = "-" if row["measured"] is None else f"{row['measured']:.4g}"
-    return [load, f"`{row['figure']}`", measured, cell("uncalibrated"), cell("calibrated")]
-
-
-def _ratios(title: str, figures: dict[str, str], engines: Iterable[str], rows: list[tuple[str, dict[str, Any]]]) -> str:
-    if not rows:
-        return ""
-    lines = [
-        [name]
-        + [
-            " / ".join(f"{row[e][figure]:.5g}" for e in engines) + f" ({row['ratio'][figure]:.2f})"
-            if figure in row["ratio"]
-            else "-"
-            for figure in figures
-        ]
-        for name, row in rows
-    ]
-    return _table((title, *(f"{text}: ours / peer (ratio)" for text in figures.values())), lines)
-
-
-def _result_row(result: dict[str, Any], load: dict[str, Any]) -> Iterator[str]:
-    yield f"`{result['workload']}`" + ("" if load["rate"] is None else f" at {load['rate']:g}/s")
-    for key in ("run_tpot_ms", "ttft_ms.median", "itl_ms.p99", "output_tokens_per_s"):
-        yield f"{load['summary'][key]['median']:g}" if key in load["summary"] else "-"
 
 
 TABLES: dict[str, Callable[..., str]] = {

@@ -34,11 +34,13 @@ SUITES = (
     "unit/ops/test_experts.py",
     "unit/ops/test_packed_experts.py",
     "unit/ops/test_packed_matmul.py",
+    "unit/ops/test_sampling_kernels.py",
     "unit/ops/test_step_kernels.py",
     "unit/ops/test_tree_kernels.py",
     "unit/adapter/test_kernel.py",
     "numerics/test_triton_attention.py",
     "numerics/test_triton_latents.py",
+    "numerics/test_triton_plan.py",
 )
 
 

@@ -4,14 +4,19 @@
     python benchmarks/compare.py table --models 8b_fp8 --out /tmp/results -- --env PYTHONPATH=/vllm/site-packages
     python benchmarks/compare.py table --models qwen25_7b_fp8 --parts offline --out /tmp/results \
         -- --python /venvs/vllm/bin/python --workloads chat,48x512/128
+    python benchmarks/compare.py table --models 8b_fp8_drafts --out /tmp/results -- --python /venvs/vllm/bin/python
+    python benchmarks/compare.py table --models qwen3_30b_a3b_fp8,gpt_oss_20b --out /tmp/results \
+        -- --python /venvs/vllm/bin/python
     python benchmarks/compare.py table --models 70b_bf16_tp8,70b_fp8_tp8 --gpus 0,1,2,3,4,5,6,7 --out /tmp/results \
         -- --python /venvs/vllm/bin/python --env VLLM_FLASHINFER_ALLREDUCE_BACKEND=trtllm
 
 A model is one or two runs of `compare.py vllm`, which gets the options after `--`: requests that all arrive at once,
 and servers under load (`--parts` chooses). A run has its GPUs to itself and an equal share of the cores. Runs of
-several GPUs go first, then the longest; the rest wait for a GPU. Without --models, those of the README run. vLLM's
-ranks fuse all-reduce and norm. Each run starts with empty caches of compiled kernels. The output of a run goes to
-NAME.log next to its result; the tables are printed last. A run that fails is named, and the others continue.
+several GPUs go first, then the longest; the rest wait for a GPU. peers/runs.py has all models; without --models, those
+of the README run. vLLM's ranks fuse all-reduce and norm, and models with experts route uniformly on both sides. Each
+run starts with empty caches of compiled kernels. The output of a run goes to NAME.log next to its result; the tables
+are printed last, for models with drafters also how much faster each engine is with drafts than without. A run that
+fails is named, and the others continue.
 """
 
 from __future__ import annotations
@@ -31,92 +36,15 @@ from pathlib import Path
 from typing import Any
 
 from peers import offline, served
+from peers.runs import MODELS, PARTS, PLAIN, README, RUNS, Run, runs_of
 
 COMPARE = Path(__file__).parents[1] / "compare.py"
 PEER = "vllm"
 ENGINES = ("dovetail", PEER)
+SPEEDUP = "TPOT without drafts over TPOT with them"
 REPORT_EVERY = 30.0
 """Seconds between two progress reports of a run."""
 CACHES = ("TRITON_CACHE_DIR", "VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR")
-
-
-@dataclass(frozen=True)
-class Run:
-    """One run of compare.py."""
-
-    model: str
-    title: str
-    options: tuple[str, ...]
-    overrides: tuple[str, ...]
-    gpus: int = 1
-
-
-def _workloads(*names: str, whole_only: str = "") -> tuple[str, ...]:
-    return ("--workloads", ",".join(names), *(("--whole-only", whole_only) if whole_only else ()))
-
-
-def _online(**settings: str) -> tuple[str, ...]:
-    names = ("online", "chat_online")
-    options = (
-        word
-        for name in names
-        for key, value in settings.items()
-        for word in ("--set", f"{name}:workload.{key}={value}")
-    )
-    return (*_workloads(*names), *options)
-
-
-_GREEDY = ("latency", "batch64", "batch256", "throughput", "long", "shared_prefix")
-_CHATS = ("chat", "190x150/400-sampled", "multi_turn", "agents")
-_OFFLINE = _workloads(*_GREEDY, *_CHATS)
-_ROWS = _workloads("1x512/128", "24x512/128", "100x512/128", "200x512/128", "chat")
-_ONLINE = _online(seconds="8", at_least="8")
-_ONLINE_70B = _online(seconds="4", at_least="8", rates="[1,2,4,8,16]")
-_FP8: dict[str, Any] = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
-_FUSED: dict[str, Any] = {"compilation_config": {"pass_config": {"fuse_allreduce_rms": True}}}
-_VLLM_FP8, _VLLM_TP8, _VLLM_FP8_TP8 = (("--args", json.dumps(args)) for args in (_FP8, _FUSED, _FP8 | _FUSED))
-_FORMATS = {"fp8": ("FP8", _VLLM_FP8), "bf16": ("bf16", ())}
-"""Part of a preset's name -> title, options of vLLM."""
-_70B_FP8 = ("+preset=h200_fp8_tp1", "model=llama3_70b", "engine.max_len=9216", "engine.max_seqs=256")
-_8B_FP8 = ("+preset=h200_fp8_tp1", "model=llama3_8b", "engine.max_len=9216", "engine.max_seqs=512")
-_8B_BF16 = ("+preset=h200_bf16_tp1", *_8B_FP8[1:])
-_TP8 = ("model=llama3_70b", "engine.max_len=9216", "engine.max_seqs=512")
-_SHAPES = {"llama2_13b": "Llama 2 13B", "qwen25_7b": "Qwen 2.5 7B", "mistral_7b": "Mistral 7B"}
-RUNS = {
-    "70b_bf16_tp8": Run(
-        "70b_bf16_tp8", "70B bf16 on eight", (*_VLLM_TP8, *_OFFLINE), ("+preset=h200_bf16_tp8", *_TP8), gpus=8
-    ),
-    "70b_fp8_tp8": Run(
-        "70b_fp8_tp8", "70B FP8 on eight", (*_VLLM_FP8_TP8, *_OFFLINE), ("+preset=h200_fp8_tp8", *_TP8), gpus=8
-    ),
-    "70b_fp8": Run(
-        "70b_fp8", "70B FP8", (*_VLLM_FP8, *_workloads(*_GREEDY, *_CHATS, whole_only="throughput")), _70B_FP8
-    ),
-    "8b_bf16": Run("8b_bf16", "8B bf16", _OFFLINE, _8B_BF16),
-    "8b_fp8": Run("8b_fp8", "8B FP8", (*_VLLM_FP8, *_OFFLINE), _8B_FP8),
-    "70b_fp8_online": Run("70b_fp8", "70B FP8", (*_VLLM_FP8, *_ONLINE_70B), _70B_FP8),
-    "8b_bf16_online": Run("8b_bf16", "8B bf16", _ONLINE, _8B_BF16),
-    "8b_fp8_online": Run("8b_fp8", "8B FP8", (*_VLLM_FP8, *_ONLINE), _8B_FP8),
-} | {
-    f"{shape}_{name}": Run(
-        f"{shape}_{name}",
-        f"{title} {format_title}",
-        (*vllm_options, *_ROWS),
-        (f"+preset=h200_{name}_tp1", f"model={shape}", "engine.max_len=4096"),
-    )
-    for shape, title in _SHAPES.items()
-    for name, (format_title, vllm_options) in _FORMATS.items()
-}
-"""The longest first."""
-MODELS = tuple(dict.fromkeys(("8b_bf16", "8b_fp8", "70b_fp8", *(run.model for run in RUNS.values()))))
-"""The order of the tables."""
-README = ("8b_bf16", "8b_fp8", "70b_fp8")
-PARTS = ("offline", "online")
-"""A model's runs: requests that all arrive at once, and servers under load."""
-
-
-def runs_of(models: Sequence[str], parts: Sequence[str]) -> list[str]:
-    return [name for name, run in RUNS.items() if run.model in models and PARTS[name.endswith("_online")] in parts]
 
 
 @dataclass(frozen=True)
@@ -207,11 +135,14 @@ def tables(results: dict[str, dict[str, Any]]) -> str:
     """Markdown of both tables. `results`: name of a run -> what compare.py wrote."""
     at_once: dict[str, dict[str, Any]] = {}
     over_time: dict[str, dict[str, Any]] = {}
+    speedups: dict[str, dict[str, Any]] = {}
     lines = []
     for name in sorted(results, key=lambda name: MODELS.index(RUNS[name].model)):
         result, title = results[name], RUNS[name].title
         for row in result["comparisons"]:
             at_once[f"{title}, {offline.label(row)}"] = row
+            if speedup := _speedup(row, results.get(f"{RUNS[name].model}{PLAIN}", {})):
+                speedups[f"{title}, {offline.label(row)}"] = speedup
         for row in result.get("served", ()):
             over_time[f"{title}, {row['workload']}, {row['rate']:g} ({row['requests']})"] = row
         for kind, engines in (("engine", result["engines"]), ("server", result.get("servers", {}))):
@@ -221,9 +152,22 @@ def tables(results: dict[str, dict[str, Any]]) -> str:
     parts = []
     if at_once:
         parts.append(offline.ratio_table("model, requests", offline.FIGURES, at_once, ENGINES))
+    if speedups:
+        parts.append(offline.ratio_table("drafter, requests", {"speedup": SPEEDUP}, speedups, ENGINES))
     if over_time:
         parts.append(offline.ratio_table("model, requests/s (requests)", served.FIGURES, over_time, ENGINES))
     return "\n\n".join([*parts, "\n".join(lines)])
+
+
+def _speedup(row: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any] | None:
+    """Return each engine's time per token without drafts over that with them; None where `plain` is the same run, or
+    lacks the workload."""
+    for other in plain.get("comparisons", ()):
+        if other["workload"] == row["workload"] and other is not row and "tpot_ms" in row[PEER]:
+            found = {name: other[name]["tpot_ms"] / row[name]["tpot_ms"] for name in ENGINES}
+            ours, theirs = found.values()
+            return {name: {"speedup": value} for name, value in found.items()} | {"ratio": {"speedup": ours / theirs}}
+    return None
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,7 +1,8 @@
 """vLLM's offline API, for compare.py. Runs under a Python that has vLLM and not Dovetail.
 
 Settings: those of compare.py's `Shared`, and "engine_args", which override all other arguments of vllm.LLM. vLLM
-chooses the tokens of a step itself: its default is larger than ours.
+chooses the tokens of a step itself: its default is larger than ours. Versions that cannot simulate the acceptance of
+drafts verify them, and accept hardly any of those of random weights; "acceptance" in the description says which.
 """
 
 from __future__ import annotations
@@ -28,7 +29,29 @@ def engine_args(settings: dict[str, Any]) -> dict[str, Any]:
         "disable_log_stats": True,
         "seed": 0,
     }
+    if settings["drafting"] is not None:
+        args["speculative_config"] = speculative_config(settings["drafting"], simulates_acceptance())
     return {**args, **settings["engine_args"]}
+
+
+def speculative_config(drafting: dict[str, Any], simulates: bool) -> dict[str, Any]:
+    """Return vLLM's options for the drafter that drafting.py describes."""
+    found: dict[str, Any] = {"method": drafting["method"], "num_speculative_tokens": drafting["drafts"]}
+    if "match" in drafting:
+        found["prompt_lookup_min"], found["prompt_lookup_max"] = drafting["match"]
+    found |= {name: drafting[name] for name in ("model", "quantization") if drafting.get(name) is not None}
+    if simulates and drafting["rates"] is not None:
+        found |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": drafting["rates"]}
+    return found
+
+
+def simulates_acceptance() -> bool:
+    """Whether this version accepts drafts at given rates."""
+    from dataclasses import fields
+
+    from vllm.config import SpeculativeConfig
+
+    return "synthetic_acceptance_rates" in {field.name for field in fields(SpeculativeConfig)}
 
 
 @contextmanager
@@ -45,7 +68,13 @@ def load(settings: dict[str, Any]) -> Iterator[tuple[Run, dict[str, Any]]]:
         tokens = (run_rounds if conversations else run_at_once)(llm, requests)
         return {"seconds": time.perf_counter() - began, "output_tokens": tokens}
 
-    yield run, {"engine": f"vllm {vllm.__version__}", "engine_args": args}
+    about = {"engine": f"vllm {vllm.__version__}", "engine_args": args}
+    if (drafting := settings["drafting"]) is not None:
+        simulated = "rejection_sample_method" in args["speculative_config"]
+        about["acceptance"] = (
+            "SIMULATED" if simulated else "of the drafts" if drafting["rates"] is None else "not simulated"
+        )
+    yield run, about
 
 
 def sampling_params(request: Request, **more: Any) -> Any:

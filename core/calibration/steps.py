@@ -27,6 +27,7 @@ class Step:
 
 
 def measured_steps(recording: Recording) -> Iterator[Step]:
+    """Yield all steps but those in which the drafter caught up with rows, which no model of a step includes."""
     on_host = recording.header.device == "cpu"
     launched: deque[tuple[Planned, bool]] = deque()
     live: set[int] = set()
@@ -48,6 +49,8 @@ def measured_steps(recording: Recording) -> Iterator[Step]:
             if not event.device_seconds:
                 seconds = event.clock - max(free, plan.clock)
             free = event.clock
+            if plan.catch_up:
+                continue
             works = tuple(map(RowWork.of, plan.rows))
             yield Step(plan.clock, works, seconds, _drafts(plan.rows), _launch_seconds(plan, event, on_host))
 

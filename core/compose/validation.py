@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic_core import ErrorDetails
 
-from dovetail.core.compose.config import AppConfig, part_fields
+from dovetail.core.compose.config import AppConfig, Config, part_fields
 from dovetail.core.compose.engine_config import EngineConfig
 from dovetail.core.compose.former import former
 from dovetail.core.compose.kinds import KINDS, PRESET
@@ -184,6 +184,10 @@ class _Validation:
             about = config.model_fields[loc[-1]].description if config and loc[-1] in config.model_fields else None
             return f"{path} is required" + (f": {about}" if about else "")
         if error["type"] == NOT_CHOSEN:
+            parts = part_fields(config) if config and issubclass(config, Config) else {}
+            if isinstance(value, str) and loc[-1] in parts:
+                kind, _ = parts[loc[-1]]
+                return f"{path} is a component of the kind {kind}; choose it with `{kind}@{path}={value}`"
             options = self.composed.options(loc[0]) if len(loc) == 2 else ()
             if options and loc[1] not in options:
                 return self.registry.no_such(loc[0], loc[1], options)

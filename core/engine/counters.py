@@ -11,7 +11,7 @@ from itertools import zip_longest
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from dovetail.core.interfaces import Observer, RowResult, StepPlan, StepRecord, StepResult
+from dovetail.core.interfaces import KVStats, Observer, RowResult, SchedulerStats, StepPlan, StepRecord, StepResult
 from dovetail.core.interfaces.plan import DECODE
 
 _DRAFTED, _TOKENS = (itemgetter(RowResult._fields.index(name)) for name in ("drafted", "tokens"))
@@ -109,6 +109,42 @@ def add_up(lists: Iterable[Sequence[int]]) -> list[int]:
 
 
 log = logging.getLogger(__name__)
+
+
+class StepTimes(NamedTuple):
+    """Seconds of a step on the host."""
+
+    clock: float
+    """When its result was taken."""
+    schedule: float
+
+
+def step_record(
+    plan: StepPlan,
+    result: StepResult,
+    counts: StepCounts,
+    times: StepTimes,
+    scheduler: SchedulerStats,
+    kv: KVStats,
+) -> StepRecord:
+    """Return the record of a finished step for observers."""
+    busiest, mean = result.expert_loads or (0.0, 0.0)
+    return StepRecord(
+        step=result.step,
+        clock=times.clock,
+        rows=len(plan.rows),
+        tokens=plan.num_tokens,
+        sampled=counts.sampled,
+        drafted=counts.drafted,
+        accepted=counts.accepted,
+        waiting=scheduler.waiting,
+        running=scheduler.running,
+        kv_used=kv.owned / kv.pages if kv.pages else 0.0,
+        schedule_seconds=times.schedule,
+        device_seconds=result.device_seconds,
+        expert_load=busiest,
+        mean_expert_load=mean,
+    )
 
 
 class Observers(dict[str, Observer]):

@@ -5,7 +5,8 @@ them, up to one of a few levels: mean drafts per row. The time of each level com
 passes included, corrected by measured step times. After SmartSpec (Liu et al. 2024), with drafts chosen by row and
 position. Levels that are not in use are tried from time to time, at growing intervals, and so rarely that the trials
 cost at most a fixed share of the time. Where drafts would not pay, a drafter with layers of its own does not follow
-prompts either, but for those whose rows the next trial needs."""
+prompts either, but for those whose rows the next trial needs. Rows that it has left behind are caught up with where
+drafts pay, or for a trial (CatchingUp)."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dovetail.core.engine.acceptance import Acceptance, TreeAcceptance
+from dovetail.core.engine.catching_up import LATER, CatchingUp
 from dovetail.core.engine.draft_ranking import Ranking
 from dovetail.core.engine.following import Following
 from dovetail.core.interfaces import CostModel, Row, RowWork, SchedulerLimits, Sequence, StepPlan, StepResult
@@ -117,6 +119,7 @@ class Drafting:
         """`group`: see Following."""
         self._lookahead = lookahead = limits.lookahead
         self._following, self._max_seqs = Following(limits, group), limits.max_seqs
+        self._catching_up = CatchingUp(limits, self._following) if limits.draft_catches_up else None
         self._means = (0, *(mean for mean in MEANS if mean < lookahead), lookahead)
         self._depth = lookahead if limits.draft_depth is None else limits.draft_depth
         self._may_lose = LEFT_BEHIND if limits.draft_resumes else 0.0
@@ -145,6 +148,8 @@ class Drafting:
     ) -> Mapping[int, int]:
         """Return the number of drafts of each decode row in the next step by uid; rows without drafts are left out.
         `prompts`: sequences that the step may feed too. `budget`: tokens of the step."""
+        if self._catching_up is not None:
+            self._catching_up.wanted = []
         if chosen := self._choose(decoding, prompts, budget, cost):
             self._following.drafted(decoding)
         return chosen
@@ -161,7 +166,8 @@ class Drafting:
             bucket.hold -= 1
             bucket.left -= 1
             return {}
-        ranking = self._rank(decoding, self._following.able(decoding))
+        able_R = self._following.able(decoding)
+        ranking = self._rank(decoding, able_R)
         level, token_seconds, saved = self._best(bucket, rows, length, ranking, cost)
         if not self._trial_level and self._following.able(decoding, steps=1).mean() < 1 - self._may_lose:
             self._trial_rows = 0
@@ -182,14 +188,16 @@ class Drafting:
             # Other rows may have more drafts than those that were left behind or are near their end.
             saved = self._best(bucket, rows, length, self._rank(decoding), cost)[2]
         bucket.pays, bucket.saved = saved > 0, saved
+        if self._catching_up is not None and budget > rows and (self._catching_up.trying or not able_R.all()):
+            self._catch_up(self._catching_up, bucket, decoding, length, ranking, cost)
         if bucket.left <= 0 or (bucket.prepared and not level and ranking.possible):
-            # A drafter that has fallen behind in all rows cannot be tried before the next prompt.
+            # A drafter that has fallen behind in all rows cannot be tried before it catches up, or the next prompt.
             if level or ranking.possible:
                 self._begin_trial(bucket, decoding)
         elif not level:
             other_rows_may = bucket.pays or not ranking.possible
             bucket.hold, bucket.latest = HOLD, decoding[-1].uid if other_rows_may else None
-        if level:
+        if level or (self._catching_up is not None and self._catching_up.wanted):
             # The choice of no drafts no longer stands.
             bucket.hold = 0
         if level and (prompt_tokens := _tokens(prompts, budget - rows)):
@@ -197,14 +205,42 @@ class Drafting:
         return ranking.first(self._drafts(level, rows))
 
     def launched(self, plan: StepPlan | None, sequences: Mapping[int, Sequence] | None = None) -> None:
-        """Take the plan that the last choice was made for; None = nothing could run. Write StepPlan.follows and
-        Join.lacking. `sequences`: those of the plan by uid; None = their outputs are taken for long."""
+        """Take the plan that the last choice was made for; None = nothing could run. Write StepPlan.follows,
+        Join.lacking and StepPlan.catch_up. `sequences`: those of the plan by uid; None = their outputs are taken for
+        long, and the drafter catches up with none."""
         if plan is not None:
             self._launched.append(self._chosen)
             if self._following.needed:
                 self._follow(plan, sequences)
                 self._following.planned(plan)
+            if self._catching_up is not None and self._catching_up.wanted and sequences is not None:
+                self._catching_up.add(plan, sequences)
         self._chosen = None
+
+    def _catch_up(
+        self,
+        catching_up: CatchingUp,
+        bucket: _Bucket,
+        decoding: list[Sequence],
+        length: int,
+        ranking: Ranking,
+        cost: CostModel,
+    ) -> None:
+        """Choose the rows with which the drafter catches up in this plan."""
+        rows = len(decoding)
+        if catching_up.trying:
+            bucket.prepared |= not catching_up.goes_on(decoding) and ranking.possible > 0
+            return
+        if bucket.pays:
+            saved = bucket.saved
+            if bucket.level:
+                # That of the other rows alone.
+                saved = self._best(bucket, rows, length, self._rank(decoding), cost)[2]
+            catching_up.where_it_pays(decoding, saved, cost, proposals=bucket.level > 0)
+        if bucket.left <= 0 and not ranking.possible and not catching_up.wanted:
+            step = self._seconds(rows, length, 0, cost)
+            if (seconds := catching_up.for_trial(decoding, step, cost)) is not None:
+                bucket.left = max(bucket.left, 0) + MIN_INTERVAL + seconds / TRIAL_SHARE / step
 
     def _follow(self, plan: StepPlan, sequences: Mapping[int, Sequence] | None) -> None:
         """Decide whether the drafter follows the plan's prompts: where drafts of their outputs would save more time,
@@ -215,7 +251,9 @@ class Drafting:
         if not prompts or self._cost is None or self._repays(rows, prompts, sequences):
             return
         goes_on = any(row.uid == self._prepared for row in prompts)
-        plan.follows = goes_on or (bucket.left <= 0 and bucket.skip <= 0 and bool(plan.joins))
+        # To catch up with a few rows takes less time than to follow all prompts of a step.
+        due = self._catching_up is None and bucket.left <= 0 and bucket.skip <= 0
+        plan.follows = goes_on or (due and bool(plan.joins))
         if not plan.follows:
             bucket.skip -= 1
             return
@@ -243,12 +281,15 @@ class Drafting:
         shares = (
             (row.count / (seq := sequences[row.uid]).prompt_len) * (seq.limit - seq.prompt_len) for row in prompts
         )
-        return saved * sum(shares) > self._cost.follow_seconds(map(RowWork.of, prompts))
+        worth = saved * sum(shares) / (1.0 if self._catching_up is None else LATER)
+        return worth > self._cost.follow_seconds(map(RowWork.of, prompts))
 
     def _saved_at(self, rows: int, length: int, cost: CostModel) -> float:
         """Return the seconds that drafts save per token of so many rows, if these accept what others did, or one
-        standard error more: rows that are left behind by chance have no drafts later either."""
-        gain_K = rows * np.cumsum(self.acceptance.expected(errors=1.0))
+        standard error more if the drafter cannot catch up: rows that are left behind by chance have no drafts later
+        either."""
+        errors = 1.0 if self._catching_up is None else 0.0
+        gain_K = rows * np.cumsum(self.acceptance.expected(errors))
         each = {}
         for level in self._levels(rows):
             drafts = self._drafts(level, rows)
@@ -366,8 +407,10 @@ class Drafting:
         """Take the result of the oldest launched plan."""
         launched = self._launched.popleft()
         drafts = self._learn(plan, result)
-        # The time of a step with prefill chunks is not that of its decode rows.
-        if launched is None or self._cost is None or not result.device_seconds or not plan.rows[-1].flags & DECODE:
+        # The time of a step with prefill chunks, or chunks of the drafter, is not that of its decode rows.
+        if launched is None or self._cost is None or not result.device_seconds:
+            return
+        if plan.catch_up or not plan.rows[-1].flags & DECODE:
             return
         rows, length = launched
         if (predicted := self._seconds(rows, length, drafts, self._cost)) <= 0:

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 from dovetail.core.engine.adapters import AdapterTable
 from dovetail.core.engine.checks import check_fit, exact_lengths
 from dovetail.core.engine.cost import bind_cost
-from dovetail.core.engine.counters import Counters, Observers
+from dovetail.core.engine.counters import Counters, Observers, StepTimes, step_record
 from dovetail.core.engine.grammars import build_grammars
 from dovetail.core.engine.host_drafts import host_drafts, late_inputs
 from dovetail.core.engine.launch_timer import LaunchTimer
+from dovetail.core.engine.limits import scheduler_limits
 from dovetail.core.engine.pooling import clear_sample_flags
 from dovetail.core.engine.progress import ProgressWatch
-from dovetail.core.engine.requests import RequestBuilder
+from dovetail.core.engine.requests import RequestBuilder, salted
 from dovetail.core.engine.results import Results, SequenceEvent, ended_event
 from dovetail.core.engine.tracked import GrammarState, Tracked
 from dovetail.core.host import detect_host
@@ -37,10 +38,8 @@ from dovetail.core.interfaces import (
     SamplingParams,
     Scheduler,
     SchedulerContext,
-    SchedulerLimits,
     Sequence,
     StepPlan,
-    StepRecord,
     StepResult,
     StepShape,
 )
@@ -92,18 +91,7 @@ class Engine:
         self.counters = Counters()
         self.kv: KVAllocator = composition.build("kv_cache", groups=info.groups, num_pages=info.num_pages)
         drafter: Drafter = composition.build("spec_decode")
-        self.limits = SchedulerLimits(
-            engine.token_budget,
-            engine.max_seqs,
-            info.max_len,
-            info.lookahead,
-            engine.depth,
-            draft_depth=drafter.depth,
-            weighs_drafts=engine.drafts == "paying",
-            draft_window=drafter.window,
-            draft_resumes=drafter.resumes,
-            again=int(info.lookahead > 0 and drafter.follows_features),
-        )
+        self.limits = scheduler_limits(engine, info, drafter)
         self.scheduler: Scheduler = composition.build("scheduler", limits=self.limits, kv=self.kv)
         here = None if info.device == "simulated" else detect_host(engine.device)
         self.cost = bind_cost(composition, info.spec, info.device, here)
@@ -165,7 +153,7 @@ class Engine:
         a caller that spreads requests over several engines numbers them all. Raises RequestError for what can never
         run, PluginError if a logits processor fails on the request."""
         key = self._adapters.key(options.adapter) if options.adapter else ""
-        options = replace(options, adapter=key, cache_salt=_salt(options.cache_salt, key))
+        options = replace(options, adapter=key, cache_salt=salted(options.cache_salt, key))
         sequences = self._requests.sequences(prompt_ids, params, options, number=number, arrival=self.clock())
         request = sequences[0].request
         self.counters.prompt_tokens += len(request.prompt_ids)
@@ -424,25 +412,8 @@ class Engine:
         self._had_work = self.has_work
         if not self.observers:
             return
-        stats, kv = self.scheduler.stats(), self.kv.stats()
-        busiest, mean = result.expert_loads or (0.0, 0.0)
-        record = StepRecord(
-            step=result.step,
-            clock=self._now(),
-            rows=len(plan.rows),
-            tokens=plan.num_tokens,
-            sampled=counts.sampled,
-            drafted=counts.drafted,
-            accepted=counts.accepted,
-            waiting=stats.waiting,
-            running=stats.running,
-            kv_used=kv.owned / kv.pages if kv.pages else 0.0,
-            schedule_seconds=launched.schedule_seconds,
-            device_seconds=result.device_seconds,
-            expert_load=busiest,
-            mean_expert_load=mean,
-        )
-        self.observers.step(record)
+        times = StepTimes(self._now(), launched.schedule_seconds)
+        self.observers.step(step_record(plan, result, counts, times, self.scheduler.stats(), self.kv.stats()))
 
     def _wait_for_grammars(self) -> None:
         """Wait briefly for a grammar to compile: the engine has nothing else to do."""
@@ -453,11 +424,6 @@ class Engine:
                 f"idle device ({self.kv.stats()})"
             )
         self._grammars.wait()
-
-
-def _salt(given: str, adapter: str) -> str:
-    """Return the salt of the prefix cache. Adapters never share pages, whatever salt a client gives."""
-    return f"{adapter}\0{given}" if adapter or "\0" in given else given
 
 
 def start_engine(

@@ -19,19 +19,21 @@ _LOST = -(1 << 40)
 
 class Following:
     """How many tokens of each row the drafter has fed to its own layers. It feeds prompts together with the target, in
-    plans that say so (StepPlan.follows), and in each step with drafts up to `window` further tokens of every decode
-    row. Other steps leave rows behind."""
+    plans that say so (StepPlan.follows), in each step with drafts up to `window` further tokens of every decode
+    row, and chunks of earlier tokens (StepPlan.catch_up). Other steps leave rows behind."""
 
     def __init__(self, limits: SchedulerLimits, group: KVGroup | None) -> None:
         """`group`: see DraftPages; None = no sequence takes over pages of another."""
         self._window, self._resumes = limits.draft_window, limits.draft_resumes
         self._known_S = np.zeros(limits.max_seqs, np.int64)
         """Tokens of the sequence in each slot that the drafter knows, an upper bound while results are missing."""
+        self._certain_S = np.zeros(limits.max_seqs, np.int64)
+        """Tokens of it that the drafter surely knows, as long as `_known_S` says no better."""
+        self._uncertain = limits.depth * (self._window or 0)
+        """Tokens of a decode row, at most, that count as known and are not, while results are missing."""
         self._pages = None
         if self._window is not None and group is not None:
             self._pages = DraftPages(group, limits.max_seqs)
-            self._uncertain = limits.depth * self._window
-            """Tokens of a decode row, at most, that count as known and are not, while results are missing."""
 
     @property
     def needed(self) -> bool:
@@ -44,6 +46,22 @@ class Following:
             return np.ones(len(rows), np.bool_)
         slots_R, computed_R = self._look_at(rows)
         return computed_R + steps - self._known_S[slots_R] < self._window
+
+    def lacking(self, rows: list[Sequence]) -> NDArray[np.int64]:
+        """Return how many tokens of each decode row, its last one included, the drafter lacks, [R]."""
+        slots_R, computed_R = self._look_at(rows)
+        lacking_R: NDArray[np.int64] = computed_R + 1 - self._known_S[slots_R]
+        return lacking_R
+
+    def certain(self, slot: int) -> int:
+        """Return how many tokens of the slot the drafter surely knows."""
+        return max(int(self._certain_S[slot]), int(self._known_S[slot]) - self._uncertain)
+
+    def caught_up(self, slot: int, end: int, exist: int) -> None:
+        """Note that a plan feeds the slot's tokens before index `end`, as far as they exist when it runs: `exist` of
+        them do for certain."""
+        self._certain_S[slot] = max(self.certain(slot), min(end, exist))
+        self._known_S[slot] = max(int(self._known_S[slot]), end)
 
     def drafted(self, rows: list[Sequence]) -> None:
         """Note that the next step has drafts. `rows`: all its decode rows, not planned yet."""
@@ -66,7 +84,7 @@ class Following:
                 known = self._pages.known(join.slot, known)
                 if known < join.computed:
                     plan.joins[i] = join._replace(lacking=join.computed - known)
-            self._known_S[join.slot] = known
+            self._known_S[join.slot] = self._certain_S[join.slot] = known
         if not plan.follows:
             return
         for row in reversed(plan.rows):
@@ -74,7 +92,7 @@ class Following:
                 break
             # The KV after a gap is wrong.
             if self._known_S[row.slot] >= row.bound - row.count:
-                self._known_S[row.slot] = row.bound
+                self._known_S[row.slot] = self._certain_S[row.slot] = row.bound
                 if self._pages is not None:
                     self._pages.fill(row.slot, row.bound)
 

@@ -186,3 +186,8 @@ class ProcessorTable:
             processor.parameters(request)
         except ValidationError as error:
             raise RequestError(f"extra: {faults(error)}") from error
+
+
+def salted(given: str, adapter: str) -> str:
+    """Return the salt of the prefix cache. Adapters never share pages, whatever salt a client gives."""
+    return f"{adapter}\0{given}" if adapter or "\0" in given else given

@@ -79,6 +79,7 @@ from dovetail.core.interfaces.parsers import (
 )
 from dovetail.core.interfaces.placement import Dispatched, ExpertPlacement, ExpertSlots
 from dovetail.core.interfaces.plan import (
+    CatchUp,
     HostDraft,
     Join,
     LateInputs,
@@ -142,6 +143,7 @@ __all__ = [
     "Blobs",
     "BuildContext",
     "Bundle",
+    "CatchUp",
     "Checkpoint",
     "Clock",
     "Collective",

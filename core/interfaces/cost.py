@@ -191,8 +191,9 @@ class CostModel(ABC):
         return first + (drafts - 1) * self.drafter.decode_seconds(rows, context)
 
     def follow_seconds(self, rows: Iterable[RowWork]) -> float:
-        """Device time of feeding these chunks of prompts to the layers of a drafter with a window (Drafter.window), in
-        the step that feeds them to the model. Default: a step of the model inside the drafter, without logits."""
+        """Device time of feeding these tokens to the layers of a drafter with a window (Drafter.window): chunks of
+        prompts in the step that feeds them to the model, or earlier tokens of rows (StepPlan.catch_up). Default: a step
+        of the model inside the drafter, without logits."""
         if self.drafter is None:
             return 0.0
         return self.drafter.step_seconds(row._replace(sampled=0) for row in rows)

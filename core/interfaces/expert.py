@@ -123,7 +123,7 @@ class ExpertBias:
     """Biases of the products, in the model's dtype."""
 
     up: torch.Tensor
-    """[E, 2F]: those of gate, then those of up."""
+    """[E, 2F]: those of gate, then those of up, for F = ExpertMethod.channels."""
     down: torch.Tensor
     """[E, C]: zero on all ranks but one, since the ranks' results are summed."""
 
@@ -142,6 +142,12 @@ class ExpertMethod(ABC):
     def tensors_of(self, name: str) -> tuple[TensorRecord, ...]:
         """Return the checkpoint tensors of the matrix with this prefix."""
         return (PLAIN_WEIGHT,)
+
+    def channels(self, shape: ExpertShape) -> int:
+        """Return the channels of an expert that `create` stores: those of the shape, and possibly further ones whose
+        weights are zero, so that a faster kernel fits. The layer's bias `up` has 2 F of them, zero where a channel is
+        added."""
+        return shape.intermediate
 
     @abstractmethod
     def create(self, shape: ExpertShape, device: torch.device) -> dict[str, torch.Tensor]:

@@ -139,6 +139,17 @@ class PageOp(NamedTuple):
     dst: int
 
 
+class CatchUp(NamedTuple):
+    """Earlier tokens of a decode row that the drafter feeds to its own layers before it drafts (Drafter.catch_up)."""
+
+    slot: int
+    first: int
+    """Index of the first token; the drafter has all tokens before it."""
+    count: int  # type: ignore[assignment]  # hides tuple.count
+    """Number of tokens. The device alone knows how many the row has; any past its last token are meaningless, and fed
+    again later."""
+
+
 class HostDraft(NamedTuple):
     """Draft ids computed on the host, for drafters with needs_host_tokens."""
 
@@ -165,6 +176,9 @@ class StepPlan:
     follows: bool = True
     """Whether the drafter feeds the step's chunks of prompts to its own layers. Without it, it has no drafts for these
     rows, or none until it has caught up (Drafter.resumes)."""
+    catch_up: list[CatchUp] = field(default_factory=list)
+    """Rows that a drafter that resumes catches up with, at most one entry per decode row of the plan. These tokens and
+    those of the rows are together at most the token budget."""
     shape: StepShape | None = None
     """Greatest bounds over all lanes. The engine sets it; None = no lanes share experts with this one."""
 

@@ -38,6 +38,8 @@ class SchedulerLimits:
     draft_window: int | None = None
     draft_resumes: bool = True
     """Drafter.window and Drafter.resumes."""
+    draft_catches_up: bool = False
+    """Whether it also feeds chunks of earlier tokens (Drafter.catch_up, StepPlan.catch_up)."""
     again: int = 0
     """Tokens of a cached prefix, 0 or 1, that a sequence feeds again when it joins (Join.again), because the drafter
     needs the hidden state before each token that it computes (Drafter.follows_features)."""

@@ -231,7 +231,8 @@ class Drafter(ABC):
     """Most tokens of a row that a proposal feeds to the drafter's own layers. A row with more tokens since the last
     proposal, after steps without drafts, has none. None = drafts do not depend on earlier proposals."""
     resumes: bool = True
-    """Whether such a row catches up, by `window` tokens per proposal. False = it has no more drafts."""
+    """Whether such a row catches up, by `window` tokens per proposal, or by larger chunks (`catch_up`). False = it has
+    no more drafts."""
     on_target_pages: bool = False
     """True = `propose` runs layers of the target over its pages, which hold the KV of all tokens before position
     `length` - 1. What it writes from there on is replaced by the step that verifies. Rows use their adapter."""
@@ -255,6 +256,11 @@ class Drafter(ABC):
         tree of up to 64 (SpecInfer, Miao et al. 2024), which needs an attention backend with capability `tree` and
         a `verify` that is not "typical". The default is a chain."""
         return self.lookahead
+
+    @property
+    def catches_up(self) -> bool:
+        """Whether rows that were left behind also catch up by chunks."""
+        return self.window is not None and self.resumes and type(self).catch_up is not Drafter.catch_up
 
     def check_files(self, target: TargetView) -> None:
         """Compare the headers of the drafter's own files with what `bind` loads of them. Called on each rank before a
@@ -282,6 +288,13 @@ class Drafter(ABC):
     def leave(self, slot: int, tokens_L: torch.Tensor, length: torch.Tensor) -> None:
         """The slot's sequence has ended or is preempted. `tokens_L` (int32) and `length` (int64, no dimension) have its
         text on the device, for work that this call enqueues. Called as `enter` is. The default does nothing."""
+
+    def catch_up(self, fed: FedTokens, lengths_B: torch.Tensor) -> None:
+        """Feed earlier tokens of decode rows to the drafter's own layers: chunks of rows that steps without drafts, or
+        prompts that it did not follow, have left behind. Called before `propose`, in no CUDA graph, for drafters that
+        have a `window`, resume, and override this method (`catches_up`); otherwise rows catch up in proposals alone.
+        `fed` has the layout of the drafter's own KV groups alone, and no decode rows. A chunk may begin with tokens
+        that the drafter has fed already, and those from index `lengths_B` (int64) of a row on are meaningless."""
 
     def observe(self, fed: FedTokens, hidden: Hidden) -> None:
         """Receive the tokens and hidden states of a step, after the target's layers and before any token is sampled.

@@ -2,7 +2,7 @@
 
 from dovetail.core.layers.embedding import LMHead, VocabParallelEmbedding, VocabTable
 from dovetail.core.layers.experts import ExpertRouter, Experts
-from dovetail.core.layers.kinds import kind_of, one_of_each, rehearsal, rehearsing
+from dovetail.core.layers.kinds import kind_of, one_of_each
 from dovetail.core.layers.kv_scales import KVScales
 from dovetail.core.layers.linear import ColumnParallel, Linear, QKVParallel, RowParallel, local_heads
 from dovetail.core.layers.norm import LayerNorm, NoNorm, RMSNorm
@@ -55,8 +55,6 @@ __all__ = [
     "load_weights",
     "local_heads",
     "one_of_each",
-    "rehearsal",
-    "rehearsing",
     "run_layers",
     "unstacked",
     "unstacked_headers",

@@ -16,6 +16,7 @@ from dovetail.core.layers.plain import PlainLinear
 from dovetail.core.layers.share import Wanted, below, check_records, shares_of, stored_of
 from dovetail.core.layers.weights import Taker, Weight, WeightSet
 from dovetail.core.ops import encode
+from dovetail.core.tuning.sampling import sampling_tunables
 
 
 class VocabTable:
@@ -92,11 +93,15 @@ class LMHead:
         cap * tanh(logit / cap) (Gemma 2, 2024); 0 = they stay. `scale`: multiplies the logits."""
         self.table, self.bias_name, self.soft_cap, self.scale = table, bias, soft_cap, scale
         self.bias_V = None if bias is None else torch.zeros(table.rows, dtype=build.dtype, device=build.device)
+        self.dtype = build.dtype
         build.tuned.append(self.tunables)
 
     def tunables(self, rows: int) -> Sequence[Tunable]:
-        """Return the product with `rows` sampled rows."""
-        return self.table.method.tunables(self.table.params, rows)
+        """Return the product with `rows` sampled rows, and the draws from its logits."""
+        table = self.table
+        share = table.vocab if self._computes_all else table.stop - table.start
+        draws = sampling_tunables(table.vocab, share, self.dtype, rows)
+        return [*self.table.method.tunables(self.table.params, rows), *draws]
 
     def __call__(self, states_BC: torch.Tensor) -> torch.Tensor:
         logits_BV = self._product(states_BC)
@@ -107,9 +112,15 @@ class LMHead:
     def local(self, states_BC: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Model.local_logits."""
         table = self.table
-        if table.rows * (table.collective.size - 1) >= table.vocab:  # one rank, or an empty last rank
+        if self._computes_all:
             return self(states_BC), 0
         return self._product(states_BC)[:, : table.stop - table.start], table.start
+
+    @property
+    def _computes_all(self) -> bool:
+        """Whether every rank has all logits: there is one rank, or the last one has no part of the vocabulary."""
+        table = self.table
+        return table.rows * (table.collective.size - 1) >= table.vocab
 
     def _product(self, states_BC: torch.Tensor) -> torch.Tensor:
         method = self.table.method

@@ -131,7 +131,7 @@ class Experts:
             _check_own_scales(self.method.input, path)
         self.params = self.method.create(self.shape, build.device)
         self.loads_E: torch.Tensor | None = None
-        """int64: number of tokens of each expert since it was last set to zero; None = the experts do not move."""
+        """int64: number of tokens of each expert since it was last set to zero; None = they are not counted."""
         if self.placement is not None and self.placement.rebalance:
             _check_stacked(self.method, path)
             self.loads_E = torch.zeros(len(names), dtype=torch.int64, device=build.device)
@@ -139,7 +139,7 @@ class Experts:
         self.bias: ExpertBias | None = None
         self.loads_down_bias = rank % parts == 0  # The sum over the parts of an expert would count it once per part.
         if bias:
-            sides = (2 * self.shape.intermediate, hidden)
+            sides = (2 * self.method.channels(self.shape), hidden)
             up, down = (torch.zeros(len(ids), side, dtype=build.dtype, device=build.device) for side in sides)
             self.bias = ExpertBias(up, down)
 
@@ -151,10 +151,10 @@ class Experts:
     def dispatch(self, x: Bundle, routing: Routing) -> Dispatched:
         """Return the rows that this rank multiplies: all, or those of `routing` that the placement sends here."""
         given = x[self.input]
-        if self.placement is None:
-            return Dispatched(given, routing)
         if self.loads_E is not None:
             count_experts(routing.experts_TK, self.loads_E)
+        if self.placement is None:
+            return Dispatched(given, routing)
         if (rows := self.placement.lane_rows) is not None:
             given, routing = padded_activation(given, rows), _padded_routing(routing, rows)
         return self.placement.dispatch(given, routing, self.slots)
@@ -219,7 +219,7 @@ class Experts:
         for slot in slots:
             if part != "down":
                 gate, up = bias.up[slot].chunk(2)
-                (gate if part == "gate" else up).copy_(lazy[self.channels])
+                (gate if part == "gate" else up)[: self.shape.intermediate].copy_(lazy[self.channels])
             elif self.loads_down_bias:
                 bias.down[slot].copy_(lazy[:])
 

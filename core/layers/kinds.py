@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from numbers import Number
 
@@ -12,23 +11,6 @@ import torch
 from dovetail.core.interfaces import AttentionLayer, ExpertMethod, ExpertShape, LinearMethod, LinearShape
 from dovetail.core.layers.experts import Experts
 from dovetail.core.layers.linear import Linear
-
-_rehearsals = 0
-
-
-@contextmanager
-def rehearsal() -> Iterator[None]:
-    """A block in which steps run for the kernels that they launch, and not for their results."""
-    global _rehearsals
-    _rehearsals += 1
-    try:
-        yield
-    finally:
-        _rehearsals -= 1
-
-
-def rehearsing() -> bool:
-    return _rehearsals > 0
 
 
 def kind_of(attention: AttentionLayer, linears: Iterable[Linear], experts: Experts | None = None) -> Hashable:

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 
 from dovetail.core.host import shared_bytes
 from dovetail.core.ops.matmul import matmul_reference
-from dovetail.core.ops.tiles import MOST_SHARED_TILES, RESERVED, MatmulTile
+from dovetail.core.ops.rehearsal import report_kernel
+from dovetail.core.ops.tiles import MOST_SHARED_TILES, RESERVED, MatmulTile, kernel_of
 
 MOST_ROWS = 128
 """Number of rows up to which our kernel runs. They fit into one tile: with more, each weight would be decoded twice."""
@@ -41,7 +42,13 @@ def decoded_matmul(
     if x_TI.dtype is torch.float32:
         return F.linear(x_TI, dequantize_triton(codes_OI, weight_scale_O, decode_e4m3, x_TI.dtype), bias_O)
     outputs, inputs = weight_OI.shape
-    tile = decoding_tile(len(x_TI), outputs, inputs, *_device(x_TI.device))
+    device = _device(x_TI.device)
+    report_kernel(
+        ("decoded_matmul", outputs, inputs, x_TI.dtype),
+        len(x_TI),
+        lambda rows: kernel_of(decoding_tile(rows, outputs, inputs, *device), rows, outputs, inputs),
+    )
+    tile = decoding_tile(len(x_TI), outputs, inputs, *device)
     if tile is None:
         return F.linear(x_TI, dequantize_triton(codes_OI, weight_scale_O, decode_e4m3_words, x_TI.dtype), bias_O)
     return decoded_matmul_triton(x_TI.contiguous(), codes_OI, tile, decode_e4m3_words, counts, weight_scale_O, bias_O)

@@ -8,6 +8,7 @@ Shapes: T tokens, I input, O output.
 from __future__ import annotations
 
 import logging
+from collections.abc import Hashable
 from functools import cache
 
 import torch
@@ -15,8 +16,9 @@ import torch.nn.functional as F
 
 from dovetail.core.arithmetic import ceil_div
 from dovetail.core.host import shared_bytes
-from dovetail.core.ops.tile_choice import BLOCK, MOST_ROWS, choose
-from dovetail.core.ops.tiles import MatmulTile
+from dovetail.core.ops.rehearsal import report_kernel
+from dovetail.core.ops.tile_choice import BLOCK, MOST_ROWS, OP, choose
+from dovetail.core.ops.tiles import MatmulTile, kernel_of
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +129,7 @@ def block_scaled_matmul(
         return torch.empty(0, outputs, dtype=dtype, device=x_TI.device)
     from dovetail.core.ops.kernels.matmul import matmul_triton
 
-    tile = choose(len(x_TI), outputs, inputs, "fp8_block", *device_facts(x_TI.device))
+    tile = _choose(len(x_TI), outputs, inputs, "fp8_block", x_TI.device)
     if tile is None:
         raise ValueError(f"no tile multiplies {len(x_TI)} rows with blocks of a weight {tuple(weight_OI.shape)}")
     return matmul_triton(
@@ -153,7 +155,17 @@ def _tile(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> MatmulTile | None:
     if kind is None or not x_TI.is_cuda or not len(x_TI):
         return None
     outputs, inputs = weight_OI.shape
-    return choose(len(x_TI), outputs, inputs, kind, *device_facts(x_TI.device))
+    return _choose(len(x_TI), outputs, inputs, kind, x_TI.device)
+
+
+def _choose(rows: int, outputs: int, inputs: int, kind: str, device: torch.device) -> MatmulTile | None:
+    facts = device_facts(device)
+
+    def kernel(count: int) -> Hashable:
+        return kernel_of(choose(count, outputs, inputs, kind, *facts), count, outputs, inputs), count <= MOST_UNSCALED
+
+    report_kernel((OP, kind, outputs, inputs), rows, kernel)
+    return choose(rows, outputs, inputs, kind, *facts)
 
 
 @cache

@@ -17,8 +17,10 @@ import torch.nn.functional as F
 from dovetail.core.interfaces.tuning import Key
 from dovetail.core.interfaces.weight import PackedWeight
 from dovetail.core.ops.matmul import device_facts
-from dovetail.core.ops.packed_tiles import choose_packed, packed_key
+from dovetail.core.ops.packed_tiles import OP, choose_packed, packed_key
 from dovetail.core.ops.packing import LANES, dequantize
+from dovetail.core.ops.rehearsal import report_kernel
+from dovetail.core.ops.tiles import kernel_of
 
 E4M3 = torch.float8_e4m3fn
 
@@ -44,7 +46,10 @@ def packed_matmul(
     if x_TI.dtype is not torch.float32:
         name, processors, hopper, shared = device_facts(x_TI.device)
         key = key_of(packed, x_TI.element_size())
-        tile = choose_packed(len(x_TI), key, name, processors, shared, hopper and specializes(packed, x_TI.dtype))
+        how = key, name, processors, shared, hopper and specializes(packed, x_TI.dtype)
+        shape = len(packed.codes), packed.inputs
+        report_kernel((OP, *how), len(x_TI), lambda rows: kernel_of(choose_packed(rows, *how), rows, *shape))
+        tile = choose_packed(len(x_TI), *how)
     if tile is not None and counts is None and tile.splits_tiles(len(x_TI), len(packed.codes), packed.inputs):
         tile = replace(tile, programs=0, split=1)
     if tile is not None:

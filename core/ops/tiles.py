@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -100,6 +100,16 @@ class MatmulTile:
         """Whether the kernel's index arithmetic, programs x units, fits into 32 bits."""
         _, tiles, blocks, programs = self.launch(tokens, outputs, inputs)
         return programs * tiles * blocks < 2**31
+
+
+def kernel_of(tile: MatmulTile | None, tokens: int, outputs: int, inputs: int) -> Hashable:
+    """Return what identifies the compiled kernel that a tile launches; None = the library's. Numbers of programs are no
+    constants of a kernel, but whether programs split a tile, or have parts of two, is."""
+    if tile is None:
+        return None
+    _, tiles, _, programs = tile.launch(tokens, outputs, inputs)
+    apart = tile.needs_hopper or programs % tiles == 0
+    return replace(tile, split=1, programs=0), tile.splits_tiles(tokens, outputs, inputs), apart
 
 
 def specialized_tiles(rows: int, itemsize: int, shared: int = HOPPER_SHARED) -> Iterator[MatmulTile]:

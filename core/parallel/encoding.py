@@ -2,7 +2,7 @@
 exactly what was encoded or raises ValueError.
 
     plan = magic 4s | version u16 | 0 u16 | crc32 u32 of the rest | 0 u32 | int64 ...
-           int64: step, lane, state, follows, then the eight counts of _COUNTS, then the sections in that order, row
+           int64: step, lane, state, follows, then the nine counts of _COUNTS, then the sections in that order, row
            by row
     blob = magic 4s | version u16 | 0 u16 | crc32 u32 of the rest | JSON bytes u32 | int32 token ids ... | JSON
     late = magic 4s | version u16 | 0 u16 | crc32 u32 of the int64s | rows u32
@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from dovetail.core.interfaces import (
+    CatchUp,
     HostDraft,
     Join,
     JoinBlob,
@@ -41,15 +42,15 @@ from dovetail.core.interfaces import (
     StepShape,
 )
 
-VERSION = 8
+VERSION = 9
 PLAN_MAGIC, BLOB_MAGIC, LATE_MAGIC = b"DVTP", b"DVTB", b"DVTL"
 
 _PREFIX = struct.Struct("<4sHHII")
 _FIRST = ("step", "lane", "state", "follows")
-_COUNTS = ("rows", "joins", "leaves", "pages", "ops", "drafts", "draft tokens", "shapes")
-_RECORDS = Row, Join, PageDelta, PageOp, StepShape
-_ROW, _JOIN, _PAGE, _OP, _SHAPE = (len(record._fields) for record in _RECORDS)
-_WIDTHS = (_ROW, _JOIN, 1, _PAGE, _OP, 2, 1, _SHAPE)
+_COUNTS = ("rows", "joins", "leaves", "pages", "ops", "drafts", "draft tokens", "shapes", "catch-ups")
+_RECORDS = Row, Join, PageDelta, PageOp, StepShape, CatchUp
+_ROW, _JOIN, _PAGE, _OP, _SHAPE, _CATCH_UP = (len(record._fields) for record in _RECORDS)
+_WIDTHS = (_ROW, _JOIN, 1, _PAGE, _OP, 2, 1, _SHAPE, _CATCH_UP)
 _HEAD = len(_FIRST) + len(_COUNTS)
 _flatten = chain.from_iterable
 
@@ -60,11 +61,12 @@ def encode_plan(plan: StepPlan, state: int = 0) -> bytes:
     heads: list[tuple[int, int]] = [(draft.slot, len(draft.tokens)) for draft in drafts]
     draft_tokens = [token for draft in drafts for token in draft.tokens]
     shape = [] if plan.shape is None else [plan.shape]
-    sized: tuple[Sized, ...] = rows, joins, leaves, pages, ops, drafts, draft_tokens, shape
+    sized: tuple[Sized, ...] = rows, joins, leaves, pages, ops, drafts, draft_tokens, shape, plan.catch_up
     counts = tuple(map(len, sized))
     first = (plan.step, plan.lane, state, int(plan.follows))
     size = _HEAD + sum(map(mul, counts, _WIDTHS))
-    numbers = _flatten((first, counts, *rows, *joins, leaves, *pages, *ops, *heads, draft_tokens, *shape))
+    records = (*heads, draft_tokens, *shape, *plan.catch_up)
+    numbers = _flatten((first, counts, *rows, *joins, leaves, *pages, *ops, *records))
     try:
         body = struct.pack(f"<{size}q", *numbers)
     except struct.error as error:
@@ -91,7 +93,7 @@ def decode_plan(data: bytes | memoryview) -> tuple[StepPlan, int]:
         end = at + 8 * width * count
         sections.append(struct.iter_unpack(f"<{width}q", body[at:end]))
         at = end
-    rows, joins, leaves, pages, ops, drafts, tokens, shapes = sections
+    rows, joins, leaves, pages, ops, drafts, tokens, shapes, catch_up = sections
     plan = StepPlan(
         step=step,
         rows=_records(Row, rows),
@@ -102,6 +104,7 @@ def decode_plan(data: bytes | memoryview) -> tuple[StepPlan, int]:
         drafts=_drafts(list(drafts), [token for (token,) in tokens]),
         lane=lane,
         follows=bool(follows),
+        catch_up=_records(CatchUp, catch_up),
         shape=_shape(_records(StepShape, shapes)),
     )
     return plan, state

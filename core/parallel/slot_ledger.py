@@ -57,6 +57,9 @@ class SlotLedger:
         for page in plan.pages:
             if page.slot not in self.slots:
                 raise ValueError(f"step {plan.step}: {page} is for a slot that no sequence holds")
+        for chunk in plan.catch_up:
+            if chunk.slot not in self.slots:
+                raise ValueError(f"step {plan.step}: {chunk} is for a slot that no sequence holds")
         self._step = plan.step
         self.waiting = plan if plan.late else None
 

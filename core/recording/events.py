@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from dovetail.core.interfaces import Join, PageDelta, PageOp, Row
+from dovetail.core.interfaces import CatchUp, Join, PageDelta, PageOp, Row
 
 FORMAT = 2
 """Version of the format."""
@@ -114,6 +114,7 @@ class Planned(Event, frozen=True, tag="plan"):
     """Host time of the launch, after the decision."""
     follows: bool | None = None
     """StepPlan.follows; None in recordings of versions that left it out."""
+    catch_up: list[CatchUp] = []
 
 
 class Idled(Event, frozen=True, tag="none"):

@@ -196,7 +196,8 @@ class Entries:
     ) -> bytes:
         lists = (plan.rows, plan.joins, plan.leaves, plan.pages, plan.ops)
         counts = queue.waiting, queue.running, queue.preemptions
-        return self._encode(Planned(plan.step, clock, seconds, *lists, *counts, launch_seconds, plan.follows))
+        drafter = plan.follows, plan.catch_up
+        return self._encode(Planned(plan.step, clock, seconds, *lists, *counts, launch_seconds, *drafter))
 
     def resulted(self, result: StepResult, clock: float) -> bytes:
         tokens = list(map(_TOKENS, result.rows))

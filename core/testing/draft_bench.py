@@ -16,6 +16,7 @@ import torch
 from dovetail.core.arithmetic import ceil_div
 from dovetail.core.interfaces import (
     AcceptedPath,
+    CatchUp,
     Draft,
     DraftContext,
     Drafter,
@@ -30,6 +31,7 @@ from dovetail.core.ops.trees import TreeState
 from dovetail.core.worker.batch import lay_out
 from dovetail.core.worker.device_state import DeviceState
 from dovetail.core.worker.drafts import Drafts
+from dovetail.core.worker.row_sections import pack_catch_up
 
 Histories = Mapping[int, Seq[int]]
 """slot -> known tokens."""
@@ -92,6 +94,9 @@ class _Watched(Drafter):
 
     def join(self, slots_J: torch.Tensor, computed_J: torch.Tensor) -> None:
         self.inner.join(slots_J, computed_J)
+
+    def catch_up(self, fed: FedTokens, lengths_B: torch.Tensor) -> None:
+        self.inner.catch_up(fed, lengths_B)
 
     def observe(self, fed: FedTokens, hidden: Hidden) -> None:
         self.observed = fed, hidden
@@ -210,6 +215,11 @@ class Bench:
         hidden_TC = torch.stack(states)
         taps = {layer: hidden_TC + layer for layer in self.drafter.taps}
         self.drafts.observe(slots_B, row_start_B1, decodes, tokens, attn, Hidden(hidden_TC, taps), follow=follow)
+
+    @torch.inference_mode()
+    def catch_up(self, chunks: Seq[CatchUp]) -> None:
+        """Let the drafter feed earlier tokens of seated sequences."""
+        self.drafts.catch_up(chunks, torch.tensor(pack_catch_up(chunks)))
 
     @torch.inference_mode()
     def guess(self, k: int | None = None, most: Seq[int] | None = None) -> list[Guesses]:

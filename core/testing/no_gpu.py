@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -51,6 +52,7 @@ def no_gpu(machine_code: bool = True) -> Iterator[Compiled]:
         swap(loader, "detect_host", lambda device: HOST)
         swap(loader, "reason_against_graphs", lambda *given: None)
         swap(warmup, "compile_ahead", _one_after_another)
+        swap(warmup, "agreed", lambda mine, connection: list(mine))
         swap(loader, "_compile_server", lambda device: nullcontext())
         swap(cache, "cache_folder", lambda: Path("/nowhere"))
         swap(startup, "share", lambda text, *ranks: text)
@@ -78,6 +80,8 @@ class _NoGPU(TorchFunctionMode):
                 return func(*args, **kwargs)
         if func in IN_PLACE:
             return args[0]
+        if func is torch.Tensor.__bool__:
+            return False  # Checks of weights find nothing wrong.
         if func is torch.tensor:
             with unset_fake_temporarily():
                 made = func(*args, **{**kwargs, "device": "cpu"})
@@ -103,13 +107,16 @@ def _view(tensor: torch.Tensor, index: tuple[Any, ...]) -> torch.Tensor:
         if each is None:
             tensor, dim = tensor.unsqueeze(dim), dim + 1
         elif each is Ellipsis:
-            dim = tensor.dim() - (len(index) - place - 1)
+            dim = tensor.dim() - sum(one is not None for one in index[place + 1 :])
         elif isinstance(each, slice):
             tensor, dim = torch.ops.aten.slice.Tensor(tensor, dim, each.start, each.stop, each.step or 1), dim + 1
         elif isinstance(each, int):
             tensor = tensor.select(dim, each)
-        else:
-            tensor, dim = torch.ops.aten.index.Tensor(tensor, [None] * dim + [each]), dim + 1
+        elif place == 0 or not isinstance(index[place - 1], torch.Tensor):
+            # Tensors that follow each other index together.
+            together = list(takewhile(lambda one: isinstance(one, torch.Tensor), index[place:]))
+            tensor = torch.ops.aten.index.Tensor(tensor, [None] * dim + together)
+            dim += max(one.dim() for one in together)
     return tensor
 
 

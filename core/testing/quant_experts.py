@@ -60,6 +60,14 @@ class _Matrices:
         return total_TC
 
 
+def _with_added_channels(layer: Experts, bias: ExpertBias) -> ExpertBias:
+    """Return the biases as a layer gives them (ExpertMethod.channels): zero for channels that the method adds."""
+    own, stored = layer.shape.intermediate, layer.method.channels(layer.shape)
+    assert stored >= own, f"the method stores {stored} channels of an expert, and this rank has {own}"
+    halves = [torch.nn.functional.pad(half, (0, stored - own)) for half in bias.up.chunk(2, dim=1)]
+    return ExpertBias(torch.cat(halves, 1), bias.down)
+
+
 class ExpertTests:
     """Tests that QuantizerContract inherits. It has the meaning and defaults of the settings."""
 
@@ -111,7 +119,7 @@ class ExpertTests:
         hidden, channels = layer.shape.hidden, layer.shape.intermediate
         x_TC, routing = self._x(6, hidden) / 8, self._routing([[1, 0], [3, 1], [-1, 2]] * 2)
         bias = ExpertBias(self._x(EXPERTS, 2 * channels), self._x(EXPERTS, hidden))
-        got = self._apply(layer, x_TC, routing, CLAMPED, bias)
+        got = self._apply(layer, x_TC, routing, CLAMPED, _with_added_channels(layer, bias))
         self._check(got, matrices.exact(x_TC, routing, CLAMPED, bias), factor=3.0)
 
     def test_experts_of_two_ranks_add_up(self) -> None:

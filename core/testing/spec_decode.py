@@ -13,14 +13,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dovetail.core.interfaces import Drafter, ModelSource, ModelSpec, TargetView
-from dovetail.core.ops.random import Purpose, gumbel
-from dovetail.core.ops.step import accept
-from dovetail.core.ops.trees import TreeState, accept_tree
+from dovetail.core.interfaces import CatchUp, Drafter, ModelSource, ModelSpec, TargetView
 from dovetail.core.testing.draft_bench import Bench, Guesses, Histories
+from dovetail.core.testing.draft_verification import verify_by_rejection
 from dovetail.core.testing.host_sync import NoHostSync
 from dovetail.core.testing.model_driver import build_context
-from dovetail.core.worker.sampler import VerifiedDrafts, verify_rejection, verify_rejection_tree
 
 HIDDEN = 8
 FIRST_GROUP = 3
@@ -327,6 +324,27 @@ class DrafterContract:
         else:
             assert not any(guesses.tokens for guesses in found), "resumes = False: rows left behind have no more drafts"
 
+    @pytest.mark.parametrize("shared", [0, 2])
+    def test_rows_catch_up_by_chunks(self, shared: int) -> None:
+        """Chunks of rows that it did not follow, which begin and end anywhere, with tokens that it has fed already or
+        that do not exist yet, give the drafts of a fresh sequence."""
+        bench, rng = self.asked(), random.Random(14)
+        if not bench.drafter.catches_up:
+            pytest.skip("catches_up = False: no chunks")
+        prefix = [rng.randrange(self.vocab) for _ in range(2 * bench.page)]
+        later = min(bench.lookahead, bench.drafter.window or 1)
+        ends = ([rng.randrange(self.vocab) for _ in range(1 + later)] for _ in range(2))
+        histories = {slot: prefix + end for slot, end in zip((1, 0), ends, strict=True)}
+        bench.seat({slot: history[:-later] for slot, history in histories.items()}, shared=shared, follow=False)
+        bench.catch_up([CatchUp(0, 0, 2)])
+        bench.catch_up([CatchUp(1, 0, len(prefix)), CatchUp(0, 1, 2)])
+        found = bench.guess()[1].tokens
+        assert not found or len(prefix) - 2 <= bench.drafter.window, "it drafts for a row before it has caught up"
+        bench.catch_up([CatchUp(0, 3, len(histories[0]) - 3)])
+        for at in range(-later, 0):
+            bench.verify({slot: [history[at]] for slot, history in histories.items()}, drafts=False)
+        _assert_same(self.guess(histories), bench.guess(), "drafts depend on who followed the prompt")
+
     def test_observe_is_called_every_step(self) -> None:
         """observe must work with any number of tokens per row and without a propose between two calls."""
         bench = self.bench()
@@ -364,7 +382,7 @@ class DrafterContract:
         history = tried[max(tried, key=lambda slot: len(offered[slot].tokens))]
         for _ in range(rounds):
             bench.seat(dict.fromkeys(range(rows), history), keys=torch.randint(1 << 60, (rows,), generator=generator))
-            verdict = _verify(p_WV, bench.guess(), torch.randint(1 << 60, (rows,), generator=generator))
+            verdict = verify_by_rejection(p_WV, bench.guess(), torch.randint(1 << 60, (rows,), generator=generator))
             for w in range(depth + 1):
                 reached = verdict.tokens_RW[verdict.accepted_R >= w, w]
                 seen_WV[w] += torch.bincount(reached, minlength=self.vocab)
@@ -389,57 +407,3 @@ def _assert_integers(name: str, found: torch.Tensor, shape: tuple[int, ...]) -> 
 def _assert_same(expected: Seq[Guesses], found: Seq[Guesses], what: str) -> None:
     for row, (a, b) in enumerate(zip(expected, found, strict=True)):
         assert a.same(b), f"{what}: row {row} has {a} in one call and {b} in another"
-
-
-def _verify(p_WV: torch.Tensor, guesses: Seq[Guesses], key_R: torch.Tensor) -> VerifiedDrafts:
-    """Verify by rejection, as the engine does. `p_WV`: the target's distribution by position."""
-    rows, vocab = len(guesses), p_WV.shape[1]
-    drafts = max(len(g.tokens) for g in guesses)
-    draft_RK = torch.tensor([[*g.tokens, *[0] * (drafts - len(g.tokens))] for g in guesses])
-    count_R = torch.tensor([len(g.tokens) for g in guesses])
-    q_RKV = torch.zeros(rows, drafts, vocab)
-    for row, g in enumerate(guesses):
-        q_RKV[row, : len(g.tokens)] = g.probs_KV
-    parents = [list(g.parents or ()) for g in guesses]
-    if not any(parents):
-        position_RW = torch.arange(1 + drafts).expand(rows, 1 + drafts)
-        p_RWV = p_WV[: 1 + drafts].expand(rows, 1 + drafts, vocab)
-        return verify_rejection(p_RWV, q_RKV, draft_RK, count_R, key_R, position_RW)
-    parent_RK = torch.tensor([[*row, *[-1] * (drafts - len(row))] for row in parents])
-    position_RW = torch.zeros(rows, 1 + drafts, dtype=torch.int64)
-    for k in range(drafts):
-        position_RW[:, 1 + k] = 1 + position_RW.gather(1, 1 + parent_RK[:, k : k + 1])[:, 0]
-    drawn_RK = torch.arange(drafts).expand(rows, drafts)
-    p_RWV = p_WV[position_RW]
-    noise = gumbel(key_R.repeat_interleave(1 + drafts), position_RW.flatten(), Purpose.SAMPLE, vocab)
-    own_RW = (p_RWV.log() + noise.view_as(p_RWV)).argmax(-1)
-    trees = draft_RK, parent_RK
-    draws_RW = verify_rejection_tree(p_RWV, q_RKV, own_RW, *trees, drawn_RK, count_R, key_R, position_RW)
-    return walk(draws_RW, *trees, count_R, len(p_WV) - 1)
-
-
-def walk(
-    draws_RW: torch.Tensor, draft_RK: torch.Tensor, parent_RK: torch.Tensor, count_R: torch.Tensor, depth: int
-) -> VerifiedDrafts:
-    """Verify trees of at most `depth` levels with the engine's `accept_tree`, by the draws after the root and after
-    each draft, over a device state that holds only the drafts."""
-    rows, drafts = draft_RK.shape
-    tokens_SL = torch.zeros(rows, drafts + depth + 1, dtype=torch.int32)
-    tokens_SL[:, :drafts] = draft_RK
-    trees = TreeState.empty(rows, drafts, depth, draft_RK.device)
-    trees.parents_SK.copy_(parent_RK)
-    at = torch.arange(rows), torch.zeros(rows, dtype=torch.int64), count_R
-    accepted, tokens_RD, _ = accept_tree(draws_RW, *at, tokens_SL, at[1].clone(), count_R.clone(), trees)
-    return VerifiedDrafts(tokens_RD, accepted.accepted_R)
-
-
-def verify_match(target_RW: torch.Tensor, draft_RK: torch.Tensor, count_R: torch.Tensor) -> VerifiedDrafts:
-    """Verify with the engine's `accept` over a device state that holds only the drafts."""
-    rows, width = target_RW.shape
-    tokens_SL = torch.zeros(rows + 1, width, dtype=torch.int32)
-    tokens_SL[:rows, : width - 1] = draft_RK
-    computed_S = torch.zeros(rows + 1, dtype=torch.int64)
-    drafts_S = torch.nn.functional.pad(count_R, (0, 1))
-    slots_R, base_R = torch.arange(rows), torch.zeros(rows, dtype=torch.int64)
-    accepted = accept(target_RW, slots_R, base_R, count_R, tokens_SL, computed_S, drafts_S)
-    return VerifiedDrafts(target_RW, accepted.accepted_R)

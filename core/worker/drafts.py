@@ -14,6 +14,7 @@ from dovetail.core.interfaces import (
     Adapters,
     AttentionBackend,
     AttnCtx,
+    CatchUp,
     Collective,
     Draft,
     DraftContext,
@@ -57,6 +58,8 @@ class Drafts:
         # have the same tokens there, and so write the same values.
         resumes = bool(self.groups) and drafter.resumes
         self._given_S = torch.zeros_like(state.given_S) if resumes else state.given_S
+        self._first_S = torch.zeros_like(state.computed_S)
+        """Index of the first token of each slot in a pass that catches up."""
         self._collective = collective if collective is not None and collective.size > 1 else None
         self.lookahead, self.taps = drafter.lookahead, drafter.taps
         self.on_device = self.lookahead > 0 and not drafter.needs_host_tokens
@@ -200,6 +203,20 @@ class Drafts:
     def join(self, joins_N: torch.Tensor) -> None:
         """Announce sequences (`row_sections.pack_joins`)."""
         self.drafter.join(*joins_N.view(2, -1).unbind(0))
+
+    def catch_up(self, chunks: Seq[CatchUp], chunks_N: torch.Tensor) -> None:
+        """Let the drafter feed earlier tokens of decode rows. `chunks_N`: as row_sections.pack_catch_up packs them."""
+        state = self.state
+        slots_B, first_B, count_B = chunks_N.view(3, -1).unbind(0)
+        self._first_S[slots_B] = first_B
+        row_start_B1 = torch.nn.functional.pad(count_B.cumsum(0), (1, 0)).int()
+        counts = tuple(chunk.count for chunk in chunks)
+        host = HostBounds(counts, tuple(chunk.first + chunk.count for chunk in chunks), 0)
+        passes = self._passes, self.attention, self._first_S, None, self._given_S
+        tokens, attn = lay_out(slots_B, row_start_B1, sum(counts), host, state, *passes)
+        ctx = ForwardContext(tokens.positions_T, attn, tokens.live_T)
+        fed = FedTokens(tokens.ids_T, tokens.slots_T, ctx, slots_B, row_start_B1, tokens.kv_len_B, 0)
+        self.drafter.catch_up(fed, state.computed_S[slots_B] + 1)
 
     def take_host(self, drafts_N: torch.Tensor) -> None:
         """Write drafts that the host found (`row_sections.pack_host_drafts`)."""

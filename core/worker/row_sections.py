@@ -8,13 +8,14 @@
 | row starts | [B + 1] | index of the row's first token; then the number of tokens |
 | draft rows | [2, D] | slots of decode rows; drafts to verify at most |
 | joins | [2, J] | slots; tokens whose KV is in the drafter's pages |
+| catch-ups | [3, C] | slots; index of the first token; tokens at most |
 | host drafts | [H, 2 + K] | slot, number of drafts, drafts |
 
 A step without a graph sends the first four (`StepSections`). A graph reads them from one tensor (`GraphSections`), in
 which padding rows name the scratch slot. Draft rows are sent unless the graph of a decode step drafts too.
 
-B rows, R rows that sample, X rows that do not, D decode rows, J joins, H rows with drafts from the host, K most drafts
-of a row, W = 1 + K, T tokens.
+B rows, R rows that sample, X rows that do not, D decode rows, J joins, C rows that catch up, H rows with drafts from
+the host, K most drafts of a row, W = 1 + K, T tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from dovetail.core.interfaces.plan import SAMPLE, HostDraft, Join
+from dovetail.core.interfaces.plan import SAMPLE, CatchUp, HostDraft, Join
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -113,6 +114,12 @@ def pack_draft_rows(rows: Rows, size: int, scratch: int) -> list[int]:
 def pack_joins(joins: Seq[Join]) -> list[int]:
     """Return the joins as the drafter needs them, flat."""
     return [*(join.slot for join in joins), *(join.computed - join.lacking for join in joins)]
+
+
+def pack_catch_up(chunks: Seq[CatchUp]) -> list[int]:
+    """Return the rows that the drafter catches up with, flat."""
+    slots, firsts, counts = zip(*chunks, strict=True)
+    return [*slots, *firsts, *counts]
 
 
 def pack_host_drafts(drafts: Seq[HostDraft], most: int) -> list[int]:

@@ -46,6 +46,7 @@ from dovetail.core.worker.result_copies import Mark, ResultCopies, pooled_states
 from dovetail.core.worker.row_sections import (
     StepSections,
     advance_chunks,
+    pack_catch_up,
     pack_draft_rows,
     pack_host_drafts,
     pack_joins,
@@ -112,7 +113,7 @@ class _ForwardedStep:
     """Sample rows on the device; padding rows may follow."""
     graph: ForwardGraph | None
     drafted: Mark | None = None
-    """End of the drafter's work, unless it is in the graph."""
+    """End of the drafter's work before the layers, unless it is in the graph."""
 
 
 class Runner:
@@ -227,6 +228,8 @@ class Runner:
             sections.append(pack_draft_rows(rows, size, state.scratch))
         if joins := bool(plan.joins) and self.drafts.on_device:
             sections.append(pack_joins(plan.joins))
+        if plan.catch_up:
+            sections.append(pack_catch_up(plan.catch_up))
         if plan.drafts:
             sections.append(pack_host_drafts(plan.drafts, self.drafts.lookahead))
         began = self.results.clock.mark()
@@ -238,13 +241,16 @@ class Runner:
                         processor.join(join.slot, info.blob.request)
         apply_page_ops(self.pools, plan.ops, parts.host_pools)
         host_drafts = sent.pop() if plan.drafts else None
+        chunks_N = sent.pop() if plan.catch_up else None
         if joins:
             self.drafts.join(sent.pop())
+        if chunks_N is not None:
+            self.drafts.catch_up(plan.catch_up, chunks_N)
         if drafts:
             self._draft(rows, sent.pop(), captured=graph is not None)
         if host_drafts is not None:
             self.drafts.take_host(host_drafts)
-        drafted = self.results.clock.mark() if drafts else None
+        drafted = self.results.clock.mark() if drafts or plan.catch_up else None
         self._drafted = DraftCopies.of(rows, state) if guided and parts.connection.rank == 0 else None
         if graph is not None:
             batch, hidden = graphs.forward(graph, rows, sent[0])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ import torch
 from dovetail.core.arithmetic import ceil_div
 from dovetail.core.errors import shown
 from dovetail.core.interfaces import (
+    CatchUp,
     Join,
     JoinBlob,
     KVGroup,
@@ -24,29 +25,21 @@ from dovetail.core.interfaces import (
     StepPlan,
 )
 from dovetail.core.interfaces.plan import DECODE, LATE, SAMPLE
-from dovetail.core.layers import rehearsal
 from dovetail.core.memory.sizing import page_count
 from dovetail.core.ops.choices import installed
 from dovetail.core.ops.compile_ahead import compile_ahead, compile_workers
 from dovetail.core.ops.compile_server import CompileServer
+from dovetail.core.ops.rehearsal import Rehearsal, StepLimits, WarmupStep, rehearsal, running
+from dovetail.core.worker.connection import Connection
 from dovetail.core.worker.graphs import Record
 from dovetail.core.worker.runner import RankParts, Runner, make_graphs
 from dovetail.core.worker.sampler import warm_up_float32
 from dovetail.core.worker.sampling import warm_up_processors
 
 EPOCH = -1
-
-
-class WarmupStep(NamedTuple):
-    """Shape of one warm-up step: decode rows come first, the other rows are prompts."""
-
-    tokens: int
-    rows: int
-    decodes: int = 0
-    context: int = 0
-    """Length of each decode row."""
-    drafts: int = 0
-    """Drafts that each row verifies; then all rows are decode rows."""
+MOST_ROUNDS = 3
+MOST_STEPS = 256
+"""Steps that a rank can give the others at a time."""
 
 
 def warmup_steps(budget: int, most: int, longest: int, lookahead: int = 0) -> list[WarmupStep]:
@@ -77,11 +70,12 @@ def tuned_rows(least: int = 64) -> list[int]:
 
 
 def warmup_plan(
-    step: WarmupStep, groups: Sequence[KVGroup], *, embeds: bool = False, adapted: bool = False
+    step: WarmupStep, groups: Sequence[KVGroup], *, embeds: bool = False, adapted: bool = False, chunk: int = 0
 ) -> tuple[StepPlan, dict[tuple[int, int], JoinBlob]]:
     """Return the step as a plan. Each row is a sequence. All rows sample with top-p and log-probabilities, which cost
     most, and wait for masks (`warmup_masks`) if they verify no drafts. With `embeds` all rows are embedded instead.
-    With `adapted` all use adapter slot 0, even if it is empty."""
+    With `adapted` all use adapter slot 0, even if it is empty. `chunk`: most tokens with which the drafter catches up
+    in the first decode row, if there is one."""
     rows = min(step.rows, step.tokens)
     decodes = rows if step.drafts else min(step.decodes, rows - 1)
     share, more = divmod(step.tokens - decodes, max(rows - decodes, 1))
@@ -92,7 +86,7 @@ def warmup_plan(
     for slot in range(rows):
         decode = slot < decodes
         count = 1 if decode else share + (slot - decodes < more)
-        length = step.context if decode else count
+        length = step.context if decode else step.cached + count
         bound = length + step.drafts
         flags = (0 if embeds else SAMPLE | late) | (DECODE if decode else 0)
         request = Request(uid=slot, prompt_ids=(0,) * length, params=params, pooling="mean" if embeds else None)
@@ -100,9 +94,18 @@ def warmup_plan(
         plan.rows.append(Row(slot, slot, EPOCH, count + step.drafts, bound, step.drafts, flags))
         blobs[slot, EPOCH] = JoinBlob(request.prompt_ids, request, 0, 0 if adapted else -1)
         for group in groups:
-            # Rows may share pages here, since only the cost matters.
-            plan.pages += [PageDelta(group.id, slot, i, i + 1) for i in range(ceil_div(bound, group.page_tokens))]
+            # Rows may share pages here, since only the cost matters. So may cached tokens.
+            own = ceil_div(_kept_tokens(step), group.page_tokens)
+            pages = range(ceil_div(bound, group.page_tokens))
+            plan.pages += [PageDelta(group.id, slot, i, i % own + 1) for i in pages]
+    if (count := min(chunk, step.context)) > 0 and decodes:
+        plan.catch_up.append(CatchUp(0, 0, count))
     return plan, blobs
+
+
+def _kept_tokens(step: WarmupStep) -> int:
+    """Return the number of tokens for which a step needs pages."""
+    return max(step.tokens, step.context + step.drafts)
 
 
 def warmup_masks(plan: StepPlan, vocab: int) -> LateInputs:
@@ -125,27 +128,79 @@ def _trial(parts: RankParts, tokens: int) -> Iterator[Runner]:
         parts.attention.bind({})
 
 
-def run_warmup_steps(parts: RankParts) -> None:
+def run_warmup_steps(parts: RankParts, adapted: bool = True) -> None:
+    """`adapted`: whether rows have adapters, if there are any."""
+    engine = parts.engine
+    lookahead = parts.drafter.lookahead if parts.model.build.spec.head else 0
+    _run_steps(parts, warmup_steps(engine.token_budget, engine.max_seqs, parts.max_len - 1, lookahead), adapted)
+
+
+def _run_steps(parts: RankParts, steps: Iterable[WarmupStep], adapted: bool = True) -> None:
     engine, spec = parts.engine, parts.model.build.spec
-    lookahead = parts.drafter.lookahead if spec.head else 0
-    for step in warmup_steps(engine.token_budget, engine.max_seqs, parts.max_len - 1, lookahead):
-        with _trial(parts, max(step.tokens, step.context + step.drafts)) as runner:
-            plan, blobs = warmup_plan(step, parts.groups, embeds=not spec.head, adapted=parts.adapters is not None)
+    kinds = {"embeds": not spec.head, "adapted": adapted and parts.adapters is not None}
+    for step in steps:
+        if (now := running()) is not None:
+            now.begin(step)
+        with _trial(parts, _kept_tokens(step)) as runner:
+            chunk = engine.token_budget - step.tokens if spec.head and parts.drafter.catches_up else 0
+            plan, blobs = warmup_plan(step, parts.groups, **kinds, chunk=chunk)
             runner.execute(plan, blobs)
             if plan.late:
                 runner.complete(warmup_masks(plan, spec.vocab))
 
 
 def compile_kernels(parts: RankParts, server: CompileServer | None) -> None:
-    """Compile the kernels that warm-up steps and graphs launch."""
-    workers = compile_workers(parts.connection.size) if server is None else server.workers
-    with rehearsal(), compile_ahead(workers, server=server), torch.inference_mode():
+    """Compile the kernels that warm-up steps and graphs launch, and those that any other step may launch: parts report
+    which numbers of rows bring further kernels (core.ops.rehearsal)."""
+    engine, workers = parts.engine, compile_workers(parts.connection.size) if server is None else server.workers
+    limits = StepLimits(engine.token_budget, engine.max_seqs, parts.max_len - 1)
+    with rehearsal(limits) as found, compile_ahead(workers, server=server), torch.inference_mode():
         run_warmup_steps(parts)
+        if parts.adapters is not None:
+            # Operations before and after layers without adapters are fused.
+            run_warmup_steps(parts, adapted=False)
+        found.begin(None)
         with _trial(parts, parts.engine.page_size) as runner:
             make_graphs(parts, runner.state, runner.drafts).warm_up()
             if parts.processors:
                 warm_up_float32(runner.state, parts.model.build.spec.vocab)
                 warm_up_processors(parts.processors, runner.state, parts.model.build.spec.vocab)
+        _rehearse_others(parts, found)
+
+
+def _rehearse_others(parts: RankParts, found: Rehearsal) -> None:
+    """Run the steps that bring further kernels. Numbers of rows are predicted, so each round corrects the last one."""
+    for _ in range(MOST_ROUNDS):
+        if not (steps := agreed_steps(found.missing(), parts.connection)):
+            break
+        _run_steps(parts, steps)
+        if parts.adapters is not None:
+            _run_steps(parts, steps, adapted=False)
+    spec, device = parts.model.build.spec, parts.connection.device
+    if not spec.head:
+        return
+    found.begin(None)
+    for (rows,) in agreed([(rows,) for rows in found.missing_samples()], parts.connection):
+        parts.model.logits(torch.zeros(rows, spec.hidden, dtype=parts.model.build.dtype, device=device))
+
+
+def agreed_steps(steps: Sequence[WarmupStep], connection: Connection) -> list[WarmupStep]:
+    return [WarmupStep(*step) for step in agreed(steps, connection)]
+
+
+def agreed(mine: Sequence[tuple[int, ...]], connection: Connection) -> list[tuple[int, ...]]:
+    """Return what any rank has given, in one order on all ranks: steps make collective calls. Ranks differ where they
+    have unlike numbers of experts."""
+    ranks = connection.lane_ranks or connection.collective
+    if ranks.size == 1:
+        return list(mine)
+    table = torch.zeros(MOST_STEPS, 1 + len(WarmupStep._fields), dtype=torch.int64)
+    for line, step in zip(table, mine, strict=False):
+        line[0] = len(step)
+        line[1 : 1 + len(step)] = torch.tensor(step)
+    (gathered,) = ranks.gather_rows([table.to(connection.device)])
+    lines = gathered.cpu().tolist()
+    return list(dict.fromkeys(tuple(values[:count]) for count, *values in lines if count))
 
 
 def failed_capture(parts: RankParts, record: Record) -> str | None:

@@ -85,10 +85,16 @@ class DraftModel(BuiltinDrafter):
         self.pages.join(slots_J, computed_J)
 
     def observe(self, fed: FedTokens, hidden: Hidden) -> None:
-        if not fed.follow:
-            return  # Proposals feed these tokens, as far as they are accepted.
+        # Proposals feed the tokens of other steps, as far as they are accepted.
+        if fed.follow:
+            self._feed(fed)
+
+    def catch_up(self, fed: FedTokens, lengths_B: torch.Tensor) -> None:
+        self._feed(fed, lengths_B)
+
+    def _feed(self, fed: FedTokens, lengths_B: torch.Tensor | None = None) -> None:
         self.model.forward(self._embed(fed.ids_T), fed.ctx)
-        self.pages.fed(fed)
+        self.pages.fed(fed, lengths_B)
 
     def propose(self, ctx: DraftContext) -> Draft:
         ids_T, forward, index_B = self.pages.catch_up(ctx)

@@ -23,14 +23,17 @@ class OwnPages:
         """Drafter.join."""
         self._known_S[slots_J] = computed_J
 
-    def fed(self, fed: FedTokens) -> None:
-        """Note that the drafter's layers ran over all tokens of a step."""
+    def fed(self, fed: FedTokens, lengths_B: torch.Tensor | None = None) -> None:
+        """Note that the drafter's layers ran over all tokens of a step, or of chunks (`lengths_B`: as in
+        Drafter.catch_up)."""
         rows = len(fed.slots_B)
         count_B = fed.row_start_B1.diff()
         first_B = fed.kv_len_B - count_B
         # Of a decode row only the first token is certain to be accepted.
         decodes_B = torch.arange(rows, device=count_B.device) < fed.decodes
         certain_B = first_B + torch.where(decodes_B, count_B.clamp_max(1), count_B)
+        if lengths_B is not None:
+            certain_B = torch.minimum(certain_B, lengths_B)
         known_B = self._known_S[fed.slots_B]
         # The KV after a gap is wrong.
         self._known_S[fed.slots_B] = torch.where(known_B >= first_B, torch.maximum(known_B, certain_B), known_B)

@@ -9,8 +9,11 @@ from copy import copy
 import pytest
 
 from dovetail import LLM, Grammar, SamplingParams
+from dovetail.core.worker.drafts import Drafts
 from dovetail.core.worker.graphs import StepGraphs
 from dovetail.core.worker.runner import Runner
+
+from ..catching_up import by_turns
 
 PROMPTS = [
     "def fibonacci(n):\n",
@@ -87,6 +90,26 @@ def test_drafts_of_the_target_itself_are_accepted(budget: int) -> None:
             llm.generate(PROMPTS, SamplingParams(temperature=temperature, seed=1, max_tokens=40, ignore_eos=True))
         counters = llm.engine.counters
     assert counters.drafted > 100 and counters.accepted > 0.97 * counters.drafted
+
+
+@pytest.mark.parametrize("budget", [24, 200])
+def test_drafts_after_catching_up_are_accepted(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of a draft model that is the target itself run before graphs, beside decode rows and prompts."""
+    by_turns(monkeypatch)
+    overrides = ["engine.device=cuda", "engine.dtype=float32", "attention=triton", "engine.depth=2", FEW, "cost=h200"]
+    overrides += ["spec_decode=draft_model", "model@spec_decode.model=tiny", f"engine.token_budget={budget}"]
+    fed, catch_up = [], Drafts.catch_up
+
+    def counted(self, chunks, chunks_N):  # type: ignore[no-untyped-def]
+        fed.append(sum(chunk.count for chunk in chunks))
+        catch_up(self, chunks, chunks_N)
+
+    with LLM("tiny", overrides=[*overrides, "engine.max_seqs=4"]) as llm:
+        monkeypatch.setattr(Drafts, "catch_up", counted)
+        for temperature in (0.0, 0.8):
+            llm.generate(PROMPTS, SamplingParams(temperature=temperature, seed=1, max_tokens=40, ignore_eos=True))
+        counters = llm.engine.counters
+    assert len(fed) > 5 and counters.drafted > 100 and counters.accepted > 0.97 * counters.drafted
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram", "draft_model", "eagle3_tiny", "medusa_tiny"])

@@ -7,12 +7,12 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda.libdevice import fast_log2f
 
+from dovetail.core.ops.matmul import device_facts
 from dovetail.core.ops.random import Purpose
+from dovetail.core.ops.sampling_programs import DRAW, chosen_programs, parts_of
 
 VOCAB_BLOCK = 2048
 """Logits that a program compares at a time."""
-PROGRAMS = 1024
-"""Target number of programs for the vocabularies of all rows; enough to fill a large GPU several times."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -167,6 +167,14 @@ def has_fast_logarithm() -> bool:
     return torch.version.hip is None and not triton.knobs.runtime.interpret
 
 
+def split_rows(op: str, logits_NV: torch.Tensor, most: int) -> int:
+    """Return the number of programs for each row, at most `most`."""
+    (rows, vocab), device = logits_NV.shape, logits_NV.device
+    gpu = device_facts(device)[0] if logits_NV.is_cuda else ""
+    programs = chosen_programs(op, gpu, vocab, str(logits_NV.dtype).removeprefix("torch."), rows)
+    return parts_of(op, rows, most, programs)
+
+
 def best_triton(
     logits_NV: torch.Tensor,
     position_N: torch.Tensor,
@@ -185,7 +193,7 @@ def best_triton(
     if not rows:
         return best_N, out_N
     most = triton.cdiv(vocab, VOCAB_BLOCK)
-    parts = max(1, min(most, PROGRAMS // rows))
+    parts = split_rows(DRAW, logits_NV, most)
     part_columns = triton.cdiv(triton.cdiv(vocab, parts), VOCAB_BLOCK) * VOCAB_BLOCK
     parts = triton.cdiv(vocab, part_columns)
     value = torch.empty(rows, parts, device=logits_NV.device)

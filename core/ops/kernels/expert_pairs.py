@@ -68,7 +68,7 @@ def _group_pairs(
         tl.store(tiles_ptr + 3 * tiles + 1, first + count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def _gather_rows(x_ptr, order_ptr, tiles_ptr, out_ptr, tiles, columns, ACTIVE: tl.constexpr, BLOCK: tl.constexpr,
                  PDL: tl.constexpr):  # fmt: skip
     """Copy the row of x of the pair at each place."""
@@ -156,28 +156,46 @@ def sum_pairs(y_PC: torch.Tensor, routing: Routing) -> torch.Tensor:
     return out_TC
 
 
+@dataclass(frozen=True, slots=True)
+class Order:
+    """How pairs are sorted, by their number."""
+
+    rows: int
+    """Rows of a tile."""
+    tiles: int
+    block: int
+    """Pairs that a program reads at a time; 0 = they are not sorted."""
+
+
+def order_of(tokens: int, active: int, experts: int, rows: int | None = None) -> Order:
+    """Return the order of the pairs of `tokens` tokens. `rows`: rows of a tile; None = by the rule."""
+    pairs = tokens * active
+    if rows is None and direct(tokens, active, experts):
+        return Order(LEAST_ROWS, pairs, 0)
+    rows = rows or rows_of_tile(pairs, experts)
+    block = max(128, min(MOST_BLOCK, triton.next_power_of_2(pairs)))
+    return Order(rows, most_tiles(pairs, experts, rows), block)
+
+
 def sort_pairs(routing: Routing, experts: int, rows: int | None) -> Sorted:
     """Sort the pairs. `rows`: rows of a tile; None = by the rule."""
     (tokens, active), device = routing.experts_TK.shape, routing.experts_TK.device
-    pairs = tokens * active
-    if rows is None and direct(tokens, active, experts):
-        return Sorted(routing, None, None, LEAST_ROWS, pairs)
-    rows = rows or rows_of_tile(pairs, experts)
-    tiles = most_tiles(pairs, experts, rows)
+    pairs, order = tokens * active, order_of(tokens, active, experts, rows)
+    if not order.block:
+        return Sorted(routing, None, None, order.rows, order.tiles)
     order_P = torch.empty(pairs, dtype=torch.int32, device=device)
-    tiles_M3 = torch.empty(tiles + 1, 3, dtype=torch.int32, device=device)
-    block = max(128, min(MOST_BLOCK, triton.next_power_of_2(pairs)))
+    tiles_M3 = torch.empty(order.tiles + 1, 3, dtype=torch.int32, device=device)
     _group_pairs[(experts,)](
         routing.experts_TK,
         order_P,
         tiles_M3,
         pairs,
-        tiles,
+        order.tiles,
         EXPERTS=experts,
-        ROWS=rows,
+        ROWS=order.rows,
         BINS=triton.next_power_of_2(experts + 1),
-        BLOCK=block,
-        num_warps=max(1, min(8, block // 256)),
+        BLOCK=order.block,
+        num_warps=max(1, min(8, order.block // 256)),
         **dependent(order_P),
     )
-    return Sorted(routing, order_P, tiles_M3, rows, tiles)
+    return Sorted(routing, order_P, tiles_M3, order.rows, order.tiles)

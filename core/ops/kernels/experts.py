@@ -10,6 +10,7 @@ output, I input.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 
 import torch
@@ -28,9 +29,18 @@ from dovetail.core.ops.expert_tiles import (
 )
 from dovetail.core.ops.experts import ExpertWeights
 from dovetail.core.ops.formats import encode
-from dovetail.core.ops.kernels.expert_pairs import Sorted, gather_rows, inner_rows, sort_pairs, sum_pairs
+from dovetail.core.ops.kernels.expert_pairs import (
+    Order,
+    Sorted,
+    gather_rows,
+    inner_rows,
+    order_of,
+    sort_pairs,
+    sum_pairs,
+)
 from dovetail.core.ops.kernels.launch import announce, dependent, wait
 from dovetail.core.ops.matmul import device_facts
+from dovetail.core.ops.rehearsal import report_kernel
 
 IMPRECISE = 128
 """Number of 8-bit products that the tensor core sums in its accumulator of fewer bits before adding to float32."""
@@ -234,15 +244,17 @@ def gated_experts_triton(
     experts, hidden, channels = weights.down.shape
     if not tokens:
         return torch.empty(tokens, hidden, dtype=dtype, device=device)
+
+    def kernel(count: int) -> Hashable:
+        order = order_of(count, active, experts)
+        return order.rows, order.block, tiles_of(order, x, weights)
+
+    shapes = weights.up.shape, weights.up.dtype, weights.block, x.values.dtype
+    report_kernel(("experts", active, *shapes), tokens, kernel)
     pairs = sort_pairs(routing, experts, None if chosen is None else chosen[0].rows)
+    first, second = chosen or tiles_of(order_of(tokens, active, experts), x, weights)
     # Outputs and inputs of each product that share a scale.
     of_c, of_f = weights.block or (0, 0)
-    if chosen is None and _specializes(pairs, x, weights):
-        chosen = (specialized_expert_tile(pairs.rows, weights.up.element_size(), device_facts(device)[3]),) * 2
-    first, second = chosen or (
-        _tile(pairs, weights.up, True, of_c, device),
-        _tile(pairs, weights.down, False, of_f, device),
-    )
     if first.residents:
         x = replace(x, values=gather_rows(x.values, pairs, x.values.dtype))
     inner_PF = inner_rows(tokens * active, channels, second, dtype, device)
@@ -315,20 +327,29 @@ def _multiply_pairs(
     )
 
 
-def _specializes(pairs: Sorted, x: Activation, weights: ExpertWeights) -> bool:
+def tiles_of(order: Order, x: Activation, weights: ExpertWeights) -> tuple[ExpertTile, ExpertTile]:
+    """Return the tiles of the two products by the rule. `x`: rows in the format of the step's; their number does not
+    matter."""
+    device, of_c, of_f = x.values.device, *(weights.block or (0, 0))
+    if _specializes(order, x, weights):
+        return (specialized_expert_tile(order.rows, weights.up.element_size(), device_facts(device)[3]),) * 2
+    return _tile(order, weights.up, True, of_c, device), _tile(order, weights.down, False, of_f, device)
+
+
+def _specializes(order: Order, x: Activation, weights: ExpertWeights) -> bool:
     """Whether Hopper's kernel runs: sorted pairs, and rows and scales of blocks that suit its boxes."""
-    if x.values.device.type != "cuda" or not device_facts(x.values.device)[2] or pairs.tiles_M3 is None:
+    if x.values.device.type != "cuda" or not device_facts(x.values.device)[2] or not order.block:
         return False
     _, hidden, channels = weights.down.shape
     return x.values.dtype is weights.up.dtype and specialized_blocks(
-        pairs.rows, hidden, channels, weights.up.element_size(), weights.block
+        order.rows, hidden, channels, weights.up.element_size(), weights.block
     )
 
 
-def _tile(pairs: Sorted, weight_EOI: torch.Tensor, gated: bool, group: int, device: torch.device) -> ExpertTile:
+def _tile(order: Order, weight_EOI: torch.Tensor, gated: bool, group: int, device: torch.device) -> ExpertTile:
     """`group`: inputs that share a scale of the weight; 0 = all."""
     _, outputs, inputs = weight_EOI.shape
-    facts = pairs.rows, pairs.tiles, outputs // (1 + gated), inputs, weight_EOI.element_size(), gated
+    facts = order.rows, order.tiles, outputs // (1 + gated), inputs, weight_EOI.element_size(), gated
     if device.type != "cuda":  # Triton's interpreter
         return expert_tile(*facts, processors=132, shared=64 << 10, group=group)
     _, processors, _, shared = device_facts(device)

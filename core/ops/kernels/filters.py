@@ -20,11 +20,12 @@ from __future__ import annotations
 import torch
 import triton
 
-from dovetail.core.ops.kernels.draw import best_triton, has_fast_logarithm
+from dovetail.core.ops.kernels.draw import best_triton, has_fast_logarithm, split_rows
 from dovetail.core.ops.kernels.filter_passes import choose_pivots, gather, measure, summarize
 from dovetail.core.ops.kernels.filter_search import finish
 from dovetail.core.ops.kernels.filter_tries import LISTED, TRIES
 from dovetail.core.ops.random import Purpose
+from dovetail.core.ops.sampling_programs import FILTER
 
 BLOCK = 1024
 DIGIT = 3
@@ -43,8 +44,6 @@ FEW = 512
 """Number of candidates up to which `finish` takes a fraction of the time."""
 PART_COLUMNS = 2048
 """Minimum number of logits per part."""
-PROGRAMS = 2048
-"""Target number of programs for all rows together."""
 
 FACTS = 6
 """float32 facts of a row, in the order of `choose_pivots`."""
@@ -87,7 +86,7 @@ def _search(
         return least_N, drawn_N
     filters = [filter_N.contiguous() for filter_N in filters]
     most = triton.cdiv(vocab, PART_COLUMNS)
-    parts = max(1, min(most, PROGRAMS // rows))
+    parts = split_rows(FILTER, logits_NV, most)
     part_columns = triton.cdiv(triton.cdiv(vocab, parts), BLOCK) * BLOCK
     parts = triton.cdiv(vocab, part_columns)
     groups = parts * GROUPS_OF_PART

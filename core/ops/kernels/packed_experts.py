@@ -18,6 +18,7 @@ Shapes: T rows of a tile, O output, I inputs of a strip, G blocks of a row.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 
 import torch
@@ -37,11 +38,12 @@ from dovetail.core.ops.expert_tiles import (
 )
 from dovetail.core.ops.formats import encode
 from dovetail.core.ops.kernels.decoders import decode_small_e2m1_words
-from dovetail.core.ops.kernels.expert_pairs import Sorted, gather_rows, inner_rows, sort_pairs, sum_pairs
+from dovetail.core.ops.kernels.expert_pairs import Sorted, gather_rows, inner_rows, order_of, sort_pairs, sum_pairs
 from dovetail.core.ops.kernels.experts import activated, pairs_of_tile, place_of_program, write_rows
 from dovetail.core.ops.kernels.launch import announce, dependent, wait
 from dovetail.core.ops.matmul import device_facts
 from dovetail.core.ops.packed_experts import BIAS, BLOCK, EACH, SPANS, PackedExperts
+from dovetail.core.ops.rehearsal import report_kernel
 from dovetail.core.ops.weight_formats import E2M1
 
 SPAN = EACH * SPANS[0]
@@ -230,10 +232,22 @@ def packed_experts_triton(
     channels = EACH * words
     if not tokens:
         return torch.empty(tokens, hidden, dtype=dtype, device=device)
+
+    def choice(rows: int) -> tuple[bool, ExpertTile]:
+        """Return whether E4M3 is converted to `dtype`, and the tile, for tiles of `rows` rows."""
+        wide = rows > MOST_FP8_ROWS and between is not PLAIN
+        itemsize = dtype.itemsize if wide else x.values.element_size()
+        return wide, _tile(rows, itemsize, weights.format, (hidden, channels), device)
+
+    def kernel(count: int) -> Hashable:
+        found = choice(rows_of_tile(count * active, experts))
+        order = order_of(count, active, experts, found[1].rows if found[1].residents else None)
+        return found, order.rows, order.block
+
+    shapes = weights.down.shape, weights.format, dtype, x.values.dtype
+    report_kernel(("packed experts", active, *shapes), tokens, kernel)
     rows = rows_of_tile(tokens * active, experts) if chosen is None else chosen[0].rows
-    wide = rows > MOST_FP8_ROWS and between is not PLAIN
-    itemsize = dtype.itemsize if wide else x.values.element_size()
-    tile = _tile(rows, itemsize, weights.format, (hidden, channels), device)
+    wide, tile = choice(rows)
     first, second = chosen or (tile, tile)
     # Hopper's kernel reads sorted rows, however few.
     pairs = sort_pairs(routing, experts, rows if chosen is not None or first.residents else None)

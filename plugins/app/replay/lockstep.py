@@ -9,6 +9,7 @@ from typing import Any
 from dovetail.core.engine.pooling import clear_sample_flags
 from dovetail.core.engine.tracked import Tracked
 from dovetail.core.interfaces import (
+    CatchUp,
     FinishReason,
     Join,
     PageDelta,
@@ -27,7 +28,7 @@ from dovetail.core.recording.events import Added, AnyEvent, Arrived, Emptied, En
 from dovetail.core.recording.recording import Recording
 from dovetail.plugins.app.replay.parts import Parts
 
-SECTIONS = ("rows", "joins", "leaves", "pages", "ops")
+SECTIONS = ("rows", "joins", "leaves", "pages", "ops", "catch_up")
 MOST_ENTRIES = 3
 """Entries of a plan that are shown on each side."""
 
@@ -165,6 +166,8 @@ def _entry(entry: Any) -> str:
         return f"sequence {entry.uid} in slot {entry.slot} with {entry.computed} cached tokens"
     if isinstance(entry, PageDelta):
         return f"page {entry.page} in slot {entry.slot}[{entry.index}] of group {entry.group}"
+    if isinstance(entry, CatchUp):
+        return f"the drafter catches up with {entry.count} tokens from {entry.first} on in slot {entry.slot}"
     if isinstance(entry, PageOp):
         return f"{PageOpKind(entry.kind).name} {entry.src} to {entry.dst} of group {entry.group}"
     return f"slot {entry}"

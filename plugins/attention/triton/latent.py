@@ -11,7 +11,7 @@ dim, O = N + V rows of a head's up-projection, S keys of expanded rows, B rows, 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,20 +22,23 @@ from dovetail.core.interfaces import MLA, AttentionLayer, AttnCtx, BatchMeta, Ho
 from dovetail.core.ops.kernels.launch import dependent
 from dovetail.core.ops.latents import GROUP, LATENT, ROTARY, SCALES, expands, read_latents
 from dovetail.core.ops.padding import empty_rows
+from dovetail.core.ops.rehearsal import StepLimits, WarmupStep, rehearsing, running
 from dovetail.plugins.attention.triton.backend import (
     COMPUTE,
     LaunchPlan,
     Triton,
     _has_hopper,
     _processors,
+    _shape,
     make_items,
     shared_bytes_of,
     visible_keys,
 )
 from dovetail.plugins.attention.triton.gather import PAGE, ROOM_BYTES
 from dovetail.plugins.attention.triton.latent_kernel import attend_latents as attend_kernel
+from dovetail.plugins.attention.triton.latent_rehearsal import absorbed_steps, expanded_steps
 from dovetail.plugins.attention.triton.plan import Items
-from dovetail.plugins.attention.triton.tiles import Geometry, Tile
+from dovetail.plugins.attention.triton.tiles import Geometry, PromptTile, Tile, Tiles
 
 MOST_TILE_ROWS = 64
 """Rows of a large tile, tokens x heads: the output has kv_rank columns, which must fit into registers."""
@@ -114,6 +117,8 @@ def _plan(backend: Triton, layer: AttentionLayer, ctx: AttnCtx, q_THD: torch.Ten
     meta, host, tokens = ctx.meta, ctx.host, len(q_THD)
     mla, rows = layer.mla, len(host.counts)
     assert mla is not None
+    if (now := running()) is not None:
+        now.steps.update(dict.fromkeys(_all_steps(backend, layer, meta, q_THD.dtype, now.limits)))
     if not rows or not tokens:
         return []
     if sum(host.counts) > tokens:
@@ -136,6 +141,34 @@ def _plan(backend: Triton, layer: AttentionLayer, ctx: AttnCtx, q_THD: torch.Ten
             runs.append(_plan_absorbed(backend, layer, cut, bounds, taken, q_THD.dtype))
         first, first_token = row + 1, last_token
     return runs
+
+
+def _all_steps(
+    backend: Triton, layer: AttentionLayer, meta: BatchMeta, dtype: torch.dtype, limits: StepLimits
+) -> list[WarmupStep]:
+    """Return steps that launch every kernel of the layer."""
+    mla, device, kv_dtype = layer.mla, meta.kv_len_B.device, backend.pools[layer.group].planes[LATENT].dtype
+    assert mla is not None
+    hopper = backend.config.gluon and _has_hopper(device)
+    chain = mla.v_dim <= mla.nope_dim + mla.rope_dim
+    most = next((count - 1 for count in range(1, limits.longest + 1) if chain and expands(mla, count)), limits.longest)
+
+    def absorbed(rows: int, tokens: int) -> Hashable:
+        tiles = max(rows, tokens * layer.heads // MOST_TILE_ROWS)
+        return _tile(layer, MOST_TILE_ROWS, tiles, dtype, kv_dtype, device, hopper=hopper)
+
+    def expanded(rows: int, tokens: int) -> Hashable:
+        shape = _shape(Geometry(1, 1, layer.head_dim, 0, dtype, dtype, PAGE), device, hopper)
+        tile = Tiles().prefill(shape, tokens, rows)
+        return replace(tile, persistent=False) if isinstance(tile, PromptTile) else tile
+
+    def pages(heads: int) -> int:
+        return ROOM_BYTES // (2 * heads * PAGE * layer.head_dim * dtype.itemsize)
+
+    found = list(absorbed_steps(limits, most, absorbed))
+    if most < limits.longest:
+        found += expanded_steps(limits, most + 1, _divisors(layer.heads), pages, expanded)
+    return [step for _, step in found]
 
 
 def _cut(meta: BatchMeta, host: HostBounds, first: int, end: int, tokens: slice) -> tuple[BatchMeta, HostBounds]:
@@ -329,8 +362,12 @@ def _copied_pages(bounds: Sequence[int]) -> int:
 def _heads_at_once(layer: AttentionLayer, bounds: Sequence[int], dtype: torch.dtype) -> int:
     """Return how many heads' keys and values fit into the buffer for copies; 0 = not even one."""
     each = 2 * _copied_pages(bounds) * PAGE * layer.head_dim * dtype.itemsize
-    divisors = (heads for heads in range(layer.heads, 0, -1) if layer.heads % heads == 0)
-    return next((heads for heads in divisors if heads * each <= ROOM_BYTES), 0)
+    return next((heads for heads in _divisors(layer.heads) if heads * each <= ROOM_BYTES), 0)
+
+
+def _divisors(number: int) -> list[int]:
+    """Return the divisors of a number, the greatest first."""
+    return [each for each in range(number, 0, -1) if number % each == 0]
 
 
 def _plan_expanded(
@@ -387,7 +424,8 @@ def _expanded(
     some = replace(layer, heads=heads, kv_heads=heads, mla=None)
     latent_HSL = latent_SL.expand(heads, -1, -1)
     k_HSN, v_HSV = k_SHD.narrow(2, 0, nope).transpose(0, 1), v_SHD.narrow(2, 0, value).transpose(0, 1)
-    for first in range(0, layer.heads, heads):
+    # All rounds launch the same kernels.
+    for first in range(0, heads if rehearsing() else layer.heads, heads):
         torch.bmm(latent_HSL, key_HNL.narrow(0, first, heads).mT, out=k_HSN)
         torch.bmm(latent_HSL, value_HVL.narrow(0, first, heads).mT, out=v_HSV)
         out_TC = empty_rows(len(q_THD), heads * layer.head_dim, q_THD.dtype, q_THD.device)

@@ -56,7 +56,10 @@ def _read(
     return latent.to(COMPUTE), rotary.to(COMPUTE)
 
 
-@triton.jit(do_not_specialize=["q_head_stride", "q_token_stride", "table_stride"])
+@triton.jit(
+    do_not_specialize=["q_head_stride", "q_token_stride", "table_stride"],
+    do_not_specialize_on_alignment=["table_ptr"],
+)
 def attend_latents(
     q_ptr,
     q_head_stride,

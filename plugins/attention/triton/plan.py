@@ -46,7 +46,9 @@ class Items:
     do_not_specialize=[
         *("first_row", "rows", "tokens", "first_part", "target", "least", "root", "capacity", "tree", "window"),
         *("queries", "block_n", "table_stride", "page_tokens", "entries", "grain"),
-    ]
+    ],
+    # Those of consecutive rows of a step may begin anywhere.
+    do_not_specialize_on_alignment=["row_start_ptr", "kv_len_ptr", "table_ptr"],
 )
 def plan_items(
     row_start_ptr,

@@ -54,7 +54,6 @@ from dovetail.core.layers import (
     load_weights,
     local_heads,
     one_of_each,
-    rehearsing,
     run_layers,
     unstacked,
     unstacked_headers,
@@ -63,6 +62,7 @@ from dovetail.core.layers import (
 from dovetail.core.memory.sizing import group_layers
 from dovetail.core.ops import gelu, gelu_and_mul, silu_and_mul
 from dovetail.core.ops.latents import latent_planes
+from dovetail.core.ops.rehearsal import rehearsing
 from dovetail.core.startup_notes import note
 from dovetail.plugins.model.config import LlamaConfig
 from dovetail.plugins.model.llama.attention import Attention, defers

@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.errors import TensorError
 from dovetail.core.interfaces import (
     SWIGLU,
@@ -23,10 +25,16 @@ from dovetail.core.interfaces.tensor_record import OUTPUTS, Axis, TensorRecord
 from dovetail.core.layers.plain_experts import place_of
 from dovetail.core.layouts.words import unpack_nibbles
 from dovetail.core.ops import PackedExperts, packed_gated_experts
+from dovetail.core.ops.expert_tiles import specialized_packed
 from dovetail.core.ops.packed_experts import BIAS, BLOCK, EACH, MOST_EXPONENT, pack_exponents, pack_row_spans, spans
 from dovetail.core.ops.weight_formats import E2M1
 from dovetail.plugins.quant.fp4.checkpoint import Stored
 from dovetail.plugins.quant.fp4.rounding import round_to_fp4
+
+WHOLE = 64
+"""Channels of which specialized_packed takes multiples."""
+MOST_ADDED = 16
+"""At most one channel is added to so many."""
 
 
 class MXFP4Experts(ExpertMethod):
@@ -38,18 +46,26 @@ class MXFP4Experts(ExpertMethod):
         """`activations`: input format of both products, PLAIN or with a scale per row."""
         self.input = activations
 
+    def channels(self, shape: ExpertShape) -> int:
+        """Add channels if few are missing to those that Hopper's kernel multiplies, as with gpt-oss on two ranks."""
+        wide = ceil_div(shape.intermediate, WHOLE) * WHOLE
+        few = MOST_ADDED * (wide - shape.intermediate) <= shape.intermediate
+        return wide if few and specialized_packed(shape.hidden, wide) else shape.intermediate
+
     def create(self, shape: ExpertShape, device: torch.device) -> dict[str, torch.Tensor]:
         self.shape = shape
-        experts, hidden, channels = shape.experts, shape.hidden, shape.intermediate
+        experts, hidden, channels = shape.experts, shape.hidden, self.channels(shape)
+        # Channels that are added have codes of zero, and any exponent.
+        make = torch.empty if channels == shape.intermediate else torch.zeros
 
         def count(inputs: int) -> int:
             return len(list(spans(inputs)))
 
         return {
-            "up": torch.empty(experts, 2 * channels, hidden // EACH, dtype=torch.int32, device=device),
-            "down": torch.empty(experts, hidden, channels // EACH, dtype=torch.int32, device=device),
-            "up_exponents": torch.empty(experts, count(hidden), 2 * channels, dtype=torch.int64, device=device),
-            "down_exponents": torch.empty(experts, count(channels), hidden, dtype=torch.int64, device=device),
+            "up": make(experts, 2 * channels, hidden // EACH, dtype=torch.int32, device=device),
+            "down": make(experts, hidden, channels // EACH, dtype=torch.int32, device=device),
+            "up_exponents": make(experts, count(hidden), 2 * channels, dtype=torch.int64, device=device),
+            "down_exponents": make(experts, count(channels), hidden, dtype=torch.int64, device=device),
         }
 
     def load(
@@ -69,9 +85,13 @@ class MXFP4Experts(ExpertMethod):
         codes_OI: torch.Tensor,
         exponents_OG: torch.Tensor,
     ) -> None:
-        name, rows = place_of(part, self.shape.intermediate)
-        params[name][expert, rows] = pack_row_spans(codes_OI)
-        params[f"{name}_exponents"][expert, :, rows] = pack_exponents(exponents_OG)
+        name, rows = place_of(part, self.channels(self.shape))
+        inputs = EACH * params[name].shape[2]
+        codes_OI = F.pad(codes_OI, (0, inputs - codes_OI.shape[1]))
+        exponents_OG = F.pad(exponents_OG, (0, inputs // BLOCK - exponents_OG.shape[1]))
+        own = slice(rows.start, None if rows.start is None else rows.start + len(codes_OI))
+        params[name][expert, own] = pack_row_spans(codes_OI)
+        params[f"{name}_exponents"][expert, :, own] = pack_exponents(exponents_OG)
 
     def apply(
         self,

@@ -19,6 +19,7 @@ from dovetail.core.interfaces import (
     SWIGLU,
     ActFormat,
     Activation,
+    ExpertBias,
     LinearMethod,
     LinearShape,
     Partial,
@@ -301,6 +302,18 @@ class LosesChannels(LoopedExperts):
         super().load(params, expert, part, tensors)
 
 
+class AddsNoChannels(PlainExperts):
+    """States channels that it does not store, so that it takes zeros for biases of up."""
+
+    def channels(self, shape):
+        return shape.intermediate + 8
+
+    def apply(self, params, x, routing, activation=SWIGLU, bias=None):
+        if bias is not None:
+            bias = ExpertBias(bias.up[:, : 2 * self.shape.intermediate], bias.down)
+        return super().apply(params, x, routing, activation, bias)
+
+
 class KeepsMatrices(PlainExperts):
     """Multiplies by copies of the experts."""
 
@@ -322,6 +335,7 @@ BROKEN: dict[str, list[type]] = {
     "test_experts_have_biases_and_other_activations": [
         with_experts("DropsTheLimit", unlimited),
         with_experts("DropsBiases", unbiased),
+        variant(Chooses, "ChoosesAddsNoChannels", experts=lambda self, path, shape: AddsNoChannels()),
     ],
     "test_experts_of_two_ranks_add_up": [
         variant(Chooses, "ChoosesLosesChannels", experts=lambda self, path, shape: LosesChannels(self, path, shape))

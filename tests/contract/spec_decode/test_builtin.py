@@ -132,6 +132,23 @@ def test_a_draft_model_that_counts_prompts_without_feeding_them_is_rejected() ->
     assert rejects(made, "test_a_prompt_that_it_does_not_follow_leaves_rows_behind")
 
 
+class CountsMeaninglessTokens(DraftModel):
+    def catch_up(self, fed: FedTokens, lengths_B: torch.Tensor) -> None:
+        super().catch_up(fed, fed.kv_len_B.long())
+
+
+class CountsWithoutFeeding(DraftModel):
+    def catch_up(self, fed: FedTokens, lengths_B: torch.Tensor) -> None:
+        self.pages.fed(fed, lengths_B)
+
+
+@pytest.mark.parametrize("kind", [CountsMeaninglessTokens, CountsWithoutFeeding])
+def test_a_draft_model_that_does_not_catch_up_is_rejected(kind: type[DraftModel]) -> None:
+    # Its probabilities show what changes no draft.
+    config = draft_model("spec_decode.lookahead=2", "spec_decode.verify=rejection").config
+    assert rejects(suite(TestDraftModelByRejection, make=lambda self: kind(config)), "test_rows_catch_up_by_chunks")
+
+
 EAGLE_SHAPE = (
     "{hidden_size: 8, intermediate_size: 16, num_attention_heads: 2, num_key_value_heads: 1, vocab_size: 8, "
     "max_position_embeddings: 64, rms_norm_eps: 1.0e-5"

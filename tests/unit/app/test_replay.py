@@ -12,11 +12,13 @@ import pytest
 
 from dovetail.core.compose import compose
 from dovetail.core.compose.cli import main
-from dovetail.core.interfaces import Workload, WorkloadContext
+from dovetail.core.interfaces import CatchUp, SchedulerStats, StepPlan, Workload, WorkloadContext
+from dovetail.core.recording.events import AnyEvent
+from dovetail.core.recording.recorder import Entries
 from dovetail.core.recording.recording import Recording
 from dovetail.core.testing.app import AppContract
 from dovetail.core.testing.workload import WorkloadContract
-from dovetail.plugins.app.replay.lockstep import Lockstep
+from dovetail.plugins.app.replay.lockstep import Lockstep, differences
 from dovetail.plugins.app.replay.parts import build, compose_pair
 from dovetail.plugins.app.replay.simulate import Simulation
 from dovetail.plugins.app.replay.times import StepTimes
@@ -82,6 +84,16 @@ def test_a_run_with_drafts_is_replayed(tmp_path: Path) -> None:
     found = Lockstep(recording, build(recording, pair.given, pair.recorded)).run()
     assert found is not None and found.step == unlike.step
     assert found.differences == ["the drafter follows prompts: recorded True, replayed False"]
+
+
+def test_rows_that_the_drafter_catches_up_with_are_recorded_and_compared() -> None:
+    plan = StepPlan(3, [], catch_up=[CatchUp(2, 64, 17), CatchUp(0, 0, 9)])
+    entry = Entries(None, drafts=True).planned(plan, 1.0, 0.1, 0.1, SchedulerStats(0, 0, 0))
+    recorded = msgspec.msgpack.Decoder(AnyEvent).decode(entry)
+    assert differences(recorded, plan) == []
+    plan.catch_up = plan.catch_up[:1]
+    expected = "catch_up from 1 on: recorded the drafter catches up with 9 tokens from 0 on in slot 0, replayed no more"
+    assert differences(recorded, plan) == [expected]
 
 
 def test_a_router_distributes_the_recorded_requests(tmp_path: Path) -> None:

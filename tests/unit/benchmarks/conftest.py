@@ -28,4 +28,4 @@ def compare(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 def results_page(result: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
     """Text and table that the docs show for a result."""
     monkeypatch.syspath_prepend(str(BENCHMARKS.parent / "docs"))
-    return importlib.import_module("hooks")._comparison(result)
+    return importlib.import_module("result_tables").comparison(result)

@@ -348,7 +348,7 @@ def test_one_engine_alone_and_the_other_beside_it_later(
 def test_the_command_of_vllms_server(compare: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS / "peers"))
     server = importlib.import_module("vllm_server")
-    settings = compare.asdict(compare.shared_settings(compose(TINY, app="bench"), tmp_path))
+    settings = compare.asdict(compare.shared_settings(compose(TINY, app="bench"), "vllm", tmp_path))
     more = {
         "kv_cache_dtype": "fp8",
         "enable_prefix_caching": False,

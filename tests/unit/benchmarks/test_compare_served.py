@@ -123,7 +123,7 @@ def test_servers_under_load(
 
 def test_shapes_alone_are_served_with_words(compare: ModuleType, tmp_path: Path) -> None:
     composition = compose(["+preset=h200_fp8_tp1", "model=llama3_8b"], app="bench")
-    compare.shared_settings(composition, tmp_path)
+    compare.shared_settings(composition, "vllm", tmp_path)
     program, *words = compare.served.dovetail_server(composition, tmp_path).command(8123)
     assert program == sys.executable and words[:2] == ["-m", "dovetail"]
     served = compose(words[2:])

@@ -38,7 +38,7 @@ def result(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> tupl
 def test_a_measurement_is_simulated_before_and_after_a_calibration(result: tuple[Path, dict[str, Any]]) -> None:
     found = result[1]
     assert found["schema"] == "dovetail.simulator_error/1" and found["calibration"]["held_out"] == ["equal_burst"]
-    assert len(found["errors"]) == 12 and sum(row["held_out"] for row in found["errors"]) == 3
+    assert len(found["errors"]) == 20 and sum(row["held_out"] for row in found["errors"]) == 5
     tpot = [row for row in found["errors"] if row["figure"] == "tpot_ms.median"]
     worse = [abs(row["uncalibrated_error"]) > abs(row["calibrated_error"]) for row in tpot]
     assert sum(worse) >= 2, "conf/cost/cpu.yaml is not this machine"

@@ -91,6 +91,10 @@ MISTAKES = {
         ["logits.penalty.scale=2"],
         "logits=penalty: no such logits. Did you mean `penalties`",
     ),
+    "a nested part as a value": (
+        ["spec_decode=draft", "spec_decode.model=small"],
+        "spec_decode.model is a component of the kind model; choose it with `model@spec_decode.model=small`",
+    ),
     "a missing plus": (["preset=tiny_cpu"], r"write `\+preset=tiny_cpu`"),
     "a plus too many": (
         ["+scheduler=static"],

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 
 import pytest
 
 from dovetail.core.engine.drafting import Drafting
-from dovetail.core.interfaces import Join, Row, RowFlag, RowResult, SchedulerLimits, Sequence, StepPlan, StepResult
+from dovetail.core.interfaces import (
+    Join,
+    Row,
+    RowFlag,
+    RowResult,
+    RowWork,
+    SchedulerLimits,
+    Sequence,
+    StepPlan,
+    StepResult,
+)
 
 from .test_drafting import DECODE, K, ToyCost, sequence
 
@@ -18,8 +29,14 @@ PROMPT, OUTPUT, WINDOW = 700, 150, K + 1
 class Device:
     """Runs rows that are replaced when their output is complete, and follows their text as drafters do."""
 
-    def __init__(self, rows: int, *, resumes: bool, passes: float = 1.0) -> None:
-        self.drafting = Drafting(SchedulerLimits(1 << 16, rows, 9999, K, draft_window=WINDOW, draft_resumes=resumes))
+    def __init__(
+        self, rows: int, *, resumes: bool, passes: float = 1.0, chunks: bool = False, budget: int = 1 << 16
+    ) -> None:
+        self.budget = budget
+        limits = SchedulerLimits(
+            budget, rows, 9999, K, draft_window=WINDOW, draft_resumes=resumes, draft_catches_up=chunks
+        )
+        self.drafting = Drafting(limits)
         self.resumes, self.cost, self.random = resumes, ToyCost(64, passes=passes), random.Random(1)
         self.rows, self.known, self.uid, self.prompts, self.followed = [], [], 0, 0, 0
         self.entering: list[int] = []
@@ -28,6 +45,8 @@ class Device:
             self.rows.append(sequence(slot))
             self.known.append(0)
             self._enter(slot, OUTPUT - slot * OUTPUT // rows)
+        self.seconds, self.fed = 0.0, 0
+        """Time of all steps; tokens of chunks with which it caught up."""
         self.useless = 0
         """Drafts planned for rows that the drafter could not draft for."""
 
@@ -72,7 +91,9 @@ class Device:
             seconds += 1e-3 * self.cost.passes * bool(total)
             if decoding:
                 found.append(sum(out.drafted for out in results))
-            self.drafting.launched(plan)
+            self._launch(plan)
+            seconds += 5e-6 * sum(chunk.count for chunk in plan.catch_up)
+            self.seconds += seconds
             for slot in entering:
                 # A row that was not followed lacks its whole prompt.
                 self.known[slot] = PROMPT if plan.follows else 0
@@ -83,6 +104,19 @@ class Device:
                 if seq.computed >= seq.end:
                     self._enter(seq.slot)
         return found
+
+    def _launch(self, plan: StepPlan) -> None:
+        for seq in self.rows:
+            seq.known_len = seq.max_len = seq.computed + 1
+        before = {row.uid: row.bound - row.count + 1 for row in plan.rows}
+        for seq in self.rows:
+            seq.known_len = before.get(seq.uid, seq.known_len)
+        self.drafting.launched(plan, {seq.uid: seq for seq in self.rows})
+        assert not plan.catch_up or plan.num_tokens + sum(chunk.count for chunk in plan.catch_up) <= self.budget
+        for slot, first, count in plan.catch_up:
+            assert self.known[slot] >= first, "a gap"
+            self.known[slot] = max(self.known[slot], first + count)
+            self.fed += count
 
 
 def share_of_rows(drafts: list[int], rows: int) -> float:
@@ -130,3 +164,42 @@ def test_prompts_are_not_followed_while_drafts_do_not_pay(resumes: bool) -> None
     device.prompts = device.followed = 0
     device.run(600, 0.95)
     assert device.followed == device.prompts > 0
+
+
+class ByToken(ToyCost):
+    """Chunks take 5 us a token, and 1 ms of a pass."""
+
+    def follow_seconds(self, rows: Iterable[RowWork]) -> float:
+        return 1e-3 + 5e-6 * sum(row.tokens * row.times for row in rows)
+
+
+@pytest.mark.parametrize(("rows", "budget"), [(1, 64), (8, 512), pytest.param(24, 4096, marks=pytest.mark.nightly)])
+def test_it_catches_up_with_rows_that_go_on(rows: int, budget: int) -> None:
+    """Drafts were useless, so all rows are left behind. Then they are good: some rows are caught up with for a trial,
+    and after it all of them, by chunks within the token budget. No prompt begins anew."""
+    device = Device(rows, resumes=True, chunks=True, budget=budget)
+    device.cost = ByToken(64, passes=1.0)
+    for seq in device.rows:
+        seq.end = seq.limit = 1 << 20
+    device.run(600, 0.0)
+    before, device.fed = device.seconds, 0
+    assert sum(map(bool, device.run(600, 0.0))) < 30
+    assert 0 < 5e-6 * device.fed < 0.02 * (device.seconds - before)
+    device.run(2000, 0.9)
+    device.useless = 0
+    assert share_of_rows(device.run(200, 0.9), rows) > 0.8 and device.useless == 0
+
+
+def test_it_does_not_catch_up_with_rows_that_end_soon() -> None:
+    """Their drafts would save less than the chunks take."""
+    device = Device(8, resumes=True, chunks=True)
+    device.cost = ByToken(64, passes=1.0)
+    device.run(100, 0.9)
+    lacking, catching_up = [sequence(slot) for slot in range(8)], device.drafting._catching_up
+    assert catching_up is not None
+    for output, wanted in ((10, []), (2000, list(range(8)))):
+        for seq in lacking:
+            seq.computed, seq.max_len, seq.limit = 5000, 5001, 5001 + output
+        catching_up.where_it_pays(lacking, 1e-4, device.cost, proposals=False)  # type: ignore[arg-type]
+        assert sorted(catching_up.wanted) == wanted
+        catching_up._pause = 0

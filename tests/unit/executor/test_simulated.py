@@ -15,7 +15,19 @@ from dovetail.core.compose import compose
 from dovetail.core.compose.cli import main
 from dovetail.core.engine.engine import Engine, start_engine
 from dovetail.core.errors import CapabilityError
-from dovetail.core.interfaces import FinishReason, Grammar, RequestOptions, SamplingParams, SchedulerContext, StepPlan
+from dovetail.core.interfaces import (
+    CatchUp,
+    FinishReason,
+    Grammar,
+    Join,
+    JoinBlob,
+    Request,
+    RequestOptions,
+    RowWork,
+    SamplingParams,
+    SchedulerContext,
+    StepPlan,
+)
 from dovetail.core.tokenizer import Tokenizer
 from dovetail.plugins.cost.roofline import Roofline
 
@@ -146,6 +158,24 @@ def test_drafting_takes_the_time_of_the_draft_model() -> None:
             outputs(simulated, SamplingParams(max_tokens=20), [1, 2, 3])
             seconds.append(simulated.counters.device_seconds)
     assert 3 < seconds[1] / seconds[0] < 4, "up to three passes as long as the step, fewer near the end"
+
+
+def test_a_draft_model_that_catches_up_takes_the_time_of_its_chunks() -> None:
+    model = ("spec_decode=draft_model", "model@spec_decode.model=llama3_8b", "executor.acceptance=0", "cost=h200")
+    seconds = []
+    chunks = [CatchUp(0, 0, 700), CatchUp(1, 50, 100)]
+    with engine(*model) as simulated:
+        cost = simulated.cost
+        assert cost is not None
+        expected = cost.follow_seconds([RowWork(700, 700, 0), RowWork(100, 150, 0)])
+        for step, catch_up in enumerate(([], chunks)):
+            plan = StepPlan(step, [], catch_up=catch_up)
+            plan.joins = [] if catch_up else [Join(0, 1, 0, 0), Join(1, 2, 0, 0)]
+            request = Request(uid=1, prompt_ids=(1, 2), params=SamplingParams())
+            blob = JoinBlob((1, 2), request, 0, -1)
+            simulated.executor.submit(plan, {(1, 0): blob, (2, 0): blob})
+            seconds.append(simulated.executor.collect().device_seconds)
+    assert seconds[1] - seconds[0] == pytest.approx(expected) and expected > 1e-3
 
 
 def test_drafts_are_refused() -> None:

@@ -9,7 +9,8 @@ from itertools import product
 import pytest
 import torch
 
-from dovetail.core.interfaces import PLAIN, SWIGLU, Activation, ExpertBias, Routing
+from dovetail.core.interfaces import PLAIN, SWIGLU, Activation, ExpertBias, ExpertShape, Routing
+from dovetail.core.interfaces.expert import PARTS
 from dovetail.core.ops.expert_tiles import (
     SM_SHARED,
     SPECIALIZED,
@@ -31,6 +32,7 @@ from dovetail.core.ops.packed_experts import (
 from dovetail.core.ops.tiles import HOPPER_SHARED
 from dovetail.core.ops.weight_formats import E2M1, INT4
 from dovetail.core.testing.numeric import poisoned_memory
+from dovetail.plugins.quant.fp4.experts import MXFP4Experts
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 
 from .test_experts import CLAMPED, DEVICE, DTYPE, INTERPRETED, case, check, exact, kernels
@@ -130,6 +132,50 @@ def test_the_kernels_are_near_the_exact_sum(tokens, experts, active, hidden, cha
         return
     tolerance = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 2e-2}[kind]
     check(got.float(), exact(x_TC, routing, up, down, activation, bias), tolerance)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "channels", "stored"), [(2880, 1440, 1472), (2880, 2880, 2880), (2880, 32, 32), (96, 1440, 1440)]
+)
+def test_few_channels_are_added_for_the_kernel_of_hopper(hidden, channels, stored):
+    """Those of a rank of gpt-oss on two ranks."""
+    method = MXFP4Experts(PLAIN)
+    shape = ExpertShape(2, hidden, channels, torch.bfloat16)
+    params = method.create(shape, torch.device("meta"))
+    assert method.channels(shape) == stored
+    assert params["up"].shape == (2, 2 * stored, hidden // 8) and params["down"].shape == (2, hidden, stored // 8)
+
+
+@kernels
+@pytest.mark.parametrize("fmt", [PLAIN, FP8_TOKEN], ids=["fp16", "fp8"])
+def test_added_channels_change_no_result(monkeypatch, fmt):
+    """A fourth block of channels is added to three, as to the 45 that each of two ranks of gpt-oss has."""
+    from dovetail.core.ops.kernels.packed_experts import packed_experts_triton
+    from dovetail.plugins.quant.fp4 import experts as fp4
+
+    draw = torch.Generator().manual_seed(4)
+    parts = [torch.randn(*size, generator=draw) for size in ((96, 64), (96, 64), (64, 96))]
+    bias_up, bias_down = torch.randn(2, 2, 96, generator=draw), torch.randn(2, 64, generator=draw)
+    shape = ExpertShape(2, 64, 96, torch.float16)
+    x_TC = torch.randn(5, 64, generator=draw).half().to(DEVICE)
+    routing = Routing(torch.tensor([[0, 1], [1, 0], [1, -1], [-1, -1], [0, 1]], dtype=torch.int32), torch.rand(5, 2))
+    on = Routing(routing.experts_TK.to(DEVICE), routing.weights_TK.to(DEVICE))
+    found = []
+    for most_added, channels in ((3, 128), (4, 96)):
+        monkeypatch.setattr(fp4, "MOST_ADDED", most_added)
+        method = fp4.MXFP4Experts(fmt)
+        assert method.channels(shape) == channels
+        with poisoned_memory():
+            params = method.create(shape, DEVICE)
+        for expert, (part, weight) in product(range(2), zip(PARTS, parts, strict=True)):
+            method.load(params, expert, part, {"weight": weight * (1 + expert)})
+        up = torch.nn.functional.pad(bias_up, (0, channels - 96)).flatten(1)
+        bias = ExpertBias(up.half().to(DEVICE), bias_down.half().to(DEVICE))
+        given = encode(x_TC, (fmt,))[fmt]
+        weights = PackedExperts(E2M1, *(params[name] for name in ("up", "down", "up_exponents", "down_exponents")))
+        found.append(packed_experts_triton(given, on, weights, CLAMPED, bias, fmt, torch.float16).float().cpu())
+    assert found[0].abs().max() > 1
+    torch.testing.assert_close(found[0], found[1], rtol=2e-3, atol=2e-3 * float(found[1].abs().max()))
 
 
 @pytest.mark.gpu

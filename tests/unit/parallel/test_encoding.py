@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.core.interfaces import (
+    CatchUp,
     Grammar,
     HostDraft,
     Join,
@@ -52,6 +53,7 @@ PLAN = StepPlan(
     drafts=[HostDraft(0, (17, 4)), HostDraft(5, ())],
     lane=1,
     follows=False,
+    catch_up=[CatchUp(0, 700, 64), CatchUp(5, 0, 2**31)],
     shape=StepShape(200, 2, 1, 3, 900, 1, 0),
 )
 STATE = 0x0123_4567_89AB_CDEF
@@ -100,6 +102,7 @@ plans = st.builds(
     ops=records(PageOp),
     drafts=records(HostDraft, tokens=st.lists(int64, max_size=4).map(tuple)),
     lane=int64,
+    catch_up=records(CatchUp),
 )
 finite = st.floats(allow_nan=False)
 json_values = st.recursive(
@@ -187,14 +190,14 @@ def golden(name: str) -> bytes:
 
 def test_golden_plan() -> None:
     """Different bytes mean a different format: raise encoding.VERSION and write the file again."""
-    data = golden("plan_v8.hex")
+    data = golden("plan_v9.hex")
     assert encode_plan(PLAN, STATE) == data
     assert decode_plan(data) == (PLAN, STATE)
 
 
 def test_golden_blob() -> None:
     """Different bytes mean a different format: raise encoding.VERSION and write the file again."""
-    data = golden("blob_v8.hex")
+    data = golden("blob_v9.hex")
     assert encode_blob(70_000 << 8 | 1, 2, BLOB) == data
     assert decode_blob(data) == (70_000 << 8 | 1, 2, BLOB)
 
@@ -241,14 +244,14 @@ def with_valid_crc(numbers: list[int]) -> bytes:
 @pytest.mark.parametrize(
     ("numbers", "message"),
     [
-        pytest.param([0] * 11, "not whole", id="shorter than its head"),
-        pytest.param([0, 0, 0, 2, *[0] * 8], "`follows` is 0 or 1, and this one has 2", id="neither true nor false"),
-        pytest.param([0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0], "1 rows.*19 int64.*has 12", id="rows missing"),
-        pytest.param([0, 0, 0, 0, 0, 0, 7, 0, 0, 0, 0, 0], "7 leaves.*19 int64.*has 12", id="leaves missing"),
-        pytest.param([0, 0, 0, 0, -1, 0, 7, 0, 0, 0, 0, 0], "-1 rows", id="counts that cancel out"),
-        pytest.param([0, 0, 0, 0, 2**62, 0, 0, 0, 0, 0, 0, 0], "has 12", id="a count beyond memory"),
-        pytest.param([0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 3, 2, 9], "draft tokens", id="draft lengths disagree"),
-        pytest.param([0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2, *[1] * 14], "one shape or none", id="two shapes"),
+        pytest.param([0] * 12, "not whole", id="shorter than its head"),
+        pytest.param([0, 0, 0, 2, *[0] * 9], "`follows` is 0 or 1, and this one has 2", id="neither true nor false"),
+        pytest.param([0, 0, 0, 0, 1, *[0] * 8], "1 rows.*20 int64.*has 13", id="rows missing"),
+        pytest.param([0, 0, 0, 0, 0, 0, 7, *[0] * 6], "7 leaves.*20 int64.*has 13", id="leaves missing"),
+        pytest.param([0, 0, 0, 0, -1, 0, 7, *[0] * 6], "-1 rows", id="counts that cancel out"),
+        pytest.param([0, 0, 0, 0, 2**62, *[0] * 8], "has 13", id="a count beyond memory"),
+        pytest.param([0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 3, 2, 9], "draft tokens", id="draft lengths disagree"),
+        pytest.param([0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 0, *[1] * 14], "one shape or none", id="two shapes"),
     ],
 )
 def test_a_sealed_plan_with_wrong_counts_is_refused(numbers: list[int], message: str) -> None:

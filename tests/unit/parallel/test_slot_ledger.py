@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from dovetail.core.interfaces import Join, PageDelta, Row, StepPlan
+from dovetail.core.interfaces import CatchUp, Join, PageDelta, Row, StepPlan
 from dovetail.core.parallel.encoding import decode_plan, encode_plan
 from dovetail.core.parallel.slot_ledger import SlotLedger
 
@@ -71,6 +71,7 @@ def test_the_digest_fits_its_field_and_tells_holders_apart() -> None:
         pytest.param(StepPlan(2, [row(0, 100, 2)]), "epoch 2 in slot 0, which uid 100, epoch 1", id="other epoch"),
         pytest.param(StepPlan(2, [row(0, 100), row(0, 100)]), "slot 0 has two rows", id="two rows"),
         pytest.param(StepPlan(2, [row(0, 100)], leaves=[0]), "slot 0, which no sequence holds", id="left slot"),
+        pytest.param(StepPlan(2, [], catch_up=[CatchUp(3, 0, 5)]), "slot=3.* no sequence holds", id="catch-up"),
         pytest.param(StepPlan(2, [], leaves=[9]), "slot 9 leaves", id="leaves twice"),
         pytest.param(StepPlan(2, [], joins=[Join(1, 7, 1, 0)]), "uid 7 joins slot 1, which uid 101", id="taken slot"),
         pytest.param(StepPlan(2, [], pages=[PageDelta(0, 9, 0, 1)]), "PageDelta.*slot=9", id="page without holder"),

@@ -17,9 +17,11 @@ from safetensors.torch import load_file, save_file
 from dovetail import LLM, SamplingParams
 from dovetail.core.engine.drafting import Drafting
 from dovetail.core.errors import CapabilityError, ConfigError
-from dovetail.core.interfaces import Blobs, StepPlan
+from dovetail.core.interfaces import Blobs, CatchUp, StepPlan, StepResult
 from dovetail.core.testing.executor_scripts import SMALL_LLAMA
 from dovetail.plugins.model import bundled
+
+from ...catching_up import by_turns
 
 BASE = ["engine.device=cpu", "engine.dtype=float32", "engine.max_len=160", "spec_decode=draft_model"]
 SAME = "model@spec_decode.model=tiny"
@@ -95,6 +97,53 @@ def test_it_catches_up_after_prompts_that_it_did_not_follow(
         counters, preemptions = llm.engine.counters, llm.engine.scheduler.stats().preemptions
     assert counters.accepted == counters.drafted > 100 and lacking > 0
     assert (preemptions > 0) is (variant is LATE)
+
+
+CHUNKS = [LATE, *(pytest.param([f"engine.depth={depth}"], marks=pytest.mark.nightly) for depth in (1, 2))]
+CHUNKS.append(pytest.param(["engine.tp=2", "executor=multiproc", "engine.depth=2"], marks=pytest.mark.nightly))
+
+
+@pytest.mark.parametrize("variant", CHUNKS)
+def test_it_catches_up_by_chunks_within_the_token_budget(variant: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps without drafts and prompts that it did not follow, among others those of shared prefixes, leave rows
+    behind. Then chunks catch up, and each draft is that of a row which was never behind."""
+    by_turns(monkeypatch)
+    words = [*BASE, SAME, *variant, "cost=cpu", "engine.page_size=8", "engine.token_budget=23"]
+    with LLM("tiny", overrides=words) as llm:
+        chunks: list[CatchUp] = []
+        submit, update = llm.engine.executor.submit, llm.engine.scheduler.update
+        missed = 0
+
+        def watched(plan: StepPlan, blobs: Blobs) -> None:
+            assert plan.num_tokens + sum(chunk.count for chunk in plan.catch_up) <= 23
+            chunks.extend(plan.catch_up)
+            submit(plan, blobs)
+
+        def counted(result: StepResult) -> None:
+            nonlocal missed
+            plan = llm.engine.scheduler._launched[0]  # type: ignore[attr-defined]
+            missed += sum(1 for row, out in zip(plan.rows, result.rows, strict=True) if row.draft and not out.drafted)
+            update(result)
+
+        monkeypatch.setattr(llm.engine.executor, "submit", watched)
+        monkeypatch.setattr(llm.engine.scheduler, "update", counted)
+        for _ in range(2):
+            llm.generate(PROMPTS, PARAMS)
+        counters = llm.engine.counters
+    assert counters.accepted == counters.drafted > 60 and len(chunks) > 5
+    assert missed == 0, "rows that the host takes for caught up have drafts"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("variant", [["engine.depth=1"], ["engine.depth=2", "engine.max_seqs=3"], LATE])
+def test_catching_up_changes_no_token(variant: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bundled pair, with preemption, reused slots and prefixes in the cache."""
+    by_turns(monkeypatch)
+    found = []
+    for words in (["spec_decode=none"], ["cost=cpu", "engine.page_size=8", "engine.token_budget=23", *variant]):
+        with LLM("tiny", overrides=[*BASE, *words]) as llm:
+            found.append([[one.token_ids for one in llm.generate(PROMPTS, PARAMS)] for _ in range(2)])
+    assert found[0] == found[1]
 
 
 def resized(folder: Path, vocab: int, swapped: bool = False) -> list[str]:

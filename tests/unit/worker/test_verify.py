@@ -9,7 +9,7 @@ import torch
 from scipy import stats
 
 from dovetail.core.ops.random import Purpose, gumbel
-from dovetail.core.testing.spec_decode import verify_match
+from dovetail.core.testing.draft_verification import verify_match
 from dovetail.core.worker.sampler import SampleParams, VerifiedDrafts, sample, verify_rejection, verify_typical
 
 V, K, N = 6, 2, 20_000

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dovetail.core.ops.random import Purpose, gumbel
-from dovetail.core.testing.spec_decode import walk
+from dovetail.core.testing.draft_verification import walk
 from dovetail.core.worker.sampler import verify_rejection_tree
 
 from .test_verify import N, Target, V

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.core.interfaces import RowFlag
+from dovetail.core.interfaces import FedTokens, RowFlag
 from dovetail.core.ops.choices import temporarily
-from dovetail.core.testing.executor_scripts import VOCAB, small_runner
-from dovetail.core.worker.warmup import WarmupStep, tuned_rows, warmup_masks, warmup_plan, warmup_steps
+from dovetail.core.testing.executor_scripts import SMALL_LLAMA, VOCAB, small_runner
+from dovetail.core.worker.warmup import (
+    WarmupStep,
+    run_warmup_steps,
+    tuned_rows,
+    warmup_masks,
+    warmup_plan,
+    warmup_steps,
+)
+from dovetail.plugins.spec_decode.draft_model import DraftModel
 
 from ..ops.shipped import SHIPPED
 
@@ -67,4 +76,20 @@ def test_a_warm_up_step_verifies_drafts() -> None:
     assert plan.num_tokens == 12 and not plan.late
     runner.execute(plan, blobs)
     assert [row.drafted for row in runner.collect().rows] == [2] * 4
+    runner.close()
+
+
+def test_warm_up_steps_catch_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a decode row whose chunk has room in the token budget."""
+    model = f"spec_decode.model.hf={SMALL_LLAMA}", "model@spec_decode.model=llama", "spec_decode.model.load=dummy"
+    runner, fed = small_runner("spec_decode=draft_model", *model), []
+    budget, catch_up = runner.parts.engine.token_budget, DraftModel.catch_up
+
+    def watched(drafter: DraftModel, tokens: FedTokens, lengths_B: torch.Tensor) -> None:
+        fed.append((len(tokens.ids_T), lengths_B.tolist()))
+        catch_up(drafter, tokens, lengths_B)
+
+    monkeypatch.setattr(DraftModel, "catch_up", watched)
+    run_warmup_steps(runner.parts)
+    assert fed and all(0 < count <= min(budget - 1, length) for count, (length,) in fed)
     runner.close()

@@ -267,7 +267,7 @@ def _consume(q_parts, ring, weights, sums, sources, output, items_ptr, works, to
             done += 1
 
 
-@gluon.jit(do_not_specialize=["tokens", "works", "table_stride"])
+@gluon.jit(do_not_specialize=["tokens", "works", "table_stride"], do_not_specialize_on_alignment=["table_ptr"])
 def attend_latents_hopper(
     q_ptr,
     rotary_q_ptr,

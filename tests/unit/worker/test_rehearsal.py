@@ -1,0 +1,145 @@
+"""Start-up finds the numbers of rows that bring further kernels, and runs steps for them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+
+from dovetail.core.ops.rehearsal import Rehearsal, StepLimits, WarmupStep, rehearsal, report_kernel
+from dovetail.core.worker.warmup import warmup_plan
+from dovetail.plugins.attention.triton.latent_rehearsal import absorbed_steps, expanded_steps
+
+LIMITS = StepLimits(tokens=4096, rows=32, longest=1000)
+
+
+def run(found: Rehearsal, step: WarmupStep) -> None:
+    """Stand-in for a step: an operation on all tokens, one on half of them, and one on sampled rows."""
+    found.begin(step)
+    sampled = step.rows * (1 + step.drafts)
+    report_kernel("all", step.tokens, lambda rows: ("all", rows > 37, 700 < rows <= 704, rows > 3000))
+    report_kernel("half", step.tokens // 2, lambda rows: ("half", 1000 < rows <= 1088))
+    report_kernel("sampled", sampled, lambda rows: ("sampled", 5 < rows < 9))
+
+
+def test_steps_launch_each_kernel_of_a_rule() -> None:
+    seen: set[int] = set()
+    with rehearsal(LIMITS) as found:
+        for step in (WarmupStep(4096, 5), WarmupStep(4096, 32), WarmupStep(64, 1)):
+            run(found, step)
+        while steps := found.missing():
+            for step in steps:
+                assert step.tokens <= 4096 and step.rows == -(-step.tokens // 1000)
+                seen.add(step.tokens)
+                run(found, step)
+        (samples,) = found.missing_samples()
+    assert any(n <= 37 for n in seen) and any(700 < n <= 704 for n in seen)
+    assert any(1000 < n // 2 <= 1088 for n in seen)
+    assert len(seen) <= 5, "one step for each kernel, and no more"
+    assert 5 < samples < 9
+
+
+def test_kernels_that_steps_have_launched_are_not_missing() -> None:
+    with rehearsal(LIMITS) as found:
+        found.begin(WarmupStep(64, 1))
+        report_kernel("op", 64, lambda rows: rows > 32)
+        found.begin(None)
+        report_kernel("op", 8, lambda rows: rows > 32)
+        assert found.missing() == []
+        report_kernel("other", 8, lambda rows: rows > 3)
+        assert found.missing() == [], "graphs alone run this one"
+
+
+def test_requested_steps_run_once() -> None:
+    with rehearsal(LIMITS) as found:
+        found.steps[WarmupStep(10, 2)] = None
+        assert found.missing() == [WarmupStep(10, 2)]
+        found.begin(WarmupStep(10, 2))
+        assert found.missing() == []
+    report_kernel("op", 1, lambda rows: pytest.fail("nothing runs outside a rehearsal"))
+
+
+def possible(limits: StepLimits, step: WarmupStep) -> bool:
+    plan, _ = warmup_plan(step, [])
+    fits = len(plan.rows) <= limits.rows and sum(row.count for row in plan.rows) <= limits.tokens
+    return fits and all(0 < row.count <= row.bound <= limits.longest for row in plan.rows)
+
+
+def test_latents_request_each_number_of_heads_and_each_tile() -> None:
+    for limits in (StepLimits(8192, 256, 16383), StepLimits(512, 4, 300), StepLimits(64, 1, 50)):
+        heads = [64, 32, 16, 8, 4, 2, 1]
+        found = dict(expanded_steps(limits, 48, heads, lambda count: 4000 // count, lambda rows, tokens: tokens > 768))
+        for (count, many), step in found.items():
+            assert possible(limits, step) and step.tokens // step.rows >= 48 and (step.tokens > 768) is many
+            pages = step.rows * -(-(step.cached + step.tokens // step.rows) // 64)
+            assert max(each for each in heads if pages * each <= 4000) == count
+        if limits.rows == 256:
+            assert set(found) == set(product(heads, (False, True)))
+        absorbed = dict(absorbed_steps(limits, 47, lambda rows, tokens: (rows > 1, tokens > 30)))
+        assert all(possible(limits, step) and step.tokens // step.rows <= 47 for step in absorbed.values())
+        assert len(absorbed) == (4 if limits.rows > 1 else 2)
+
+
+def random_steps(rng: random.Random, limits: StepLimits, count: int) -> Iterator[WarmupStep]:
+    for _ in range(count):
+        rows = rng.randint(1, rng.choice((1, 3, limits.rows)))
+        tokens = rng.randint(rows, min(limits.tokens, rows * rng.choice((2, 40, limits.longest // 2))))
+        decodes = rng.choice((0, rng.randint(0, rows - 1)))
+        cached = rng.choice((0, rng.randint(0, limits.longest - -(-(tokens - decodes) // (rows - decodes)))))
+        yield WarmupStep(tokens, rows, decodes, rng.randint(1, limits.longest), cached=cached)
+
+
+SIZES = [
+    *("engine.device=cuda", "executor=inproc", "attention=triton", "model.load=dummy", "engine.kv_pages=1000"),
+    *("engine.max_seqs=24", "engine.graph_tokens=0", "engine.token_budget=1024", "engine.max_len=1000"),
+    *("engine.dtype=bfloat16", "engine.page_size=16", "cost=none"),
+]
+MODELS = {
+    "latents": ["model=small_mtp", "model.hf.kv_lora_rank=64", "engine.kv_dtype=fp8_e4m3"],
+    "latents in 16 bits": ["model=small_mtp"],
+    "experts": ["model=small_moe", "quant=fp8"],
+    "llama": ["model=qwen3_8b", "model.hf.num_hidden_layers=2", "quant=int8"],
+    "adapters": ["model=qwen3_8b", "model.hf.num_hidden_layers=2", "quant=fp8", "adapter=lora"],
+}
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1",
+    reason="needs Triton's launcher",
+)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", MODELS)
+def test_no_random_step_launches_a_kernel_that_start_up_did_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches are recorded with all that selects a compiled kernel. The buffer is so small that few heads fit."""
+    import triton
+
+    from dovetail.core.compose import compose
+    from dovetail.core.ops.kernels import launch
+    from dovetail.core.testing.executor_scripts import quiet
+    from dovetail.core.testing.no_gpu import no_gpu
+    from dovetail.core.worker import warmup
+    from dovetail.core.worker.loader import load_rank
+    from dovetail.plugins.attention.triton import latent
+
+    monkeypatch.setattr(latent, "ROOM_BYTES", 1 << 19)
+    monkeypatch.setattr(launch, "keep_shared_memory", lambda device: None)
+    alone: list[int] = []
+    others = warmup._rehearse_others
+
+    def count_before(parts, found):
+        alone.append(len(compiled.variants))
+        others(parts, found)
+
+    monkeypatch.setattr(warmup, "_rehearse_others", count_before)
+    limits = StepLimits(1024, 24, 999)
+    with triton.knobs.compilation.scope(), no_gpu(machine_code=False) as compiled:
+        rank = load_rank(compose([*SIZES, *MODELS[name]]), quiet)
+        ready = len(compiled.variants)
+        for adapted in (True, False):
+            warmup._run_steps(rank.parts, random_steps(random.Random(1), limits, 20), adapted)
+        assert list(compiled.variants)[ready:] == []
+    assert ready > alone[0] or name == "adapters", "general steps launch fewer kernels, which this test would find"
