@@ -10,7 +10,7 @@ from itertools import groupby
 
 import torch
 
-from dovetail.core.errors import TensorError
+from dovetail.core.errors import ConfigError, TensorError, shown
 from dovetail.core.interfaces import PLAIN, ActFormat, Checkpoint, LinearMethod, LinearShape, Quantizer
 from dovetail.core.interfaces.tensor_record import OUTPUTS, Axis, TensorRecord
 from dovetail.core.layers.packed import PackedLinear
@@ -36,6 +36,11 @@ class GGUF(Quantizer):
         stored = checkpoint.config().get("quantization_config")
         if stored is not None and stored.get("quant_method") != "gguf":
             super().read_checkpoint(checkpoint)
+        if stored is None:
+            raise ConfigError(
+                f"{shown(checkpoint.path)}: quant=gguf reads weights in blocks of GGUF files, and these are plain. Set "
+                "quant=none, or quant=int4 or another format that is made of plain weights"
+            )
         for name, header in checkpoint.tensors().items():
             if header.blocks and header.blocks not in FORMATS:
                 raise TensorError(name, f"is in {header.blocks}; quant=gguf reads {', '.join(FORMATS)}")

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from dovetail.core.checkpoint import open_checkpoint
 from dovetail.core.compose import compose
 from dovetail.core.errors import ConfigError
 from dovetail.plugins.quant.auto import choose
-from dovetail.plugins.quant.config import AutoConfig
+from dovetail.plugins.quant.config import AutoConfig, GGUFConfig
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"],
@@ -86,3 +87,11 @@ def test_two_readers_are_an_error():
 
 def test_a_checkpoint_that_cannot_be_read_is_left_to_those_who_need_it(tmp_path):
     assert compose(["model=llama", f"model.path={tmp_path}"]).part("quant").name == "auto"
+
+
+def test_plain_weights_are_not_run_by_a_quantizer_of_blocks(folder):
+    from dovetail.plugins.quant.gguf.quantizer import GGUF
+
+    checkpoint = open_checkpoint(folder()[1].partition("=")[2])
+    with pytest.raises(ConfigError, match=r"quant=gguf reads weights in blocks of GGUF files, and these are plain"):
+        GGUF(GGUFConfig()).read_checkpoint(checkpoint)
