@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from dovetail.plugins.app.check.card import print_card
+
 from .conftest import refusal, words
 from .test_new import stub
 
@@ -94,3 +96,13 @@ def test_faults_are_in_the_report_card(dovetail, site, tmp_path):
     assert "the process was killed by SIGKILL" in died["reason"] and "router=c_dies: contract: it chooses an" in out
     assert late == 1 and "the process was ended after check.timeout=0.1 s" in slow
     assert "killed by SIGKILL" in (tmp_path / "card.html").read_text()
+
+
+def test_a_reason_of_many_tests_is_printed_once(capsys):
+    faults = [{"test": f"test_{n}", "outcome": "failed", "seconds": 0.0, "reason": "no such class"} for n in range(3)]
+    other = {"test": "test_it_counts", "outcome": "failed", "seconds": 0.0, "reason": "it does not"}
+    group = {"title": "router=mine: contract", "tests": [*faults, other]}
+    print_card({"checked": "mine", "groups": [group], "benchmarks": [], "confidence": 0.95})
+    out = capsys.readouterr().out
+    assert out.count("no such class") == 1 and "router=mine: contract: 0, and 2 others for the same reason" in out
+    assert "router=mine: contract: it counts\n  it does not" in out

@@ -21,6 +21,15 @@ def counts(group: Mapping[str, Any]) -> Counter[str]:
     return Counter(test["outcome"] for test in group["tests"])
 
 
+def by_reason(group: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the names of the tests that failed for each reason. A component that cannot be built fails all of them."""
+    found: dict[str, list[str]] = {}
+    for test in group["tests"]:
+        if test["outcome"] == "failed":
+            found.setdefault(test["reason"], []).append(test["test"])
+    return found
+
+
 def failed(card: Mapping[str, Any]) -> bool:
     return any(counts(group)["failed"] for group in card["groups"]) or any(
         b.get("failures") for b in card["benchmarks"]
@@ -50,10 +59,10 @@ def print_card(card: Mapping[str, Any]) -> None:
         table.add_row(escape(group["title"]), *cells, f"{seconds:.1f}")
     out.print(table)
     for group in card["groups"]:
-        for test in group["tests"]:
-            if test["outcome"] == "failed":
-                what = escape(f"{group['title']}: {sentence(test['test'])}")
-                out.print(f"[bold red]failed[/] {what}\n  {escape(test['reason'])}")
+        for reason, tests in by_reason(group).items():
+            others = f", and {len(tests) - 1} others for the same reason" if len(tests) > 1 else ""
+            what = escape(f"{group['title']}: {sentence(tests[0])}{others}")
+            out.print(f"[bold red]failed[/] {what}\n  {escape(reason)}")
     if rows := [row for benchmark in card["benchmarks"] for row in benchmark["rows"]]:
         table = figures_table(
             f"ratios, {card['confidence']:.0%} intervals", "variant", ("against", *HEADS.values(), "equal tokens")
