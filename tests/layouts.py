@@ -90,7 +90,8 @@ def gptq(m: Rounded, bits: int = 4, offset: int = 1) -> dict[str, torch.Tensor]:
 
 def bitsandbytes(weight_OI: torch.Tensor, nested: bool) -> dict[str, torch.Tensor]:
     """Return a matrix in NF4 as bitsandbytes stores it. `nested`: scales are quantized, too."""
-    codes, scale = round_to_nf4(weight_OI, 64)
+    # Blocks follow each other over the ends of rows.
+    codes, scale = round_to_nf4(weight_OI.reshape(1, -1), 64)
     flat, scales = codes.flatten(), scale.flatten()
     state = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": list(weight_OI.shape)}
     tensors = {"weight": (flat[::2] << 4 | flat[1::2])[:, None], "weight.quant_map": torch.tensor(NF4_VALUES)}

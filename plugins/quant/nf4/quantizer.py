@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import gcd
 from typing import Any
 
 import torch
@@ -30,7 +31,9 @@ from dovetail.plugins.quant.nf4.checkpoint import Stored, read_stored
 from dovetail.plugins.quant.nf4.checkpoint import stored as measure
 
 BLOCK = 64
-"""Weights that share a scale."""
+"""Weights that share a scale. In a checkpoint they follow each other over the ends of rows."""
+LEAST_STEP = 16
+"""Least inputs of a row with one scale."""
 STATE = "weight.quant_state.bitsandbytes__"
 """Name, before the kind, of a tensor of bytes that hold JSON."""
 LONGEST_STATE = 1 << 16
@@ -58,14 +61,16 @@ class NF4Quantizer(StoredOrRounded[Stored]):
         return self._stored(path, shape, stored, PLAIN)
 
     def _stored(self, path: str, shape: LinearShape, stored: Stored, activations: ActFormat) -> LinearMethod:
-        if shape.whole_inp % BLOCK:
+        step = gcd(BLOCK, shape.whole_inp)
+        if step < LEAST_STEP:
             raise CapabilityError(
                 [
-                    f"quant=nf4: {path} has {shape.whole_inp} inputs, so that blocks of {BLOCK} weights span rows. "
-                    "Would work: quant=int4 or quant=fp4, on a checkpoint of theirs or a plain one"
+                    f"quant=nf4: {path} has {shape.whole_inp} inputs, of which blocks of {BLOCK} weights cut rows into "
+                    f"pieces of {step}, and {LEAST_STEP} is the least. Would work: quant=int4 or quant=fp4, on a "
+                    "checkpoint of theirs or a plain one"
                 ]
             )
-        return StoredNF4(stored, activations)
+        return StoredNF4(stored, activations, step)
 
     @property
     def _activations(self) -> ActFormat:
@@ -111,9 +116,11 @@ KINDS = {"nf4": Kind(NF4, NF4_VALUES), "fp4": Kind(BITSANDBYTES_FP4, BITSANDBYTE
 class StoredNF4(PackedLinear):
     """Codes of the checkpoint, in NF4 or FP4."""
 
-    def __init__(self, stored: Stored, activations: ActFormat) -> None:
+    def __init__(self, stored: Stored, activations: ActFormat, step: int = BLOCK) -> None:
+        """`step`: inputs of a row that surely share a scale. Where blocks span rows, each scale is stored for every
+        step of its block."""
         self.kind = KINDS[stored.kind]
-        super().__init__(self.kind.format, BLOCK, activations=activations, scale_dtype=torch.float32)
+        super().__init__(self.kind.format, step, activations=activations, scale_dtype=torch.float32)
         nested = ("weight.nested_absmax", "weight.nested_quant_map") if stored.nested else ()
         state = f"{STATE}{stored.kind}"
         self.tensors = (
@@ -126,10 +133,10 @@ class StoredNF4(PackedLinear):
             ),
             TensorRecord(
                 "scale",
-                (OUTPUTS, Axis("inputs", BLOCK)),
+                (OUTPUTS, Axis("inputs", step)),
                 (torch.float32,),
                 sources=("weight.absmax", *nested, state),
-                combine=partial(_scales, kind=stored.kind),
+                combine=partial(_scales, kind=stored.kind, step=step),
                 check=_check_scales,
             ),
         )
@@ -169,7 +176,7 @@ def _check_scales(tensors: Mapping[str, torch.Tensor], outputs: int, inputs: int
     scales = tensors["weight.absmax"]
     nested = "weight.nested_absmax" in tensors
     wanted = torch.uint8 if nested else torch.float32
-    if scales.numel() * BLOCK != outputs * inputs:
+    if scales.numel() != ceil_div(outputs * inputs, BLOCK):
         raise TensorError("weight.absmax", f"has {scales.numel()} entries, not one per {BLOCK} weights")
     if scales.dtype is not wanted:
         raise TensorError("weight.absmax", f"is {scales.dtype}; it must be {wanted}")
@@ -179,7 +186,7 @@ def _check_scales(tensors: Mapping[str, torch.Tensor], outputs: int, inputs: int
         )
 
 
-def _scales(tensors: Mapping[str, torch.Tensor], outputs: int, inputs: int, kind: str) -> torch.Tensor:
+def _scales(tensors: Mapping[str, torch.Tensor], outputs: int, inputs: int, kind: str, step: int) -> torch.Tensor:
     state = _state(tensors, outputs, inputs, kind)
     scales = tensors["weight.absmax"].flatten()
     if "weight.nested_absmax" in tensors:
@@ -195,7 +202,8 @@ def _scales(tensors: Mapping[str, torch.Tensor], outputs: int, inputs: int, kind
         scales = levels.float()[scales.long()] * each.float()[blocks] + offset
     if not scales.isfinite().all():
         raise TensorError("weight.absmax", "has values that are not finite")
-    return scales.float().view(outputs, inputs // BLOCK)
+    steps = torch.arange(0, outputs * inputs, step, device=scales.device)
+    return scales.float()[steps // BLOCK].view(outputs, inputs // step)
 
 
 def _state(tensors: Mapping[str, torch.Tensor], outputs: int, inputs: int, kind: str) -> Mapping[str, Any]:

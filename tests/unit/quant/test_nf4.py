@@ -9,14 +9,15 @@ from typing import Literal
 import pytest
 import torch
 
-from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces import PLAIN, LinearShape
+from dovetail.core.errors import CapabilityError, ConfigError
+from dovetail.core.interfaces import LinearShape
 from dovetail.core.layers.share import Wanted, shares_of
 from dovetail.core.ops.packing import dequantize
 from dovetail.core.ops.weight_formats import BITSANDBYTES_FP4_VALUES
 from dovetail.core.testing.model_driver import Lazy
+from dovetail.plugins.quant.config import NF4Config
 from dovetail.plugins.quant.nf4.checkpoint import Stored, read_stored
-from dovetail.plugins.quant.nf4.quantizer import StoredNF4
+from dovetail.plugins.quant.nf4.quantizer import NF4Quantizer
 
 from ...layouts import STATE, bitsandbytes
 
@@ -34,7 +35,7 @@ def values(
     """Load a matrix, or some columns of it, and return its values."""
     out, inp = whole
     shape = LinearShape(columns, out, (out,), dtype=torch.float32, whole_inp=inp, first_inp=first)
-    method = StoredNF4(Stored(kind, nested), PLAIN)
+    method = NF4Quantizer(NF4Config()).of_checkpoint("down", shape, Stored(kind, nested))
     params = method.create(shape, torch.device("cpu"))
     lazy = {f"down.{name}": Lazy(tensor) for name, tensor in tensors.items()}
     share = shares_of("down", method.tensors, lazy, Wanted(out, 0, out), Wanted(inp, first, first + columns))
@@ -59,6 +60,31 @@ def test_values_are_those_of_the_library(nested, kind):
     assert torch.equal(whole, expected) or (whole - expected).abs().max() < 1e-6
     for first, columns in ((0, 96), (96, 96)):
         assert torch.equal(values(tensors, nested, first, columns, kind), whole[:, first : first + columns])
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(("out", "inp"), [(6, 80), (5, 688), (7, 96)])
+def test_blocks_may_span_rows(nested, out, inp):
+    """The scale of a block is that of every step of 16 or 32 inputs in it. The last block may be shorter."""
+    tensors = bitsandbytes(torch.randn(out, inp), nested)
+    codes = torch.stack((tensors["weight"] >> 4, tensors["weight"] & 15), -1).flatten().long()
+    scales = tensors["weight.absmax"]
+    if nested:
+        state = json.loads(bytes(tensors[STATE].tolist()))
+        each = tensors["weight.nested_absmax"].repeat_interleave(256)[: len(scales)]
+        scales = tensors["weight.nested_quant_map"][scales.long()] * each + state["nested_offset"]
+    expected = (tensors["weight.quant_map"][codes] * scales.repeat_interleave(64)[: out * inp]).view(out, inp)
+    whole = values(tensors, nested, 0, inp, whole=(out, inp))
+    torch.testing.assert_close(whole, expected)
+    for first, columns in ((0, 48), (48, inp - 48)):
+        assert torch.equal(values(tensors, nested, first, columns, whole=(out, inp)), whole[:, first : first + columns])
+
+
+def test_rows_that_blocks_cut_too_often_are_refused():
+    with pytest.raises(
+        CapabilityError, match="down has 72 inputs, of which blocks of 64 weights cut rows into pieces of 8"
+    ):
+        values({}, False, 0, 72, whole=(2, 72))
 
 
 FP4_CODES = "lsF+Kp5uQXZk+leRcy1GOe7mGWzhF8F04+l7Xk2kz1WebqXFad78yhmfJtlmbFn+7+5k4eJH1dzmeT774RYTwQ=="
