@@ -119,6 +119,7 @@ from dovetail.core.interfaces.spec_decode import (
     Drafter,
     DrafterFacts,
     FedTokens,
+    LogitsHead,
     TargetView,
     Verify,
 )
@@ -190,6 +191,7 @@ __all__ = [
     "LinearShape",
     "LinearSite",
     "LogitsContext",
+    "LogitsHead",
     "LogitsProcessor",
     "LogprobColumns",
     "MTPLayer",

@@ -94,6 +94,12 @@ class TargetView:
     """Model.forward, for drafters with `on_target_pages`."""
     mtp_layer: Callable[[BuildContext], MTPLayer] = _no_mtp_layer
     """Model.mtp_layer"""
+    part_of_logits: Callable[[torch.Tensor], tuple[torch.Tensor, int]] | None = None
+    """Model.local_logits; None = every rank computes all logits."""
+
+    def local_logits(self, states_BC: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Model.local_logits"""
+        return (self.logits(states_BC), 0) if self.part_of_logits is None else self.part_of_logits(states_BC)
 
     def build_context(self, spec: ModelSpec, quantizer: Quantizer, tp: int | None = None) -> BuildContext:
         """Return the inputs of a model inside the drafter: the target's device, dtypes, attention and collective,
@@ -103,6 +109,23 @@ class TargetView:
             raise ValueError(f"tp={tp}: a drafter is cut over 1 or all {self.build.collective.size} ranks")
         build = self.build if tp != 1 else replace(self.build, collective=Alone(None), placement=None)
         return replace(build, spec=spec, quantizer=quantizer, adapters=None, first_group=self.first_group)
+
+
+class LogitsHead(Protocol):
+    """A model inside a drafter, or the target (TargetView), whose ranks may have a part of the vocabulary each."""
+
+    @property
+    def build(self) -> BuildContext: ...
+
+    def local_logits(self, states_BC: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Model.local_logits"""
+        ...
+
+
+class DrawFrom(Protocol):
+    def __call__(
+        self, head: LogitsHead, logits: Callable[[torch.Tensor], torch.Tensor], states_BC: torch.Tensor, w: int
+    ) -> torch.Tensor: ...
 
 
 @dataclass(slots=True)
@@ -135,6 +158,10 @@ class DraftContext:
     a proposal has at most `lookahead` rows of logits for each row of the step."""
     lay_out: LayOut
     """Inputs of a forward pass of the drafter's own layers."""
+    draw_from: DrawFrom
+    """draw_from(head, logits, states_BC, w): what `draw` returns for logits(states_BC), the head's logits over the
+    target's vocabulary. Where neither filters nor rejection need all of them, each rank draws from its part, and the
+    ranks exchange one candidate a row."""
 
 
 class LayOut(Protocol):

@@ -73,7 +73,7 @@ def target_view(composition: Composition, model: Model) -> TargetView:
     engine, selected = composition.engine, composition.part("model")
     source = selected.target().source(selected.config)
     max_len, first_group = model.build.spec.longest(engine.max_len), 1 + max(group.id for group in model.kv_groups)
-    calls = model.embed, model.logits, model.forward, model.mtp_layer
+    calls = model.embed, model.logits, model.forward, model.mtp_layer, model.local_logits
     return TargetView(model.build, source, engine.max_seqs, max_len, first_group, *calls)
 
 

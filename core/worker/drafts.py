@@ -3,7 +3,7 @@ device state, where the step's layout and verification read it. B rows, K most d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 
 import torch
@@ -24,6 +24,7 @@ from dovetail.core.interfaces import (
     Hidden,
     HostBounds,
     KVGroup,
+    LogitsHead,
     TreeMask,
 )
 from dovetail.core.ops.random import Purpose, gumbel
@@ -31,7 +32,14 @@ from dovetail.core.ops.step import TokenLayout, write_drafts
 from dovetail.core.ops.trees import keep_path, write_tree
 from dovetail.core.worker.batch import adapting, lay_out
 from dovetail.core.worker.device_state import DeviceState
-from dovetail.core.worker.sampler import SampleParams, drawn_siblings, probabilities, sample, siblings
+from dovetail.core.worker.sampler import (
+    SampleParams,
+    drawn_siblings,
+    probabilities,
+    sample,
+    sample_over_ranks,
+    siblings,
+)
 
 
 class Drafts:
@@ -92,10 +100,20 @@ class Drafts:
         gathered: list[SampleParams] = []
         given = 0
 
-        def draw(logits_BV: torch.Tensor, w: int) -> torch.Tensor:
+        def params_of_rows() -> SampleParams:
             if not gathered:  # Many drafters draw nothing.
                 gathered.append(SampleParams.of(state, slots_B, random=random, filtered=filtered))
-            params = gathered[0]
+            return gathered[0]
+
+        def draw_from(
+            head: LogitsHead, logits: Callable[[torch.Tensor], torch.Tensor], states_BC: torch.Tensor, w: int
+        ) -> torch.Tensor:
+            if head.build.collective.size == 1 or filtered or (state.draft_probs_SKV is not None and random):
+                return draw(logits(states_BC), w)
+            return sample_over_ranks(head, states_BC, lengths_B + w, params_of_rows())
+
+        def draw(logits_BV: torch.Tensor, w: int) -> torch.Tensor:
+            params = params_of_rows()
             if state.draft_probs_SKV is None or not random:
                 return sample(logits_BV, lengths_B + w, params)
             q_BV = probabilities(logits_BV, params)
@@ -142,7 +160,9 @@ class Drafts:
             )
             return tokens.ids_T, ForwardContext(tokens.positions_T, attn, tokens.live_T)
 
-        ctx = DraftContext(slots_B, state.tokens_SL, lengths_B, k, most_B, state.key_S, draw, best, lay_out_rows)
+        ctx = DraftContext(
+            slots_B, state.tokens_SL, lengths_B, k, most_B, state.key_S, draw, best, lay_out_rows, draw_from
+        )
         # Passes over the target's layers feed one token per row.
         with adapting(self._adapters if adapted else None, state.adapter_S, slots_B):
             draft = self.drafter.propose(ctx)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dovetail.core.interfaces import Model
+from dovetail.core.interfaces import LogitsHead
 from dovetail.core.ops.random import Purpose, gumbel, uniform
 from dovetail.core.ops.siblings import best_tokens
 from dovetail.core.ops.step import best, draw, draw_filtered, gather_params, leading, least_kept, scaled
@@ -90,14 +90,14 @@ def warm_up_float32(state: DeviceState, vocab: int) -> None:
 
 
 def sample_over_ranks(
-    model: Model, states_NC: torch.Tensor, position_N: torch.Tensor, params: SampleParams
+    head: LogitsHead, states_NC: torch.Tensor, position_N: torch.Tensor, params: SampleParams
 ) -> torch.Tensor:
     """Apply `sample` to rows without filters: each rank draws from its part of the vocabulary; the best draw wins."""
-    logits_NV, first = model.local_logits(states_NC)
+    logits_NV, first = head.local_logits(states_NC)
     given = position_N, params.temperature_N, params.key_N, params.random
-    if logits_NV.shape[1] == model.build.spec.vocab:
+    if logits_NV.shape[1] == head.build.spec.vocab:
         return draw(logits_NV, *given)
-    return model.build.collective.argmax(*best(logits_NV, *given, first=first))
+    return head.build.collective.argmax(*best(logits_NV, *given, first=first))
 
 
 def probabilities(logits_NV: torch.Tensor, params: SampleParams) -> torch.Tensor:

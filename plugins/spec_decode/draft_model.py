@@ -102,10 +102,10 @@ class DraftModel(BuiltinDrafter):
         count_B = (index_B < self.pages.window) * ctx.k
         if self.config.tree:
             return as_draft(self._grow(ctx, states_BC), count_B, ctx.k)
-        drafts = [ctx.draw(self._logits(states_BC), 0)]
+        drafts = [ctx.draw_from(self.model, self._logits, states_BC, 0)]
         for w in range(1, ctx.k):
             states_BC = self.model.forward(self._embed(drafts[-1]), self.pages.after(ctx, w)).states
-            drafts.append(ctx.draw(self._logits(states_BC), w))
+            drafts.append(ctx.draw_from(self.model, self._logits, states_BC, w))
         return Draft(torch.stack(drafts, 1), count_B)
 
     def _grow(self, ctx: DraftContext, states_BC: torch.Tensor) -> Tree:

@@ -123,11 +123,11 @@ class Eagle(BuiltinDrafter):
         count_B = (index_B < self.pages.window) * ctx.k
         if self.config.tree:
             return as_draft(self._grow(ctx, predicted_BC, states_BC), count_B, ctx.k)
-        drafts = [ctx.draw(self._logits(states_BC), 0)]
+        drafts = [self._draw(ctx, states_BC, 0)]
         for w in range(1, ctx.k):
             embeds_BC = self._embed(drafts[-1])
             predicted_BC, states_BC = self.layer.forward(embeds_BC, predicted_BC, self.pages.after(ctx, w))
-            drafts.append(ctx.draw(self._logits(states_BC), w))
+            drafts.append(self._draw(ctx, states_BC, w))
         return Draft(torch.stack(drafts, 1), count_B)
 
     def keep(self, path: AcceptedPath) -> None:
@@ -154,6 +154,10 @@ class Eagle(BuiltinDrafter):
 
     def _embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         return self.target.embed(ids_T.clamp(0, self._last_id))  # -1 = logits were NaN.
+
+    def _draw(self, ctx: DraftContext, states_BC: torch.Tensor, w: int) -> torch.Tensor:
+        own = self.layer.logits(states_BC)
+        return ctx.draw_from(self.target, self.target.logits, states_BC, w) if own is None else ctx.draw(own, w)
 
     def _logits(self, states_BC: torch.Tensor) -> torch.Tensor:
         own = self.layer.logits(states_BC)

@@ -39,7 +39,7 @@ class LayerSkip(BuiltinDrafter):
                 # An id is -1 where logits were NaN; verification ends the drafts there.
                 ids_B = drafts[-1].clamp_min(0)
             states_BC = self.target.forward(self.target.embed(ids_B), replace(forward, skip=self._skip)).states
-            drafts.append(ctx.draw(self.target.logits(states_BC), w))
+            drafts.append(ctx.draw_from(self.target, self.target.logits, states_BC, w))
         return Draft(torch.stack(drafts, 1), torch.full_like(ctx.lengths_B, ctx.k))
 
 

@@ -108,7 +108,7 @@ class Medusa(BuiltinDrafter):
         count_B = (ctx.lengths_B > 1) * ctx.k
         if self.config.tree:
             return as_draft(self._grow(ctx, feature_BC), count_B, ctx.k)
-        drafts = [ctx.draw(self._logits(w, feature_BC), w) for w in range(ctx.k)]
+        drafts = [self._draw(ctx, feature_BC, w) for w in range(ctx.k)]
         return Draft(torch.stack(drafts, 1), count_B)
 
     def keep(self, path: AcceptedPath) -> None:
@@ -125,6 +125,12 @@ class Medusa(BuiltinDrafter):
             return tokens, confidence
 
         return self._tree(lambda count: best(0, count), expand)
+
+    def _draw(self, ctx: DraftContext, feature_BC: torch.Tensor, w: int) -> torch.Tensor:
+        states_BC = self.layer.states(w, feature_BC)
+        if self.layer.heads:
+            return ctx.draw(self.layer.heads[w](states_BC), w)
+        return ctx.draw_from(self.target, self.target.logits, states_BC, w)
 
     def _logits(self, head: int, feature_BC: torch.Tensor) -> torch.Tensor:
         states_BC = self.layer.states(head, feature_BC)

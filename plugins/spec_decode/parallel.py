@@ -85,5 +85,5 @@ class Parallel(Eagle3):
         _, states_TC = self.layer.forward(embeds_TC, self.layer.fuse(feature_TF), forward)
         # Of rows that are not caught up, no draft counts.
         states = [last_states(states_TC, index_B + w) for w in range(ctx.k)]
-        drafts = [ctx.draw(self._logits(states_BC), w) for w, states_BC in enumerate(states)]
+        drafts = [self._draw(ctx, states_BC, w) for w, states_BC in enumerate(states)]
         return Draft(torch.stack(drafts, 1), (index_B < self.pages.window) * ctx.k)

@@ -90,6 +90,72 @@ def test_disturbed_logits_on_one_rank_do_not_split_the_ranks(tree: bool, verify:
         assert torch.equal(one, other)
 
 
+class OfParts(Drafter):
+    """Draws from the logits of a head whose ranks have a part of the vocabulary each, and counts what it computes."""
+
+    lookahead = K  # type: ignore[assignment]
+
+    def __init__(self, head: Any) -> None:
+        super().__init__(None)
+        self.head = head
+
+    def propose(self, ctx: DraftContext) -> Draft:
+        states_BC = torch.randn(K, ROWS, 6, generator=torch.Generator().manual_seed(7))
+        drafts = [ctx.draw_from(self.head, self.head.logits, states_BC[w], w) for w in range(K)]
+        return Draft(torch.stack(drafts, 1), torch.full((ROWS,), K))
+
+
+class SplitHead:
+    """Each rank has a range of a table's columns, the last one possibly fewer."""
+
+    def __init__(self, collective: ThreadCollective) -> None:
+        self.build = SimpleNamespace(collective=collective, spec=SimpleNamespace(vocab=VOCAB))
+        self.table_CV = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(5))
+        self.calls: list[str] = []
+
+    def logits(self, states_BC: torch.Tensor) -> torch.Tensor:
+        self.calls.append("whole")
+        return states_BC @ self.table_CV
+
+    def local_logits(self, states_BC: torch.Tensor) -> tuple[torch.Tensor, int]:
+        self.calls.append("part")
+        each = -(-VOCAB // self.build.collective.size)
+        first = self.build.collective.rank * each
+        return (states_BC @ self.table_CV)[:, first : first + each], first
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 1.0), (1.0, 1.0), (1.0, 0.7)])
+@pytest.mark.parametrize("verify", ["draws", "rejection"])
+def test_ranks_draw_from_their_parts_of_the_vocabulary(temperature: float, top_p: float, verify: str) -> None:
+    """The drafts are those of one rank. Filters and rejection need all logits."""
+
+    def step(collective: ThreadCollective) -> tuple[torch.Tensor, list[str]]:
+        state = DeviceState(
+            slots=ROWS,
+            max_len=16,
+            lookahead=K,
+            groups=(),
+            device=torch.device("cpu"),
+            seed=0,
+            draft_probs=VOCAB if verify == "rejection" else 0,
+        )
+        state.key_S.copy_(torch.arange(ROWS + 1) + 20)
+        state.temperature_S.fill_(temperature)
+        state.top_p_S.fill_(top_p)
+        state.computed_S.fill_(4)
+        head = SplitHead(collective)
+        drafts = Drafts(OfParts(head), state, None, VOCAB, collective=collective)  # type: ignore[arg-type]
+        facts = {"random": temperature > 0, "filtered": top_p < 1}
+        drafts.propose(torch.arange(ROWS), torch.full((ROWS,), K), K, bound=8, **facts)
+        return state.tokens_SL[:ROWS, 5 : 5 + K].clone(), head.calls
+
+    ((alone, _),) = on_threads(1, step)
+    assert len(alone.unique()) > 3
+    whole = top_p < 1 or (verify == "rejection" and temperature > 0)
+    for tokens, calls in on_threads(3, step):
+        assert torch.equal(tokens, alone) and calls == ["whole" if whole else "part"] * K
+
+
 def test_a_drafter_may_be_whole_on_every_rank() -> None:
     """Its layers have all channels and call no collective; a third number of ranks is refused."""
 

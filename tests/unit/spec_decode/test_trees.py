@@ -94,7 +94,7 @@ def registry() -> Iterator[Registry]:
     module.Bushes = Bushes  # type: ignore[attr-defined]
     sys.modules[module.__name__] = module
     component = Component(
-        kind="spec_decode", name="bushes", config=BushesConfig, target="acme_bushes:Bushes", api="spec_decode/0.6"
+        kind="spec_decode", name="bushes", config=BushesConfig, target="acme_bushes:Bushes", api="spec_decode/0.7"
     )
     own = installed()
     yield Registry(
