@@ -25,7 +25,7 @@ WORDS = ("app=tune", "model=tiny", "quant=none", "engine.dtype=bfloat16", "tune.
 
 
 class FakeTimer:
-    """The tile with 64 outputs and the most stages is fastest."""
+    """The tile with 64 outputs and the most stages is fastest, and draws with the most programs."""
 
     stop_after = 1 << 30
 
@@ -42,7 +42,12 @@ class FakeTimer:
         return [True for _ in jobs]
 
     def microseconds(self, choices, final):
-        return [9.0 if c is None else 8.0 - (c["outputs"] == 64) - 0.1 * c.get("stages", 4) for c in choices]
+        return [9.0 if c is None else self._of(c) for c in choices]
+
+    def _of(self, choice):
+        if "programs" in choice and "outputs" not in choice:
+            return 8.0 - choice["programs"] / 8192
+        return 8.0 - (choice["outputs"] == 64) - 0.1 * choice.get("stages", 4)
 
     def fault(self, choice):
         return None
@@ -81,7 +86,11 @@ def test_the_cache_and_the_export_have_the_fastest_tiles(gpu, capsys):
     assert tables[0].hash() == tables[1].hash()
     (shape, rows), *others = tables[0].entries.items()
     assert shape.gpu == NAME and list(rows) == [4, 16] and len(others) >= 3
-    assert all(choice["outputs"] == 64 for rows in tables[0].entries.values() for choice in rows.values())
+    by_op = {subject.op: list(rows.values()) for subject, rows in tables[0].entries.items()}
+    assert all(choice["outputs"] == 64 for choice in by_op["matmul"])
+    assert set(by_op) == {"matmul", "draw", "draw_filtered"}
+    # Four rows of so few tokens are split as by default, however many programs there are.
+    assert by_op["draw"][0] is None and set(by_op["draw"][1]) == {"programs"}
     count = len(tables[0])
     assert f"{count} of {count} tuned; the entries are in {cached}" in out and "time / before" in out
     # A second run has nothing to measure.
@@ -93,17 +102,17 @@ def test_the_cache_and_the_export_have_the_fastest_tiles(gpu, capsys):
 def test_an_interrupted_run_keeps_what_it_measured(gpu, capsys):
     FakeTimer.stop_after = 3
     assert main([*WORDS]) == 130
-    assert "3 of 10 tuned" in (out := capsys.readouterr().out) and "7 are left: the same command" in out
+    assert "3 of 14 tuned" in (out := capsys.readouterr().out) and "11 are left: the same command" in out
     (lines,) = (gpu / "cache" / "dovetail" / "tuning").glob("*.timings.jsonl")
     assert len(list(map(json.loads, lines.read_text().splitlines()))) == 3
-    FakeTimer.stop_after = 7
+    FakeTimer.stop_after = 11
     assert main([*WORDS]) == 0, "only the others are measured"
 
 
 def test_several_models_share_what_they_have_in_common(gpu, capsys):
     words = [word for word in WORDS if not word.startswith("model=")]
     assert main([*words, "tune.models=[tiny,tiny]"]) == 0
-    assert "10 of 10 tuned" in capsys.readouterr().out
+    assert "14 of 14 tuned" in capsys.readouterr().out
     assert main([*words, "model=tiny", "tune.models=[tiny]"]) == 2
     assert "`model=tiny` and tune.models=['tiny']: give one of them" in capsys.readouterr().err
 

@@ -268,6 +268,6 @@ def test_replicas_run_in_virtual_time_under_a_router(tmp_path: Path) -> None:
 
 
 def test_virtual_time_is_refused_where_clients_wait(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["app=generate", *VIRTUAL[1:4], "cost=h200"]) == 2
+    assert main(["app=generate", *VIRTUAL[1:3], "cost=h200"]) == 2
     error = capsys.readouterr().err
     assert "executor.clock=virtual" in error and "executor.clock=real" in error
