@@ -11,6 +11,8 @@ import pytest
 from dovetail.core.errors import ConfigError
 from dovetail.core.layers.experts import Experts
 
+pytestmark = pytest.mark.nightly
+
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 

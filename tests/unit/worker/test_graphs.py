@@ -374,7 +374,7 @@ def run(registry: Registry, rank: type[Bound], drafter: str, budget: int, **adap
     [
         pytest.param("none", 24, marks=pytest.mark.nightly),
         pytest.param("ngram", 40, marks=pytest.mark.nightly),
-        ("draft_model", 40),
+        pytest.param("draft_model", 40, marks=pytest.mark.nightly),
         pytest.param(TREE, 60, marks=NIGHTLY),
     ],
 )
