@@ -297,9 +297,8 @@ class LosesChannels(LoopedExperts):
     """Has no down of the second rank's channels."""
 
     def load(self, params: Params, expert: int, part: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        if part == "down" and self.shape.first_channel:
-            tensors = {"weight": torch.zeros_like(tensors["weight"])}
-        super().load(params, expert, part, tensors)
+        lost = part == "down" and self.shape.first_channel
+        super().load(params, expert, part, {"weight": 0 * tensors["weight"]} if lost else tensors)
 
 
 class AddsNoChannels(PlainExperts):
