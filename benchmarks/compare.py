@@ -81,7 +81,7 @@ class Shared:
     @property
     def equal(self) -> dict[str, Any]:
         """Settings that two runs must share to be compared: all but folders, and those of the requests."""
-        found = {name: value for name, value in asdict(self).items() if name not in ("model", "grammars", "drafting")}
+        found = {name: value for name, value in asdict(self).items() if name not in ("model", "grammars")}
         if self.drafting is not None:
             found["drafting"] = {name: value for name, value in self.drafting.items() if name != "model"}
         return found

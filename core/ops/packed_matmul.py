@@ -19,7 +19,7 @@ from dovetail.core.interfaces.weight import PackedWeight
 from dovetail.core.ops.matmul import device_facts
 from dovetail.core.ops.packed_tiles import OP, choose_packed, packed_key
 from dovetail.core.ops.packing import LANES, dequantize
-from dovetail.core.ops.rehearsal import report_kernel
+from dovetail.core.ops.rehearsal import rehearsing, report_kernel
 from dovetail.core.ops.tiles import kernel_of
 
 E4M3 = torch.float8_e4m3fn
@@ -48,7 +48,8 @@ def packed_matmul(
         key = key_of(packed, x_TI.element_size())
         how = key, name, processors, shared, hopper and specializes(packed, x_TI.dtype)
         shape = len(packed.codes), packed.inputs
-        report_kernel((OP, *how), len(x_TI), lambda rows: kernel_of(choose_packed(rows, *how), rows, *shape))
+        if rehearsing():
+            report_kernel((OP, *how), len(x_TI), lambda rows: kernel_of(choose_packed(rows, *how), rows, *shape))
         tile = choose_packed(len(x_TI), *how)
     if tile is not None and counts is None and tile.splits_tiles(len(x_TI), len(packed.codes), packed.inputs):
         tile = replace(tile, programs=0, split=1)

@@ -4,6 +4,7 @@ rows; fewer have less to join. The tokens do not depend on it. This module does 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from dovetail.core.errors import shown
@@ -12,12 +13,15 @@ from dovetail.core.ops.choices import installed
 
 DRAW, FILTER = "draw", "draw_filtered"
 """Names in tuning tables of drawing without filters, and of searching the logits that filters keep."""
+PART_COLUMNS = 2048
+"""Logits of a row of which each program has at least as many."""
 PROGRAMS = {DRAW: 1024, FILTER: 2048}
 """Programs of all rows together without an entry; enough to fill a large GPU several times."""
 TRIED = tuple(1 << i for i in range(3, 14))
 DTYPES = ("bfloat16", "float16", "float32")
 
 
+@cache
 def sampling_key(vocab: int, dtype: str) -> Key:
     """`vocab`: logits of a row, of this rank where each draws from its part. `dtype`: the logits'."""
     return make_key(vocab=vocab, dtype=dtype)

@@ -14,6 +14,7 @@ from dovetail.core.ops.sampling_programs import (
     DRAW,
     DTYPES,
     FILTER,
+    PART_COLUMNS,
     PROGRAMS,
     TRIED,
     check_sampling,
@@ -22,8 +23,6 @@ from dovetail.core.ops.sampling_programs import (
 )
 from dovetail.core.ops.step import best_reference, draw, draw_filtered, least_kept_reference
 
-BLOCKS = 2048
-"""Logits of a row of which each program has at least as many."""
 FILTERS = ((0, 0.95, 0.0), (50, 1.0, 0.0), (20, 0.8, 0.0), (0, 1.0, 0.05), (0, 1.0, 0.0))
 """(top_k, top_p, min_p) of the rows of a trial, in turn: chats' settings, and rows without filters among them."""
 TEMPERATURE = 0.8
@@ -52,7 +51,7 @@ class DrawTunable(Tunable):
                 yield {"programs": programs}
 
     def _parts(self, programs: int) -> int:
-        return parts_of(self.op, self.rows, ceil_div(self.vocab, BLOCKS), programs)
+        return parts_of(self.op, self.rows, ceil_div(self.vocab, PART_COLUMNS), programs)
 
     def admits(self, choice: Choice) -> bool:
         try:

@@ -9,9 +9,9 @@ from triton.language.extra.cuda.libdevice import fast_log2f
 
 from dovetail.core.ops.matmul import device_facts
 from dovetail.core.ops.random import Purpose
-from dovetail.core.ops.sampling_programs import DRAW, chosen_programs, parts_of
+from dovetail.core.ops.sampling_programs import DRAW, PART_COLUMNS, chosen_programs, parts_of
 
-VOCAB_BLOCK = 2048
+VOCAB_BLOCK = PART_COLUMNS
 """Logits that a program compares at a time."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 

@@ -25,7 +25,7 @@ from dovetail.core.ops.kernels.filter_passes import choose_pivots, gather, measu
 from dovetail.core.ops.kernels.filter_search import finish
 from dovetail.core.ops.kernels.filter_tries import LISTED, TRIES
 from dovetail.core.ops.random import Purpose
-from dovetail.core.ops.sampling_programs import FILTER
+from dovetail.core.ops.sampling_programs import FILTER, PART_COLUMNS
 
 BLOCK = 1024
 DIGIT = 3
@@ -42,8 +42,6 @@ LISTS = 8
 """Lists that a row's candidates are kept in, so that programs that append to them wait less for each other."""
 FEW = 512
 """Number of candidates up to which `finish` takes a fraction of the time."""
-PART_COLUMNS = 2048
-"""Minimum number of logits per part."""
 
 FACTS = 6
 """float32 facts of a row, in the order of `choose_pivots`."""

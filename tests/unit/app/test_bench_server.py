@@ -24,15 +24,7 @@ from dovetail.plugins.app.bench.http import Address, Answer, HttpError
 from dovetail.plugins.app.bench.metrics import Timeline
 from dovetail.plugins.app.bench.server import StreamedAnswer
 
-CPU = ("app=bench", "engine.device=cpu", "engine.max_len=128", "engine.kv_pages=200", "bench.warmup=1")
-ROOT = Path(__file__).parents[3]
-SMALL = ("workload.requests=4", "workload.prompt_tokens=6", "workload.output_tokens=5")
-
-
-def bench(tmp_path: Path, *overrides: str) -> dict[str, Any]:
-    out = tmp_path / "result.json"
-    assert main([*CPU, *overrides, f"bench.out={out}"]) == 0
-    return json.loads(out.read_text())  # type: ignore[no-any-return]
+from .test_bench import CPU, SMALL, bench
 
 
 class FakeServer:

@@ -107,3 +107,13 @@ def test_speedups_are_those_of_each_engine(compare: ModuleType) -> None:
         "| 8B FP8, eagle3, SIMULATED acceptance, 8 x 512/256 | 2.4 / 2 (1.20) |",
     ]
     assert not any("8B FP8, none" in line for line in table.partition("drafter, requests")[2].splitlines())
+
+
+def test_runs_with_drafts_and_without_are_not_the_same_settings(compare: ModuleType, tmp_path: Path) -> None:
+    def equal(*words: str) -> dict[str, Any]:
+        found: dict[str, Any] = compare.shared_settings(compose([*TINY, *words], app="bench"), "vllm", tmp_path).equal
+        return found
+
+    plain, drafts = equal(), equal("spec_decode=ngram")
+    assert plain["drafting"] is None and plain != drafts
+    assert equal("spec_decode=eagle3_tiny")["drafting"].keys() == {"method", "drafts", "rates", "quantization"}

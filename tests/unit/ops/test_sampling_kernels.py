@@ -13,7 +13,7 @@ if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("kernels need a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
 from dovetail.core.ops.choices import Choices, temporarily  # noqa: E402
-from dovetail.core.ops.kernels.draw import best_triton  # noqa: E402
+from dovetail.core.ops.kernels.draw import best_triton, split_rows  # noqa: E402
 from dovetail.core.ops.kernels.filters import draw_filtered_triton, least_kept_triton  # noqa: E402
 from dovetail.core.ops.kernels.logprobs import best_logprobs_triton, logprobs_of_triton  # noqa: E402
 from dovetail.core.ops.logprobs import best_logprobs_reference, logprobs_of_reference  # noqa: E402
@@ -275,7 +275,8 @@ def test_tokens_do_not_depend_on_the_number_of_programs(op):
     least = least_kept_reference(logits, *filters) if op == FILTER else None
     expected = best_reference(*given, least)[1]
     gpu = "" if INTERPRETED else device_facts(logits.device)[0]
-    for programs in (1, 6, 9):
+    for programs in (3, 6, 9):
         with temporarily(Choices({(op, gpu, sampling_key(5000, "float32")): {4: {"programs": programs}}})):
             got = draw_filtered_triton(logits, position, key, *filters) if op == FILTER else best_triton(*given)[1]
+            assert split_rows(op, logits, 3) == programs // 3, "the choice has no effect"
         assert torch.equal(got, expected), programs

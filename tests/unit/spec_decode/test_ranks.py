@@ -45,6 +45,22 @@ class Disturbed(Drafter):
         return Draft(torch.cat((root_Bn, child_Bn), 1), count_B, parents_BK, drawn_BK)
 
 
+def state_of(depth: int, verify: str) -> DeviceState:
+    """Return a state in which each row has a key of its own."""
+    state = DeviceState(
+        slots=ROWS,
+        max_len=16,
+        lookahead=K,
+        groups=(),
+        device=torch.device("cpu"),
+        seed=0,
+        draft_probs=VOCAB if verify == "rejection" else 0,
+        draft_depth=depth,
+    )
+    state.key_S.copy_(torch.arange(ROWS + 1) + 20)
+    return state
+
+
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("verify", ["draws", "rejection"])
 def test_disturbed_logits_on_one_rank_do_not_split_the_ranks(tree: bool, verify: str) -> None:
@@ -56,17 +72,7 @@ def test_disturbed_logits_on_one_rank_do_not_split_the_ranks(tree: bool, verify:
         if collective.rank == 1:
             noise[0], noise[1] = 3 * torch.randn(VOCAB, generator=torch.Generator().manual_seed(9)), float("nan")
         drafter = Disturbed(noise, tree=tree, verify=verify)
-        state = DeviceState(
-            slots=ROWS,
-            max_len=16,
-            lookahead=K,
-            groups=(),
-            device=torch.device("cpu"),
-            seed=0,
-            draft_probs=VOCAB if verify == "rejection" else 0,
-            draft_depth=drafter.depth,
-        )
-        state.key_S.copy_(torch.arange(ROWS + 1) + 20)
+        state = state_of(drafter.depth, verify)
         state.temperature_S.fill_(1.0)
         state.computed_S.fill_(4)
         drafts = Drafts(drafter, state, None, VOCAB, collective=collective)  # type: ignore[arg-type]
@@ -130,16 +136,7 @@ def test_ranks_draw_from_their_parts_of_the_vocabulary(temperature: float, top_p
     """The drafts are those of one rank. Filters and rejection need all logits."""
 
     def step(collective: ThreadCollective) -> tuple[torch.Tensor, list[str]]:
-        state = DeviceState(
-            slots=ROWS,
-            max_len=16,
-            lookahead=K,
-            groups=(),
-            device=torch.device("cpu"),
-            seed=0,
-            draft_probs=VOCAB if verify == "rejection" else 0,
-        )
-        state.key_S.copy_(torch.arange(ROWS + 1) + 20)
+        state = state_of(K, verify)
         state.temperature_S.fill_(temperature)
         state.top_p_S.fill_(top_p)
         state.computed_S.fill_(4)
