@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import random
@@ -161,3 +162,17 @@ def test_no_random_step_launches_a_kernel_that_start_up_did_not(name: str, monke
             warmup._run_steps(rank.parts, random_steps(random.Random(1), limits, 20), adapted)
         assert list(compiled.variants)[ready:] == []
     assert ready > alone[0] or name == "adapters", "general steps launch fewer kernels, which this test would find"
+
+
+def test_matmuls_report_their_rule_in_rehearsals_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of 24 tokens launches one of the kernels of FP8 weights in blocks; those of more tokens are missing."""
+    matmul = importlib.import_module("dovetail.core.ops.matmul")  # The package has a function of this name.
+    monkeypatch.setattr(matmul, "device_facts", lambda device: ("a GPU", 132, True, 227 << 10))
+    shape = 24, 6144, 4096, "fp8_block", torch.device("cpu")
+    tile = matmul._choose(*shape)
+    with rehearsal(StepLimits(2048, 64, 4096)) as found:
+        for tokens in (24, 2048):
+            found.begin(WarmupStep(tokens, 1))
+            matmul._choose(tokens, *shape[1:])
+        assert matmul._choose(*shape) == tile
+        assert len({matmul._choose(step.tokens, *shape[1:]) for step in found.missing()} - {tile}) >= 2
