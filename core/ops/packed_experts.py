@@ -12,10 +12,12 @@ spans of a row.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from dovetail.core.interfaces.activation import PLAIN, ActFormat, Activation
 from dovetail.core.interfaces.expert import ExpertBias, GatedActivation, Routing
@@ -58,15 +60,21 @@ def spans(inputs: int) -> Iterator[tuple[int, int]]:
             start += EACH * words
 
 
+def _equal_spans(inputs: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (first input, end, words of a span) of each run of spans of one size."""
+    for count, run in itertools.groupby(spans(inputs), key=lambda span: span[1]):
+        starts = [start for start, _ in run]
+        yield starts[0], starts[-1] + EACH * count, count
+
+
 def pack_row_spans(codes_OI: torch.Tensor) -> torch.Tensor:
     """Pack codes of 4 bits, uint8 [O, I], into int32 [O, W]. I is a multiple of BLOCK."""
-    packed = codes_OI.new_empty(len(codes_OI), codes_OI.shape[1] // EACH, dtype=torch.int32)
-    for start, count in spans(codes_OI.shape[1]):
-        codes = codes_OI[:, start : start + EACH * count].unflatten(1, (EACH, count))
-        words = packed[:, start // EACH : start // EACH + count].zero_()
-        for at in range(EACH):
-            words |= codes[:, at].int() << (4 * at)
-    return packed
+    packed = []
+    for start, end, count in _equal_spans(codes_OI.shape[1]):
+        codes = codes_OI[:, start:end].unflatten(1, (-1, EACH, count))
+        octets = codes[:, :, 0::2] | codes[:, :, 1::2] << 4
+        packed.append(octets.transpose(2, 3).flatten(1).view(torch.int32))
+    return torch.cat(packed, 1)
 
 
 def unpack_row_spans(words_OW: torch.Tensor) -> torch.Tensor:
@@ -82,11 +90,10 @@ def unpack_row_spans(words_OW: torch.Tensor) -> torch.Tensor:
 def pack_exponents(exponents_OG: torch.Tensor) -> torch.Tensor:
     """Pack uint8 exponents into int64 [S, O]."""
     packed = []
-    for start, count in spans(BLOCK * exponents_OG.shape[1]):
-        of_span = exponents_OG[:, start // BLOCK : (start + EACH * count) // BLOCK].long()
-        shifts = 8 * torch.arange(of_span.shape[1], device=of_span.device)
-        packed.append((of_span << shifts).sum(1))
-    return torch.stack(packed)
+    for start, end, count in _equal_spans(BLOCK * exponents_OG.shape[1]):
+        of_spans = exponents_OG[:, start // BLOCK : end // BLOCK].unflatten(1, (-1, EACH * count // BLOCK))
+        packed.append(F.pad(of_spans, (0, 8 - of_spans.shape[-1])).view(torch.int64).flatten(1))
+    return torch.cat(packed, 1).T
 
 
 def unpack_exponents(packed_SO: torch.Tensor, inputs: int) -> torch.Tensor:

@@ -32,6 +32,6 @@ def round_to_fp4(
         exponent_OG = amax_OG.clamp(min=2.0**-120).log2().floor() - 2
         stored_OG = scale_OG = torch.exp2(exponent_OG)
     values_OGK = blocks_OGK / scale_OG.unsqueeze(-1)
-    codes = torch.bucketize(values_OGK.abs(), torch.tensor(BOUNDS, device=weight_OI.device))
-    codes = codes + 8 * (values_OGK < 0)
-    return codes.flatten(1)[:, :inputs].to(torch.uint8), stored_OG, None, row_scale_O
+    magnitudes = torch.bucketize(values_OGK.abs(), torch.tensor(BOUNDS, device=weight_OI.device), out_int32=True)
+    codes = magnitudes.to(torch.uint8) | (values_OGK < 0).to(torch.uint8) << 3
+    return codes.flatten(1)[:, :inputs], stored_OG, None, row_scale_O

@@ -337,6 +337,8 @@ CASES: dict[str, Callable[[], None]] = {
 FEW = 16
 """Bytes of stack that a thread of any kernel may use for spilled registers: a value or two from its start."""
 SPILLS = {
+    # Rows of 8192 values and more: each of 1024 threads has 64 registers, for 16 values.
+    "dovetail.core.ops.kernels.activations:_gelu": 64,
     # The words of eight ranks are polled in registers.
     "dovetail.plugins.collective.symm_mem.sharded_kernels:sharded": 128,
     # Scores and sums of a tile of 64 queries and more, most with 71 query heads for one kv head.
