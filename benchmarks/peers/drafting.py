@@ -13,6 +13,7 @@ from typing import Any
 from peers import model_folder
 
 from dovetail import Composition, ConfigError
+from dovetail.core.checkpoint import locate
 from dovetail.core.compose import Selected
 
 WITH_DRAFTS = ("vllm",)
@@ -60,8 +61,8 @@ def _smaller_model(composition: Composition, drafter: Selected, folder: Path) ->
 
 def _head(composition: Composition, drafter: Selected, folder: Path) -> dict[str, Any]:
     config = drafter.config
-    if config.path is not None:
-        return {"model": config.path, "quantization": _quantization(drafter)}
+    if config.folder is not None:
+        return {"model": str(locate(config.folder)), "quantization": _quantization(drafter)}
     fields = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **config.hf}
     return {"model": str(_written(folder, fields)), "quantization": _quantization(drafter)}
 

@@ -79,7 +79,7 @@ KINDS: dict[str, Kind] = {
             "Drafter",
             "spec_decode:DrafterContract",
             "proposes tokens that the model then verifies",
-            api="0.7",
+            api="0.8",
         ),
         _kind("executor", "one", "Executor", "executor:ExecutorContract", "runs plans on one or many ranks", api="0.2"),
         _kind("router", "one", "Router", "router:RouterContract", "which data-parallel replica runs a request"),

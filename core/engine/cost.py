@@ -60,9 +60,15 @@ def bind_cost(
 
 def drafter_facts(composition: Composition, spec: ModelSpec) -> DrafterFacts | None:
     """Return what the chosen drafter states of itself for a target; None = nothing. Raises ConfigError for a target
-    without the layer that the drafter runs."""
+    that it was not made for, or without the layer that it runs."""
     part = composition.part("spec_decode")
     stated: DrafterFacts | None = part.facts()
+    if stated is not None and stated.made_for not in (None, (spec.hidden, spec.vocab)):
+        hidden, vocab = stated.made_for
+        raise ConfigError(
+            f"spec_decode={part.name} was made for a model with a hidden size of {hidden} and a vocabulary of {vocab}, "
+            f"and {spec.architecture} has {spec.hidden} and {spec.vocab}: set spec_decode.path to a head of this model"
+        )
     if stated is not None and stated.mtp and spec.mtp is None:
         raise ConfigError(
             f"spec_decode={part.name} drafts with the checkpoint's layer for multi-token prediction, and "

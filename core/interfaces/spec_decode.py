@@ -59,6 +59,8 @@ class DrafterFacts:
     number formats; `spec` is None then."""
     product: str | None = None
     """Number format of the matmuls in that model's linear layers, as Formats.product; None = the model's dtype."""
+    made_for: tuple[int, int] | None = None
+    """(hidden size, vocabulary) of the targets that the drafter was trained for; None = any."""
 
     def of(self, target: ModelSpec) -> DrafterFacts:
         """Return the facts for this target, whose layer for multi-token prediction they name if the drafter runs it."""

@@ -3,7 +3,8 @@
     python train_heads.py
 
 Reads the output of prepare.py and the trained model, and writes one folder for each drafter under
---out, in the layout that its authors publish.
+--out, in the layout that its authors publish. Half of each batch is text of the corpus, half is
+continued by the model, since drafters follow what the model writes.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from rich.progress import track
 from safetensors.torch import save_file
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from train import HERE, ROPE_THETA, SHAPES, Corpus, Recipe, schedule, write_json
+from train import HERE, ROPE_THETA, SHAPES, Corpus, Muon, Recipe, schedule, write_json
 from transformers import LlamaForCausalLM
 
 TINY = SHAPES["tiny"]
@@ -34,7 +35,7 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(HIDDEN))
 
     def forward(self, x):
-        return F.rms_norm(x, (HIDDEN,), self.weight, 1e-5)
+        return F.rms_norm(x, (HIDDEN,), self.weight.to(x.dtype), 1e-5)
 
 
 class Attention(nn.Module):
@@ -82,9 +83,8 @@ def rotated(x):
 
 
 class MLP(nn.Module):
-    def __init__(self):
+    def __init__(self, inner):
         super().__init__()
-        inner = TINY["intermediate_size"]
         self.gate_proj = nn.Linear(HIDDEN, inner, bias=False)
         self.up_proj = nn.Linear(HIDDEN, inner, bias=False)
         self.down_proj = nn.Linear(inner, HIDDEN, bias=False)
@@ -94,9 +94,9 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, width=HIDDEN):
+    def __init__(self, width, inner):
         super().__init__()
-        self.self_attn, self.mlp = Attention(width), MLP()
+        self.self_attn, self.mlp = Attention(width), MLP(inner)
         self.post_attention_layernorm = Norm()
 
     def forward(self, x, residual, past):
@@ -107,14 +107,14 @@ class Layer(nn.Module):
 class Eagle(nn.Module):
     """Predicts the state after the model's last norm from a token and the state before it."""
 
-    name, taps = "eagle", ()
+    name, taps, inner = "eagle", (), TINY["intermediate_size"]
 
     def __init__(self, embedding, ids):
         super().__init__()
         self.embedding = [embedding]  # In a list: it is no parameter of the head.
         self.ids = [None]
         self.fc = nn.Linear(2 * HIDDEN, HIDDEN, bias=False)
-        self.layers = nn.ModuleList([Layer()])
+        self.layers = nn.ModuleList([Layer(HIDDEN, self.inner)])
 
     def fuse(self, features):
         return features
@@ -131,13 +131,13 @@ class Eagle(nn.Module):
 class Eagle3(nn.Module):
     """Predicts logits over the most frequent tokens, from fused states of three layers."""
 
-    name, taps = "eagle3", TAPS
+    name, taps, inner = "eagle3", TAPS, 512
 
     def __init__(self, embedding, ids):
         super().__init__()
         self.ids, self.vocab = [ids], len(embedding)
         self.fc = nn.Linear(len(TAPS) * HIDDEN, HIDDEN, bias=False)
-        self.midlayer = Layer(2 * HIDDEN)
+        self.midlayer = Layer(2 * HIDDEN, self.inner)
         self.midlayer.hidden_norm, self.midlayer.input_layernorm = Norm(), Norm()
         self.norm = Norm()
         self.lm_head = nn.Linear(HIDDEN, len(ids), bias=False)
@@ -171,16 +171,19 @@ class Residual(nn.Module):
 
 
 class Medusa(nn.ModuleList):
-    """One residual block for each draft; the model's own logits."""
+    """Residual blocks for each draft; the model's own logits."""
 
-    name = "medusa"
+    name, heads, blocks = "medusa", 4, 2
 
-    def __init__(self, embedding, drafts):
-        super().__init__(nn.ModuleList([Residual()]) for _ in range(drafts))
+    def __init__(self, embedding, ids):
+        super().__init__(nn.Sequential(*(Residual() for _ in range(self.blocks))) for _ in range(self.heads))
         self.embedding = [embedding]
 
     def tensors(self):
         return self.state_dict()
+
+
+KINDS = (Medusa, Eagle, Eagle3)
 
 
 def divergence(logits, goal):
@@ -199,7 +202,7 @@ def follow(head, model, ids, drafts):
     states = seen.hidden_states
     if isinstance(head, Medusa):
         for ahead, blocks in enumerate(head, start=1):
-            yield blocks[0](states[-1])[:, :-ahead] @ head.embedding[0].T, seen.logits[:, ahead:]
+            yield blocks(states[-1])[:, :-ahead] @ head.embedding[0].T, seen.logits[:, ahead:]
         return
     features = head.fuse(before(torch.cat([states[tap] for tap in head.taps or (-1,)], -1)))
     goal = seen.logits if head.ids[0] is None else seen.logits[..., head.ids[0]]
@@ -215,36 +218,76 @@ def before(features):
     return F.pad(features, (0, 0, 1, 0))[:, :-1]
 
 
-def train(head, model, corpus, recipe, drafts, most_steps):
+@torch.no_grad()
+def continued(model, corpus, windows, batch=1024):
+    """Return windows [windows, T] of which the first half is text of the corpus and the second by the model, at
+    temperatures from 0 to 1."""
+    half, device = corpus.context // 2, corpus.train.device
+    made = []
+    for start in track(range(0, windows, batch), "text of the model"):
+        rows = min(batch, windows - start)
+        at = torch.randint(len(corpus.train) - half, (rows, 1), device=device)
+        ids = corpus.train[at + torch.arange(half, device=device)].long()
+        heat = torch.rand(rows, 1, device=device)
+        given, past, parts = ids, None, [ids]
+        for _ in range(half):
+            seen = model(input_ids=given, past_key_values=past, use_cache=True, logits_to_keep=1)
+            past = seen.past_key_values
+            # The Gumbel maximum, whose noise the temperature scales.
+            noise = -torch.empty_like(seen.logits[:, -1], dtype=torch.float32).exponential_().log()
+            given = (seen.logits[:, -1] + heat * noise).argmax(-1, keepdim=True)
+            parts.append(given)
+        made.append(torch.cat(parts, 1))
+    return torch.cat(made)
+
+
+def optimizers(head, recipe):
+    """Return Muon for matrices of layers, and AdamW for the logits and the rest."""
+    logits = [head.lm_head.weight] if isinstance(head, Eagle3) else []
+    matrices = [p for p in head.parameters() if p.ndim == 2 and all(p is not other for other in logits)]
+    rest = [p for p in head.parameters() if p.ndim == 1]
+    adam = [dict(params=logits, weight_decay=0.1), dict(params=rest, weight_decay=0.0)]
+    return [
+        Muon(matrices, lr=recipe.learning_rate, weight_decay=recipe.weight_decay),
+        torch.optim.AdamW(adam, lr=recipe.embedding_rate, betas=(0.9, 0.95)),
+    ]
+
+
+def train(head, model, corpus, own, recipe, drafts, most_steps):
+    """Train on batches of the corpus beside as many windows of the model's `own` text."""
     steps = min(recipe.epochs * corpus.steps_per_epoch(recipe), most_steps)
-    optim = torch.optim.AdamW(head.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
-    rate = LambdaLR(optim, lambda step: schedule(step / steps, recipe.warmup))
+    optims = optimizers(head, recipe)
+    rates = [LambdaLR(optim, lambda step: schedule(step / steps, recipe.warmup)) for optim in optims]
     batches = (ids for _ in range(recipe.epochs) for ids, _ in corpus.batches(recipe))
     for _, ids in zip(track(range(steps), head.name), batches, strict=False):
-        losses = [divergence(*pair).mean() for pair in follow(head, model, ids, drafts)]
+        ids = torch.cat((ids, own[torch.randint(len(own), (len(ids),), device=own.device)]))
+        with torch.autocast(ids.device.type, dtype=torch.bfloat16):
+            losses = [divergence(*pair).mean() for pair in follow(head, model, ids, drafts)]
         loss = sum(DECAY**draft * loss for draft, loss in enumerate(losses))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
-        optim.step()
-        rate.step()
-        optim.zero_grad()
+        for optim, rate in zip(optims, rates, strict=True):
+            optim.step()
+            rate.step()
+            optim.zero_grad()
 
 
 @torch.no_grad()
 def agreement(head, model, corpus, drafts, windows=64):
     """Return for each draft how often its most likely token is the model's, on held-out text."""
     ids = corpus.heldout[: windows * corpus.context].view(windows, corpus.context).long()
-    right = torch.zeros(drafts)
+    right = []
     for batch in ids.split(8):
-        for draft, (logits, goal) in enumerate(follow(head, model, batch, drafts)):
-            right[draft] += (logits.argmax(-1) == goal.argmax(-1)).float().mean().cpu() * len(batch) / windows
-    return right.tolist()
+        each = [(logits.argmax(-1) == goal.argmax(-1)) for logits, goal in follow(head, model, batch, drafts)]
+        right.append(torch.stack([found.float().mean() for found in each]) * len(batch) / windows)
+    return torch.stack(right).sum(0).tolist()
 
 
-def save(head, folder, drafts):
+def save(head, folder):
     folder.mkdir(parents=True, exist_ok=True)
-    config = dict(medusa_num_heads=drafts, medusa_num_layers=1, hidden_size=HIDDEN, vocab_size=4096)
-    if not isinstance(head, Medusa):
+    if isinstance(head, Medusa):
+        config = dict(medusa_num_heads=head.heads, medusa_num_layers=head.blocks, hidden_size=HIDDEN, vocab_size=4096)
+    else:
         config = dict(
             architectures=["LlamaForCausalLM"],
             vocab_size=4096,
@@ -253,7 +296,7 @@ def save(head, folder, drafts):
             rope_theta=ROPE_THETA,
             hidden_act="silu",
             torch_dtype="bfloat16",
-            **TINY | dict(num_hidden_layers=1),
+            **TINY | dict(num_hidden_layers=1, intermediate_size=head.inner),
         )
         if head.taps:
             config |= dict(draft_vocab_size=len(head.ids[0]), eagle_aux_hidden_state_layer_ids=list(TAPS))
@@ -272,12 +315,14 @@ def main():
     parser.add_argument("--model", type=Path, default=HERE.parents[1] / "plugins/model/bundled/tiny")
     parser.add_argument("--out", type=Path, default=HERE / ".heads")
     parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--batch", type=int, default=16, help="windows in a step")
-    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--batch", type=int, default=16, help="windows of the corpus in a step")
+    parser.add_argument("--own", type=int, default=8192, help="windows that the model continues")
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--learning-rate", type=float, default=6e-3)
     parser.add_argument("--steps", type=int, default=1 << 30, help="stop after so many steps")
-    parser.add_argument("--drafts", type=int, default=5, help="drafts that each drafter is trained for")
-    parser.add_argument("--draft-vocab", type=int, default=2048, help="tokens that EAGLE-3 drafts")
-    parser.add_argument("--only", choices=("medusa", "eagle", "eagle3"), help="train one drafter")
+    parser.add_argument("--drafts", type=int, default=5, help="drafts that EAGLE and EAGLE-3 are trained for")
+    parser.add_argument("--draft-vocab", type=int, default=3072, help="tokens that EAGLE-3 drafts")
+    parser.add_argument("--only", nargs="+", choices=[kind.name for kind in KINDS], help="train these drafters")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
@@ -289,19 +334,19 @@ def main():
     embedding = model.model.embed_tokens.weight
     frequent = corpus.train.bincount(minlength=len(embedding)).argsort(descending=True)
     ids = frequent[: args.draft_vocab].sort().values
-    for name, make in (
-        ("medusa", lambda: Medusa(embedding, args.drafts)),
-        ("eagle", lambda: Eagle(embedding, ids)),
-        ("eagle3", lambda: Eagle3(embedding, ids)),
-    ):
-        if args.only in (None, name):
-            torch.manual_seed(args.seed)
-            head = make().to(device)
-            recipe = Recipe(args.epochs, learning_rate=1e-3, dropout=0.0, weight_decay=0.01, batch=args.batch)
-            train(head, model, corpus, recipe, args.drafts, args.steps)
-            save(head, args.out / name, args.drafts)
-            found = " ".join(f"{share:.3f}" for share in agreement(head, model, corpus, args.drafts))
-            print(f"{name}: drafts that are the model's most likely token, by position: {found}")
+    kinds = [kind for kind in KINDS if args.only is None or kind.name in args.only]
+    torch.manual_seed(args.seed)
+    own = continued(model, corpus, args.own)
+    for kind in kinds:
+        torch.manual_seed(args.seed)
+        head = kind(embedding, ids).to(device)
+        recipe = Recipe(
+            args.epochs, args.learning_rate, dropout=0.0, weight_decay=0.1, embedding_rate=2e-3, batch=args.batch
+        )
+        train(head, model, corpus, own, recipe, args.drafts, args.steps)
+        save(head, args.out / kind.name)
+        found = " ".join(f"{share:.3f}" for share in agreement(head, model, corpus, args.drafts))
+        print(f"{kind.name}: drafts that are the model's most likely token, by position: {found}")
 
 
 if __name__ == "__main__":

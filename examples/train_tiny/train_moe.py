@@ -108,8 +108,10 @@ class Attention(nn.Module):
         k, v = heads(self.kv_b_proj(self.kv_a_layernorm(latent)), NOPE, VALUE)
         k_rotary = rotate(k_rotary[:, None], cos, sin).expand(-1, HEADS, -1, -1)
         q = torch.cat((q, rotate(q_rotary, cos, sin)), -1)
+        # Fused kernels want heads of one size.
+        v = F.pad(v, (0, NOPE + ROPE - VALUE))
         attended = F.scaled_dot_product_attention(q, torch.cat((k, k_rotary), -1), v, is_causal=True)
-        return self.o_proj(attended.transpose(1, 2).flatten(2))
+        return self.o_proj(attended[..., :VALUE].transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):

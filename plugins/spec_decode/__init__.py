@@ -15,7 +15,7 @@ from dovetail.plugins.spec_decode.config import (
 )
 
 COMPONENTS = tuple(
-    builtin("spec_decode", name, config, target, capabilities=f"capabilities:{name}", facts=f"facts:{name}", api="0.7")
+    builtin("spec_decode", name, config, target, capabilities=f"capabilities:{name}", facts=f"facts:{name}", api="0.8")
     for name, config, target in (
         ("none", NoneConfig, "none:NoDrafter"),
         ("ngram", NgramConfig, "ngram:NgramDrafter"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -212,8 +212,11 @@ class HeadFiles(OwnLayers):
     """Draft tokens per sequence and step, or levels of a tree of them."""
     verify: Verify = "draws"
     """How drafts of requests that are not greedy are verified; as for spec_decode=draft_model."""
+    bundled: ClassVar[str | None] = None
+    """Folder of the drafter of the bundled model."""
     path: str | None = None
-    """Folder with config.json and the drafter's weights as safetensors, in the published layout."""
+    """Folder with config.json and the drafter's weights as safetensors, in the published layout. null without `hf`:
+    a bundled drafter of model=tiny; there is none for spec_decode=parallel."""
     load: Literal["auto", "dummy"] = "auto"
     """auto: weights from `path`. dummy: random weights of the same shapes (drafts are rarely accepted)."""
     hf: dict[str, Any] | None = Field(None)
@@ -221,10 +224,15 @@ class HeadFiles(OwnLayers):
     quant: Selected = Part("quant", default="none")
     """Quantizer of the drafter."""
 
+    @property
+    def folder(self) -> str | None:
+        """Folder of the drafter; None = it has the shapes of `hf`."""
+        return self.path if self.path is not None or self.hf is not None else self.bundled
+
     @model_validator(mode="after")
     def _one_source(self) -> HeadFiles:
-        if (self.path is None) == (self.hf is None):
-            given = "both" if self.path is not None else "neither"
+        if (self.folder is None) == (self.hf is None):
+            given = "both" if self.folder is not None else "neither"
             raise ValueError(
                 f"{given} of spec_decode.path and spec_decode.hf given: set spec_decode.path=<folder of the drafter>, "
                 "or a variant that sets the shapes, such as spec_decode=eagle3_llama3_8b (random weights)"
@@ -239,9 +247,13 @@ class HeadFiles(OwnLayers):
 class EagleConfig(HeadFiles):
     """Drafts by one layer over the target's last hidden states (EAGLE), with KV pages of its own."""
 
+    bundled = "pkg://dovetail.plugins.spec_decode.bundled/eagle"
+
 
 class Eagle3Config(HeadFiles):
     """Drafts by one layer over hidden states of three layers of the target (EAGLE-3), with KV pages of its own."""
+
+    bundled = "pkg://dovetail.plugins.spec_decode.bundled/eagle3"
 
 
 class ParallelConfig(HeadFiles):
@@ -256,6 +268,8 @@ class ParallelConfig(HeadFiles):
 
 class MedusaConfig(HeadFiles):
     """Drafts by heads that each predict one of the next tokens from the target's last hidden state (Medusa)."""
+
+    bundled = "pkg://dovetail.plugins.spec_decode.bundled/medusa"
 
 
 class MTPConfig(Trees):

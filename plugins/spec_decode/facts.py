@@ -21,7 +21,7 @@ from dovetail.plugins.spec_decode.config import (
     ParallelConfig,
     SuffixConfig,
 )
-from dovetail.plugins.spec_decode.eagle_files import read_eagle, read_eagle3, read_parallel
+from dovetail.plugins.spec_decode.eagle_files import EagleShape, read_eagle, read_eagle3, read_parallel
 from dovetail.plugins.spec_decode.medusa_files import read_medusa
 
 
@@ -47,24 +47,30 @@ def layer_skip(config: LayerSkipConfig) -> DrafterFacts:
 
 
 def eagle(config: EagleConfig) -> DrafterFacts:
-    return _with_layers(config, read_eagle(config).spec)
+    return _head(config, read_eagle(config))
 
 
 def eagle3(config: Eagle3Config) -> DrafterFacts:
-    return _with_layers(config, read_eagle3(config).spec)
+    return _head(config, read_eagle3(config))
 
 
 def parallel(config: ParallelConfig) -> DrafterFacts:
-    return replace(_with_layers(config, read_parallel(config).spec), one_pass=True)
+    return replace(_head(config, read_parallel(config)), one_pass=True)
 
 
 def medusa(config: MedusaConfig) -> DrafterFacts | None:
     spec = read_medusa(config).spec
-    return None if spec is None else replace(_with_layers(config, spec), one_pass=True)
+    if spec is None:
+        return None
+    return replace(_with_layers(config, spec), one_pass=True, made_for=(spec.hidden, spec.vocab))
 
 
 def mtp(config: MTPConfig) -> DrafterFacts:
     return DrafterFacts(config.drafts, verify=config.verify, mtp=True)
+
+
+def _head(config: HeadFiles, shape: EagleShape) -> DrafterFacts:
+    return replace(_with_layers(config, shape.spec), made_for=(shape.spec.hidden, shape.target_vocab))
 
 
 def _with_layers(config: DraftModelConfig | HeadFiles, spec: ModelSpec) -> DrafterFacts:

@@ -30,13 +30,13 @@ def read_config(config: HeadFiles) -> ConfigJson:
     """Return config.json of the drafter."""
     if config.hf is not None:
         return ConfigJson(config.hf, "spec_decode.hf")
-    return ConfigJson(_folder(config).config(), f"spec_decode.path={shown(Path(config.path or ''))}: config.json")
+    return ConfigJson(_folder(config).config(), f"spec_decode.path={shown(Path(config.folder or ''))}: config.json")
 
 
 def source_of(config: HeadFiles, others: Iterable[str] = ()) -> ModelSource:
     """Return the drafter's files; `others`: further names of a single file with all weights. Raises ConfigError for
     pickled weights, which would run code from the file, with the command that converts them."""
-    if config.path is None:
+    if config.folder is None:
         return ModelSource(None, dummy=True)
     folder = _folder(config, others)
     names = sorted(entry.name for entry in folder.path.iterdir())
@@ -58,11 +58,11 @@ def conversion(name: str) -> str:
 
 
 def _folder(config: HeadFiles, others: Iterable[str] = ()) -> Checkpoint:
-    assert config.path is not None
+    assert config.folder is not None
     try:
-        path = locate(config.path)
+        path = locate(config.folder)
     except ConfigError:
-        raise ConfigError(f"spec_decode.path={shown(Path(config.path))}: there is no such folder") from None
+        raise ConfigError(f"spec_decode.path={shown(Path(config.folder))}: there is no such folder") from None
     if not HeadFolder.recognizes(path):
         raise ConfigError(f"spec_decode.path={shown(path)}: no folder with config.json. Set it to the drafter's folder")
     return HeadFolder(path, others)

@@ -46,7 +46,7 @@ def test_float32_tokens_equal_the_cpu_reference(reference: list[list[int]], dept
 
 
 @pytest.mark.parametrize("graphs", ["true", "false"])
-@pytest.mark.parametrize("drafter", ["none", "ngram", "draft_model", "eagle_tiny"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "draft_model", "eagle"])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_graphs_and_paged_kernels_give_the_reference_tokens(
     reference: list[list[int]], depth: int, drafter: str, graphs: str
@@ -65,7 +65,7 @@ def test_graphs_and_paged_kernels_give_the_reference_tokens(
 
 @pytest.mark.parametrize("graphs", ["true", "false"])
 @pytest.mark.parametrize("verify", ["draws", "rejection"])
-@pytest.mark.parametrize("drafter", ["draft_model", "eagle3_tiny", "medusa_tiny"])
+@pytest.mark.parametrize("drafter", ["draft_model", "eagle3", "medusa"])
 def test_fixed_trees_give_the_reference_tokens(
     reference: list[list[int]], drafter: str, verify: str, graphs: str
 ) -> None:
@@ -112,7 +112,7 @@ def test_drafts_after_catching_up_are_accepted(budget: int, monkeypatch: pytest.
     assert len(fed) > 5 and counters.drafted > 100 and counters.accepted > 0.97 * counters.drafted
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram", "draft_model", "eagle3_tiny", "medusa_tiny"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "draft_model", "eagle3", "medusa"])
 @pytest.mark.parametrize("budget", [24, 200])
 def test_graphs_of_mixed_steps_give_the_reference_tokens(
     reference: list[list[int]], drafter: str, budget: int, monkeypatch: pytest.MonkeyPatch

@@ -24,17 +24,25 @@ def tokens(*overrides: str) -> list[list[list[int]]]:
 
 # Long steps are sharded over the ranks by rows, short steps are not.
 MIXED = ("collective.shard_rows=12", "engine.depth=2", "spec_decode=ngram", "engine.kv_pages=16")
+OWN_LOGITS = (
+    "{medusa_num_heads: 4, medusa_num_layers: 1, medusa_shared_head: false, hidden_size: 256, vocab_size: 4096}"
+)
 CHOICES = {"nccl, sharded": ["collective=nccl", *MIXED]}
 if "DOVETAIL_NIGHTLY" in os.environ:
     CHOICES |= {
         "nccl": ["collective=nccl", "spec_decode=draft_model"],
         "nccl, trees": ["spec_decode=draft_model", "spec_decode.tree=12", "spec_decode.tree_shape=sequoia"],
-        "nccl, sharded, features": ["collective=nccl", "collective.shard_rows=12", "spec_decode=eagle3_tiny"],
+        "nccl, sharded, features": ["collective=nccl", "collective.shard_rows=12", "spec_decode=eagle3"],
         "nccl, sharded, whole features": [
-            *("collective=nccl", "collective.shard_rows=12", "spec_decode=eagle3_tiny", "spec_decode.tp=1")
+            *("collective=nccl", "collective.shard_rows=12", "spec_decode=eagle3", "spec_decode.tp=1")
         ],
         "nccl, whole draft model": ["spec_decode=draft_model", "spec_decode.tp=1", "spec_decode.tree=12"],
-        "nccl, heads": ["collective=nccl", "spec_decode=medusa_tiny", "spec_decode.hf.medusa_shared_head=false"],
+        "nccl, heads": [
+            "collective=nccl",
+            "spec_decode=medusa",
+            "spec_decode.load=dummy",
+            f"spec_decode.hf={OWN_LOGITS}",
+        ],
         "ordered, sharded": ["collective=ordered", *MIXED],
     }
 

@@ -1,1 +1,1 @@
-"""Models in the package: `tiny`, and `tiny_draft` with the same tokenizer. Trained by examples/train_tiny."""
+"""Models in the package, trained by examples/train_tiny: `tiny`, `tiny_draft` and `tiny_moe`, with one tokenizer."""

@@ -32,7 +32,7 @@ def test_a_peer_drafts_as_we_do(compare: ModuleType, tmp_path: Path) -> None:
         "match": [2, 4],
     }
     words = (
-        "spec_decode=eagle3_tiny",
+        "spec_decode=eagle3",
         "quant@spec_decode.quant=fp8",
         "spec_decode.simulate_acceptance=[0.5,0.5,0.4,0]",
     )
@@ -40,7 +40,7 @@ def test_a_peer_drafts_as_we_do(compare: ModuleType, tmp_path: Path) -> None:
     assert found is not None
     config = json.loads((Path(found.pop("model")) / "config.json").read_text())
     assert found == {"method": "eagle3", "drafts": 4, "rates": [0.5, 0.25, 0.1, 0.0], "quantization": "fp8"}
-    assert config["draft_vocab_size"] == 1024 and config["architectures"] == ["LlamaForCausalLM"]
+    assert config["draft_vocab_size"] == 3072 and config["architectures"] == ["LlamaForCausalLM"]
     found = drafting(compare, tmp_path, "spec_decode=draft_model", "spec_decode.simulate_acceptance=2")
     assert found is not None and Path(found["model"]).name == "tiny_draft"
     assert sum(found["rates"]) == pytest.approx(1, abs=1e-5), "mean tokens of a step besides the one that it draws"
@@ -58,9 +58,9 @@ def test_drafters_that_a_peer_does_not_have_are_refused(compare: ModuleType, tmp
             "spec_decode=suffix: vllm is compared with draft_model, eagle, eagle3, mtp, ngram",
         ),
         (("spec_decode=ngram",), "transformers", "spec_decode=ngram: transformers runs without drafts here"),
-        (("spec_decode=eagle3_tiny", "spec_decode.tree=8"), "vllm", "spec_decode.tree=8: vllm drafts chains alone"),
+        (("spec_decode=eagle3", "spec_decode.tree=8"), "vllm", "spec_decode.tree=8: vllm drafts chains alone"),
         (
-            ("spec_decode=eagle3_tiny", "quant@spec_decode.quant=int8"),
+            ("spec_decode=eagle3", "quant@spec_decode.quant=int8"),
             "vllm",
             "spec_decode.quant=int8: drafters are compared",
         ),
@@ -116,4 +116,4 @@ def test_runs_with_drafts_and_without_are_not_the_same_settings(compare: ModuleT
 
     plain, drafts = equal(), equal("spec_decode=ngram")
     assert plain["drafting"] is None and plain != drafts
-    assert equal("spec_decode=eagle3_tiny")["drafting"].keys() == {"method", "drafts", "rates", "quantization"}
+    assert equal("spec_decode=eagle3")["drafting"].keys() == {"method", "drafts", "rates", "quantization"}

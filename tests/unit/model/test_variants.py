@@ -61,6 +61,7 @@ def test_every_variant_is_in_the_table():
         *PUBLISHED,
         "small_moe",
         "small_mtp",
+        "tiny_moe",
         "tiny",
         "tiny_draft",
     }

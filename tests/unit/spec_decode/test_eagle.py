@@ -269,7 +269,7 @@ def test_pickled_weights_are_refused_with_the_command_that_converts_them(tmp_pat
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "neither of spec_decode.path and spec_decode.hf given"),
+        (["spec_decode.hf={}", "spec_decode.path=somewhere"], "both of spec_decode.path and spec_decode.hf given"),
         (["spec_decode.hf={}"], "spec_decode.hf has shapes but no weights"),
         (["spec_decode.path=nowhere/at/all"], "spec_decode.path=nowhere/at/all: there is no such folder"),
     ],
@@ -277,6 +277,11 @@ def test_pickled_weights_are_refused_with_the_command_that_converts_them(tmp_pat
 def test_a_head_that_is_not_there_is_refused(words: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         small_composition("spec_decode=eagle", *words).part("spec_decode").build().bind(view_of_tiny())
+
+
+def test_a_kind_of_head_without_a_bundled_one_needs_a_folder() -> None:
+    with pytest.raises(ConfigError, match=r"neither of spec_decode\.path and spec_decode\.hf given"):
+        small_composition("spec_decode=parallel")
 
 
 def test_a_target_with_windows_is_refused(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def registry() -> Iterator[Registry]:
     module.Liar = Liar  # type: ignore[attr-defined]
     sys.modules[module.__name__] = module
     component = Component(
-        kind="spec_decode", name="liar", config=LiarConfig, target="acme_liar:Liar", api="spec_decode/0.7"
+        kind="spec_decode", name="liar", config=LiarConfig, target="acme_liar:Liar", api="spec_decode/0.8"
     )
     own = installed()
     yield Registry(

@@ -168,9 +168,7 @@ def test_a_drafter_may_be_whole_on_every_rank() -> None:
     assert on_threads(2, build) == [[(0, 2), (0, 1)], [(1, 2), (0, 1)]]
 
 
-@pytest.mark.parametrize(
-    "words", [["spec_decode=eagle3_tiny"], ["spec_decode=draft_model", "spec_decode.model.load=dummy"]]
-)
+@pytest.mark.parametrize("words", [["spec_decode=eagle3"], ["spec_decode=draft_model", "spec_decode.model.load=dummy"]])
 def test_a_whole_drafter_has_the_pages_of_all_heads(words: list[str]) -> None:
     composition = compose(["model=tiny", *words])
     spec = composition.part("model").target().spec(composition.part("model").config)

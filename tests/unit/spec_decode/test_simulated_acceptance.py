@@ -66,7 +66,7 @@ def test_a_server_refuses_it() -> None:
 
 
 def test_an_engine_accepts_by_coin_and_says_so() -> None:
-    overrides = ["spec_decode=eagle_tiny", "spec_decode.lookahead=3", "spec_decode.load=dummy", "engine.kv_pages=64"]
+    overrides = ["spec_decode=eagle", "spec_decode.lookahead=3", "spec_decode.load=dummy", "engine.kv_pages=64"]
     rates = "spec_decode.simulate_acceptance=[0.9,0.5,0.9]"
     with LLM("tiny", overrides=[*overrides, rates, "engine.device=cpu"]) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)

@@ -94,7 +94,7 @@ def registry() -> Iterator[Registry]:
     module.Bushes = Bushes  # type: ignore[attr-defined]
     sys.modules[module.__name__] = module
     component = Component(
-        kind="spec_decode", name="bushes", config=BushesConfig, target="acme_bushes:Bushes", api="spec_decode/0.7"
+        kind="spec_decode", name="bushes", config=BushesConfig, target="acme_bushes:Bushes", api="spec_decode/0.8"
     )
     own = installed()
     yield Registry(
@@ -147,11 +147,11 @@ def test_text_is_that_of_plain_decoding(registry, plain, words) -> None:
     "words",
     [
         ["spec_decode=draft_model", "spec_decode.lookahead=4", "spec_decode.tree=12", "engine.depth=2"],
-        pytest.param(["spec_decode=eagle3_tiny", "spec_decode.tree=10", "spec_decode.width=3"], marks=NIGHTLY),
-        pytest.param(["spec_decode=medusa_tiny", "spec_decode.lookahead=2", "spec_decode.tree=6"], marks=NIGHTLY),
+        pytest.param(["spec_decode=eagle3", "spec_decode.tree=10", "spec_decode.width=3"], marks=NIGHTLY),
+        pytest.param(["spec_decode=medusa", "spec_decode.lookahead=2", "spec_decode.tree=6"], marks=NIGHTLY),
         ["spec_decode=draft_model", "spec_decode.tree=12", FIXED, "engine.depth=2"],
-        pytest.param(["spec_decode=eagle3_tiny", "spec_decode.tree=10", FIXED], marks=NIGHTLY),
-        pytest.param(["spec_decode=medusa_tiny", "spec_decode.tree=6", FIXED], marks=NIGHTLY),
+        pytest.param(["spec_decode=eagle3", "spec_decode.tree=10", FIXED], marks=NIGHTLY),
+        pytest.param(["spec_decode=medusa", "spec_decode.tree=6", FIXED], marks=NIGHTLY),
     ],
     ids=lambda words: " ".join(words),
 )

@@ -1,0 +1,1 @@
+"""Drafters of the bundled model, trained by examples/train_tiny: `eagle`, `eagle3` and `medusa`."""
