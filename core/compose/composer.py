@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from dovetail.core.compose.wording import words
 from dovetail.core.errors import ConfigError
 
 PRIMARY = "config"
+_APPENDED = re.compile("Could not append to config. An item is already at '([^']+)'")
 
 
 def compose(
@@ -91,6 +93,8 @@ def _with_choices(nodes: dict[str, Any], registry: Registry) -> dict[str, Any]:
 
 def _without_hints(error: Exception) -> str:
     """Return Hydra's message without its advice, which mentions flags and folders that do not exist here."""
+    if found := _APPENDED.match(str(error)):
+        return f"`{found[1]}` has a value already: write {found[1]}=... without `+`"
     lines = []
     for line in (str(error) or type(error).__name__).splitlines():
         if line.startswith(("To append", "Config search path", "Set the environment")):

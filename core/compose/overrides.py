@@ -29,6 +29,11 @@ class CheckedOverrides:
 
 def check_overrides(texts: Sequence[str], repository: IConfigRepository, registry: Registry) -> CheckedOverrides:
     checked, parser = CheckedOverrides(), OverridesParser.create()
+    presets = [text for text in texts if text.startswith(f"+{PRESET}=")]
+    if len(presets) > 1:
+        checked.faults.append(f"`{presets[1]}`: a preset is given already; several are written +{PRESET}=[a,b]")
+        checked.unsettled.add(PRESET)
+        return checked
     for text in texts:
         try:
             override = parser.parse_override(text)
@@ -72,6 +77,8 @@ def _fault(override: Override, repository: IConfigRepository, registry: Registry
             f"`{text}` gives several values. A list is written {group}=[a,b], a string with commas is quoted, "
             "and alternatives need separate runs"
         )
+    if not group:
+        return f"`{text}` has no key before `=`"
     value = override.value()
     if group == PRESET and not override.is_add() and not override.is_delete():
         return f"a preset is added: write `+{text.lstrip('+')}`"
