@@ -104,16 +104,16 @@ def read_found(lines: Iterable[str]) -> dict[Point, Found]:
 
 def _record(facts: Any) -> Found:
     """Return the record of a line, whose values are untrusted. Raises ValueError, TypeError or KeyError."""
-    times, others = (
-        tuple((None if choice is None else flat_values(choice, "a choice"), float(us)) for us, choice in facts[name])
-        for name in ("times", "others")
+    times = tuple(
+        (None if choice is None else flat_values(choice, "a choice"), float(us)) for us, choice in facts["times"]
     )
+    others = tuple((flat_values(choice, "a choice"), float(us)) for us, choice in facts["others"])
     op, rows, before = facts["op"], facts["rows"], facts["before"]
     numbers = [us for _, us in (*times, *others)] + ([] if before is None else [before])
     if not isinstance(op, str) or type(rows) is not int or not 1 <= rows <= MOST_ROWS:
         raise ValueError("the operation has no name, or no number of rows")
-    if not all(math.isfinite(us) for us in numbers) or any(choice is None for choice, _ in others):
-        raise ValueError("a time is not a number, or a candidate has no choice")
+    if not all(math.isfinite(us) for us in numbers):
+        raise ValueError("a time is not a number")
     return Found(op, make_key(**flat_values(facts["key"], "key")), rows, times, before, others)
 
 
