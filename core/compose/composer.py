@@ -31,6 +31,7 @@ from dovetail.core.errors import ConfigError
 
 PRIMARY = "config"
 _APPENDED = re.compile("Could not append to config. An item is already at '([^']+)'")
+_NO_PLACE = re.compile("Could not override '([^'@]+)@([^']+)'")
 
 
 def compose(
@@ -95,6 +96,8 @@ def _without_hints(error: Exception) -> str:
     """Return Hydra's message without its advice, which mentions flags and folders that do not exist here."""
     if found := _APPENDED.match(str(error)):
         return f"`{found[1]}` has a value already: write {found[1]}=... without `+`"
+    if found := _NO_PLACE.match(str(error)):
+        return f"`{found[1]}@{found[2]}`: with these choices nothing at `{found[2]}` takes a {found[1]}"
     lines = []
     for line in (str(error) or type(error).__name__).splitlines():
         if line.startswith(("To append", "Config search path", "Set the environment")):
