@@ -24,6 +24,9 @@ FORMATS = ("dtype", "weight_bits", "product", "kv_bytes")
 """Fields of Formats that do."""
 
 
+_MOST_FACTOR = 1e6
+
+
 class Term(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The fit of one term."""
 
@@ -153,5 +156,5 @@ def _check(found: Calibration) -> None:
     if not all(math.isfinite(value) and value >= 0 for value in times):
         raise ValueError(f"a launch takes {times} microseconds")
     for name, term in terms.items():
-        if not (math.isfinite(term.factor) and term.factor >= 0):
+        if not 0 <= term.factor <= _MOST_FACTOR:
             raise ValueError(f"the factor of {name} is {term.factor}")

@@ -98,7 +98,10 @@ class GGUFCheckpoint(Checkpoint):
         for name in names:
             if path_kind(self.path.parent / name) != "file":
                 raise ConfigError(f"{shown(self.path.parent / name)}: this split is missing (an interrupted download?)")
-        return [self.path.parent / name for name in names]
+        files = [self.path.parent / name for name in names]
+        for number, file in enumerate(files):
+            _check_split(_header(file).metadata, file, number, count)
+        return files
 
     @property
     def _metadata(self) -> Mapping[str, Any]:
@@ -194,6 +197,15 @@ def _unpermuted(rows: int, heads: int, where: str) -> np.ndarray:
     if not heads or rows % (2 * heads):
         raise ConfigError(f"{where} has {rows} rows, which are not {heads} heads of an even size")
     return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+
+
+def _check_split(metadata: Mapping[str, Any], file: Path, number: int, count: int) -> None:
+    """Raise ConfigError for a file that is another split than its name states, or one of another model."""
+    for key, wanted in (("split.no", number), ("split.count", count)):
+        if (found := metadata.get(key)) != wanted:
+            raise ConfigError(
+                f"{shown(file)}: {key} is {shown(found)} in its metadata, and {wanted} by its name: was it renamed?"
+            )
 
 
 def _state(path: Path) -> tuple[Path, int, int]:

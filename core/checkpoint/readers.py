@@ -34,6 +34,11 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         )
     if not recognized:
         what = f"no config.json in {shown(found)}" if found.is_dir() else "this file is of no known format"
+        if files := sorted(found.glob("*.gguf")) if found.is_dir() else []:
+            raise ConfigError(
+                f"model.path={shown(Path(path))}: this folder has no config.json. A GGUF file is named itself, here "
+                f"model.path={shown(files[0])}"
+            )
         raise ConfigError(
             f"model.path={shown(Path(path))}: {what}. Set model.path=<a Hugging Face model folder, or a GGUF file>"
         )

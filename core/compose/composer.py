@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +30,8 @@ from dovetail.core.compose.wording import words
 from dovetail.core.errors import ConfigError
 
 PRIMARY = "config"
+_APPENDED = re.compile("Could not append to config. An item is already at '([^']+)'")
+_NO_PLACE = re.compile("Could not override '([^'@]+)@([^']+)'")
 
 
 def compose(
@@ -91,6 +94,10 @@ def _with_choices(nodes: dict[str, Any], registry: Registry) -> dict[str, Any]:
 
 def _without_hints(error: Exception) -> str:
     """Return Hydra's message without its advice, which mentions flags and folders that do not exist here."""
+    if found := _APPENDED.match(str(error)):
+        return f"`{found[1]}` has a value already: write {found[1]}=... without `+`"
+    if found := _NO_PLACE.match(str(error)):
+        return f"`{found[1]}@{found[2]}`: with these choices nothing at `{found[2]}` takes a {found[1]}"
     lines = []
     for line in (str(error) or type(error).__name__).splitlines():
         if line.startswith(("To append", "Config search path", "Set the environment")):

@@ -23,6 +23,7 @@ from pydantic_core import PydanticSerializationError
 from dovetail.core.compose import hookspecs
 from dovetail.core.compose.component import Component
 from dovetail.core.compose.config import AppConfig, Config, part_fields
+from dovetail.core.compose.exits import no_exit
 from dovetail.core.compose.former import former
 from dovetail.core.compose.kinds import KINDS
 from dovetail.core.compose.nodes import plain_defaults
@@ -63,9 +64,11 @@ def discover(switch: str = "", sources: Iterable[Source] | None = None) -> Regis
         used.append(entry)
         try:
             # Output that a package prints while loading must not mix with the run's output.
-            with redirect_stdout(sys.stderr):
+            with redirect_stdout(sys.stderr), no_exit():
                 components, folders, tables, readers = _load(entry, f"{package.name}:{entry.name}")
-        except (Exception, SystemExit) as error:  # third-party code may raise anything; list it
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # third-party code may raise anything, pytest.skip at import too; list it
             what = str(error) if isinstance(error, DovetailError) else f"{type(error).__name__}: {error}"
             problems.append(Problem(str(package), f"entry point {entry.name}: {what}", unnamed=True))
             continue

@@ -12,7 +12,10 @@ from hydra.errors import HydraException
 
 from dovetail.core.compose.kinds import KINDS, PRESET
 from dovetail.core.compose.registry import Registry
-from dovetail.core.compose.wording import program
+from dovetail.core.compose.wording import listing, program
+
+_SHOWN = 200
+"""Characters of an override that cannot be read, and of the reason."""
 
 
 @dataclass(slots=True)
@@ -29,10 +32,15 @@ class CheckedOverrides:
 
 def check_overrides(texts: Sequence[str], repository: IConfigRepository, registry: Registry) -> CheckedOverrides:
     checked, parser = CheckedOverrides(), OverridesParser.create()
+    presets = [text for text in texts if text.startswith(f"+{PRESET}=")]
+    if len(presets) > 1:
+        checked.faults.append(f"`{presets[1]}`: a preset is given already; several are written +{PRESET}=[a,b]")
+        checked.unsettled.add(PRESET)
+        return checked
     for text in texts:
         try:
             override = parser.parse_override(text)
-        except HydraException as error:
+        except (HydraException, RecursionError) as error:
             checked.faults.append(_unreadable(text, error))
             continue
         fault = _fault(override, repository, registry)
@@ -55,13 +63,14 @@ def _adds(override: Override, repository: IConfigRepository) -> bool:
 
 def _names(override: Override) -> list[str]:
     value = override.value()
-    return [str(name) for name in (value if isinstance(value, list) else [value]) if name is not None]
+    return [str(name) for name in (value if isinstance(value, list) else [value])]
 
 
-def _unreadable(text: str, error: HydraException) -> str:
+def _unreadable(text: str, error: Exception) -> str:
+    text = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
     if "=" not in text and not text.startswith("~"):
         return f"`{text}` is not key=value. A prompt goes after `--`: {program()} -- {text!r}"
-    reason = str(error).splitlines()[0]
+    reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error).splitlines()[0][:_SHOWN]
     return f"`{text}` cannot be read ({reason}); put the value in quotes inside the shell's: key='\"value\"'"
 
 
@@ -72,6 +81,8 @@ def _fault(override: Override, repository: IConfigRepository, registry: Registry
             f"`{text}` gives several values. A list is written {group}=[a,b], a string with commas is quoted, "
             "and alternatives need separate runs"
         )
+    if not group:
+        return f"`{text}` has no key before `=`"
     value = override.value()
     if group == PRESET and not override.is_add() and not override.is_delete():
         return f"a preset is added: write `+{text.lstrip('+')}`"
@@ -80,8 +91,18 @@ def _fault(override: Override, repository: IConfigRepository, registry: Registry
     if override.is_add() and group != PRESET and not override.package and not _adds(override, repository):
         return f"`{text}`: there is one {group}, and it has its entry already; write it without `+`"
     options = repository.get_group_options(group)
+    if value is None or (isinstance(value, list) and None in value):
+        return _null(text, group, options)
     for name in _names(override):
         registry.refuse_broken(group, name)
         if name not in options:
             return registry.no_such(group, name, options)
     return ""
+
+
+def _null(text: str, group: str, options: Sequence[str]) -> str:
+    if group in KINDS and KINDS[group].cardinality != "one":
+        empty = f"The empty list is {group}=[]."
+    else:
+        empty = f"The one without function is {group}=none." if "none" in options else ""
+    return " ".join(filter(None, (f"`{text}`: null chooses nothing.", empty, f"Options: {listing(options)}.")))

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dovetail.core.compose.component import Component
+from dovetail.core.compose.exits import no_exit
 from dovetail.core.compose.former import adapted
 from dovetail.core.compose.kinds import KINDS
 from dovetail.core.compose.wording import did_you_mean, listing
@@ -52,7 +53,7 @@ class Registered:
     def load(self, reference: str) -> Any:
         """Import the object at "module:name". A failure names the package."""
         module, _, name = reference.partition(":")
-        with self.blamed(f"needs {reference}, which does not load"):
+        with self.blamed(f"needs {reference}, which does not load"), no_exit():
             return getattr(importlib.import_module(module), name)
 
     @contextmanager

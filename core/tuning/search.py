@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 
 from dovetail.core.interfaces.tuning import Choice, Key, Tunable, make_key
 from dovetail.core.ops.choices import installed
-from dovetail.core.tuning.table import GpuFacts, Subject, TuningTable
+from dovetail.core.tuning.table import MOST_ROWS, GpuFacts, Subject, TuningTable, flat_values
 
 log = logging.getLogger(__name__)
 
@@ -92,15 +93,28 @@ def read_found(lines: Iterable[str]) -> dict[Point, Found]:
     found = {}
     for line in lines:
         try:
-            facts = json.loads(line)
-            times, others = (tuple((choice, float(us)) for us, choice in facts[n]) for n in ("times", "others"))
-            record = Found(facts["op"], make_key(**facts["key"]), facts["rows"], times, facts["before"], others)
-        except (ValueError, TypeError, KeyError):
-            log.warning("a line of the tuning cache's timings is skipped: it was cut off")
+            record = _record(json.loads(line))
+        except (ValueError, TypeError, KeyError, RecursionError):
+            log.warning("a line of the tuning cache's timings is skipped: it was cut off or damaged")
             continue
-        if times:
+        if record.times:
             found[record.point] = record
     return found
+
+
+def _record(facts: Any) -> Found:
+    """Return the record of a line, whose values are untrusted. Raises ValueError, TypeError or KeyError."""
+    times = tuple(
+        (None if choice is None else flat_values(choice, "a choice"), float(us)) for us, choice in facts["times"]
+    )
+    others = tuple((flat_values(choice, "a choice"), float(us)) for us, choice in facts["others"])
+    op, rows, before = facts["op"], facts["rows"], facts["before"]
+    numbers = [us for _, us in (*times, *others)] + ([] if before is None else [before])
+    if not isinstance(op, str) or type(rows) is not int or not 1 <= rows <= MOST_ROWS:
+        raise ValueError("the operation has no name, or no number of rows")
+    if not all(math.isfinite(us) for us in numbers):
+        raise ValueError("a time is not a number")
+    return Found(op, make_key(**flat_values(facts["key"], "key")), rows, times, before, others)
 
 
 def table_of(found: Iterable[Found], gpu: str, facts: GpuFacts, origin: str) -> TuningTable:

@@ -206,7 +206,7 @@ def _entry(entry: Any, checks: Mapping[str, Check]) -> dict[tuple[Subject, int],
     for name in ("op", "gpu"):
         if not isinstance(entry[name], str) or not entry[name]:
             raise ValueError(f"`{name}` is {shown(entry[name])}, not a name")
-    subject = Subject(entry["op"], entry["gpu"], make_key(**_flat(entry["key"], "key")))
+    subject = Subject(entry["op"], entry["gpu"], make_key(**flat_values(entry["key"], "key")))
     if not isinstance(entry["rows"], dict):
         raise ValueError("`rows` is not an object")
     found: dict[tuple[Subject, int], Choice | None] = {}
@@ -217,12 +217,14 @@ def _entry(entry: Any, checks: Mapping[str, Check]) -> dict[tuple[Subject, int],
         if rows > MOST_ROWS:
             raise ValueError(f"{rows} rows are more than {MOST_ROWS}")
         if choice is not None:
-            choice = _flat(choice, f"the choice for {rows} rows")
+            choice = flat_values(choice, f"the choice for {rows} rows")
             if subject.op in checks:
                 try:
                     checks[subject.op](subject.key, rows, choice)
-                except ValueError as error:
+                except (ValueError, ArithmeticError) as error:
                     raise ValueError(f"the choice for {rows} rows: {error}") from None
+                except TypeError:
+                    raise ValueError(f"the choice for {rows} rows, or its key, has a value of another type") from None
         found[subject, rows] = choice
     return found
 
@@ -252,7 +254,8 @@ def _fields(value: Any, what: str, names: tuple[str, ...], optional: tuple[str, 
         raise ValueError(f"{what} lacks {', '.join(missing)}")
 
 
-def _flat(value: Any, what: str) -> dict[str, Value]:
+def flat_values(value: Any, what: str) -> dict[str, Value]:
+    """Return a JSON value that must be an object of plain values, or raise ValueError."""
     if not isinstance(value, dict):
         raise ValueError(f"{what} is not an object")
     for name, item in value.items():

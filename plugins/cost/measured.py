@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from pydantic import ValidationError
+
 from dovetail.core.calibration.file import Calibration, differences, formats, read, shapes
 from dovetail.core.compose import EngineConfig, installed
 from dovetail.core.compose.selected import Selected
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import CostModel, Formats, ModelSpec, Row, RowWork, StepPlan, StepTerms
 from dovetail.core.interfaces.plan import DECODE
+from dovetail.core.interfaces.request_values import faults
 from dovetail.plugins.cost.config import MeasuredConfig
 
 
@@ -36,7 +39,7 @@ class Measured(CostModel):
             raise ConfigError(
                 f"{self._where} was measured with another model: {differences(shapes(spec), found.model)}"
             )
-        self._prior = _prior(found)
+        self._prior = self._made_prior()
         self._prior.bind(spec, engine, formats)
 
     def _check_formats(self) -> None:
@@ -46,6 +49,20 @@ class Measured(CostModel):
     @property
     def _where(self) -> str:
         return f"cost.path={self.config.path}: the calibration"
+
+    def _made_prior(self) -> CostModel:
+        """Build the cost model that was calibrated, with the options that it had."""
+        name, options = self._found.prior.name, self._found.prior.options
+        registered = installed().get("cost", name)
+        try:
+            config = registered.component.config(**options)
+        except ValidationError as error:
+            raise ConfigError(
+                f"{self._where} was made with options that cost={name} does not accept here ({faults(error)}): make "
+                "another one"
+            ) from None
+        made: CostModel = Selected(registered, config).build()
+        return made
 
     def check_device(self, device: str) -> None:
         if device != self._found.device:
@@ -80,10 +97,3 @@ class Measured(CostModel):
 
     def works(self, rows: Iterable[Row]) -> Iterable[RowWork]:
         return self._prior.works(rows)
-
-
-def _prior(found: Calibration) -> CostModel:
-    """Build the cost model that was calibrated, with the options that it had."""
-    registered = installed().get("cost", found.prior.name)
-    made: CostModel = Selected(registered, registered.component.config(**found.prior.options)).build()
-    return made

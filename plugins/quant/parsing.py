@@ -25,9 +25,18 @@ def stored_config(hf: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def has_format(config: Mapping[str, Any], *formats: str) -> bool:
     """Whether a quantization_config is that of compressed-tensors with one of these formats for all layers."""
+    named = config.get("quant_method") == "compressed-tensors" and config.get("format") in formats
+    return named and not unlike_layers(config)
+
+
+def unlike_layers(config: Mapping[str, Any]) -> bool:
+    """Whether a quantization_config of compressed-tensors has several groups, or one for some of the linear layers."""
     groups = config.get("config_groups")
-    several = isinstance(groups, Mapping) and len(groups) > 1
-    return config.get("quant_method") == "compressed-tensors" and config.get("format") in formats and not several
+    if not isinstance(groups, Mapping) or len(groups) != 1:
+        return isinstance(groups, Mapping) and len(groups) > 1
+    (group,) = groups.values()
+    targets = group.get("targets") if isinstance(group, Mapping) else None
+    return isinstance(targets, list) and len(targets) > 0 and targets != ["Linear"]
 
 
 def linear_group(config: Mapping[str, Any]) -> Mapping[str, Any]:

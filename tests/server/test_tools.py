@@ -138,6 +138,7 @@ def test_a_conversation_with_calls_goes_on(client):
         ({"tools": [STOP, STOP]}, "two have the name stop"),
         ({"tools": [], "tool_choice": "required"}, "no tools to choose from"),
         ({"extra_body": {"tool_parser": "hermess"}}, "there are auto, harmony, hermes"),
+        ({"tools": [], "extra_body": {"tool_parser": "hermess"}}, "there are auto, harmony, hermes"),
         ({"extra_body": {"reasoning_parser": "thinks"}}, "there are auto, harmony, none, think"),
         ({"tool_choice": "required", "extra_body": {"tool_parser": "none"}}, "cannot force a tool call"),
         ({"tool_choice": "required", "extra_body": {"regex": "x"}}, "already constrains the output"),
@@ -146,5 +147,6 @@ def test_a_conversation_with_calls_goes_on(client):
     ],
 )
 def test_mistakes_are_reported(client, changes, says):
-    with pytest.raises(openai.BadRequestError, match=says):
+    with pytest.raises(openai.BadRequestError, match=says) as refused:
         client.chat.completions.create(**ASK | changes)
+    assert refused.value.param in ("tools", "tool_choice", "tool_parser", "reasoning_parser")

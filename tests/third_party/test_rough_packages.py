@@ -40,6 +40,8 @@ ROUGH = {
     "syntax_error": ("def (", ""),
     "no_list": ("from dovetail import hookimpl\n@hookimpl\ndef dovetail_components():\n    return 3", ""),
     "exits": ("import sys\nsys.exit(3)", ""),
+    "ends": ("import os\nos._exit(0)", "entry point main: SystemExit: it called os._exit(0)"),
+    "cancels": ("import asyncio\nraise asyncio.CancelledError('now')", "entry point main: CancelledError: now"),
     "name_is_a_number": (source(name="3"), ""),
     "api_is_none": (source(api="None"), ""),
     "renamed_is_none": (source(more=", renamed=None"), ""),

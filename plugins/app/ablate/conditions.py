@@ -71,9 +71,9 @@ def void(rule: VoidConfig, found: Mapping[str, Any]) -> str | None:
     if rule.gpu_processes and found.get("gpu_processes"):
         return f"{found['gpu_processes']} other process(es) used the GPU"
     if rule.clock is not None and found.get("clock", 1.0) < rule.clock:
-        return f"the GPU's clock fell to {found['clock']:.0%} of its maximum, below {rule.clock:.0%}"
+        return f"the GPU's clock fell to {found['clock']:.4g} of its maximum, below {rule.clock:g}"
     if rule.foreign_cpu is not None and found.get("foreign_cpu", 0.0) > rule.foreign_cpu:
-        return f"other processes used {found['foreign_cpu']:.0%} of the processors, more than {rule.foreign_cpu:.0%}"
+        return f"other processes used {found['foreign_cpu']:.4g} of the processors, more than {rule.foreign_cpu:g}"
     return None
 
 

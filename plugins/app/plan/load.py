@@ -44,7 +44,14 @@ def plan_load(composition: Composition, config: PlanConfig) -> dict[str, Any]:
             merged(words, changes), app="bench", registry=composition.registry, config_dirs=composition.config_dirs
         )
 
-    given = made([])
+    try:
+        given = made([])
+    except ConfigError as error:
+        if "workload." not in str(error):
+            raise
+        raise ConfigError(
+            f"plan.load={config.load}: {error} Here options of the workload are plan.options={{<name>: <value>}}"
+        ) from None
     given.part("workload").build()
     layouts = [layout.split() for layout in config.layouts] or list(_grid(given, config))
     rows = []

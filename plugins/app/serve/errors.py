@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,12 +13,14 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from dovetail.core.errors import EngineDown, RequestError
+from dovetail.core.errors import EngineDown, RequestError, shown
 
 log = logging.getLogger(__name__)
 
 _LONGEST_PATH = 8
 """Maximum number of parts in a field's path; a body can be nested hundreds of levels deep."""
+_NAMED = re.compile("(stop|stop_token_ids|logit_bias|prediction|extra|min_tokens|max_tokens)(?:: |=)")
+"""Begin of a message of the engine that is about a field which has the same name in requests."""
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -55,7 +58,10 @@ def body_of(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
     headers = {"retry-after": str(retry_after)} if retry_after is not None else {}
     if status == 401:
         headers["www-authenticate"] = "Bearer"
-    field = {"param": getattr(error, "param", None), "code": getattr(error, "code", None)}
+    param = getattr(error, "param", None)
+    if param is None and status < 500 and (named := _NAMED.match(str(error))):
+        param = named[1]
+    field = {"param": param, "code": getattr(error, "code", None)}
     return status, {"error": {"message": str(error), "type": kind, **field}}, headers
 
 
@@ -133,7 +139,7 @@ def _field_error(error: RequestValidationError) -> FieldError:
     if first["type"] == "model_attributes_type" and first["loc"] == ("body",):
         return FieldError("the body is not a JSON object or lacks the header `content-type: application/json`")
     place, message = _most_specific(error.errors(), error.body)
-    where = [str(part) for part in place]
+    where = [shown(str(part))[1:-1] for part in place]
     path = ".".join(where[:_LONGEST_PATH] + ["..."] * (len(where) > _LONGEST_PATH)) or None
     # Pydantic puts this before the words of our own checks.
     reason = message.removeprefix("Value error, ")
@@ -141,4 +147,4 @@ def _field_error(error: RequestValidationError) -> FieldError:
         # Only the fields of the body itself may be meant as parameters of a logits processor.
         hint = f'; a parameter of a logits processor is given as "extra": {{"{path}": ...}}' if len(where) == 1 else ""
         reason = f"there is no such field{hint}"
-    return FieldError(f"{path or 'body'}: {reason}", path.split(".")[0] if path else None)
+    return FieldError(f"{path or 'body'}: {reason}", where[0] if where else None)

@@ -7,18 +7,20 @@ import codecs
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from dovetail.core.errors import RequestError
 from dovetail.core.frontend.outputs import Delta
 from dovetail.core.interfaces import TokenLogprobs
 from dovetail.core.tokenizer import Tokenizer
 from dovetail.plugins.app.serve.errors import FieldError
 from dovetail.plugins.app.serve.schemas import Common, StreamOptions
-from dovetail.plugins.app.serve.service import Job, Service
+from dovetail.plugins.app.serve.service import Job, Service, constraint_of
 from dovetail.plugins.app.serve.transport import DONE, ENCODER, EventStream, event, json_response, while_connected
 
 _FLOOR = -9999.0
@@ -60,18 +62,30 @@ class Generation(ABC, Generic[B]):
         """Stream the answer, or send it once all choices are complete, n for each job. Closes the jobs."""
         if not self.body.stream:
             try:
-                outputs = await while_connected(self.request.receive, collect(jobs, n))
+                with self._naming():
+                    outputs = await while_connected(self.request.receive, collect(jobs, n))
                 return json_response(self.whole(jobs, outputs))
             finally:
                 close(jobs)
         chunks = self.chunks(jobs)
         try:
             # Wait for the first chunk before the status is sent, so that a refused request gets an error status.
-            first = await while_connected(self.request.receive, anext(chunks))
+            with self._naming():
+                first = await while_connected(self.request.receive, anext(chunks))
         except BaseException:
             close(jobs)
             raise
         return EventStream(first, chunks, lambda: close(jobs))
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Add the request's field to a refusal of its grammar, which the engine compiles."""
+        try:
+            yield
+        except RequestError as error:
+            if not str(error).startswith("grammar: "):
+                raise
+            raise FieldError(str(error), constraint_of(self.body)[0], status=error.status) from None
 
 
 class Chunks:

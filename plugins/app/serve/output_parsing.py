@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from dovetail.core.chat_template import ChatTemplate
 from dovetail.core.checkpoint import open_checkpoint
-from dovetail.core.errors import ConfigError
+from dovetail.core.errors import ConfigError, RequestError
 from dovetail.core.interfaces import Grammar, ParserEvent, ParserStream, ReasoningParser, Tool, ToolParser
 from dovetail.core.parsing import OutputStream, Through, fitting
 from dovetail.plugins.app.serve.config import ServeConfig
@@ -48,6 +48,8 @@ class Parsers:
                     f"serve.tool_parser or with tool_parser in the request: {there_are}",
                     "tools",
                 )
+        elif body.tool_parser is not None:
+            _pick("tool_parser", self._tools, body.tool_parser, template)
         # A forced call starts at the first token, so there is no reasoning.
         if not offered.forced:
             asked = body.reasoning_parser or self._config.reasoning_parser
@@ -168,6 +170,8 @@ class OutputParsing:
             return self.tool_parser.grammar(tools, parallel=self.parallel and len(tools) > 1)
         except ValidationError as error:
             raise FieldError(f"tools: {error.errors()[0]['msg']}", "tools") from None
+        except RequestError as error:
+            raise FieldError(str(error), "tools", status=error.status) from None
 
     def output(self) -> ParsedOutput:
         """Return a parser for one output."""

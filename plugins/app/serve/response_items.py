@@ -30,6 +30,8 @@ def messages_of(items: Sequence[ResponseItem]) -> list[Message]:
             content = text_of(item.output, "input")
             messages.append(Message(role="tool", tool_call_id=item.call_id, name=names[item.call_id], content=content))
         elif kind == "message" and item.role != "assistant":
+            if item.content is None:
+                raise FieldError(f"input: a message of the role {item.role} needs content", "input")
             messages.append(Message(role=item.role, content=text_of(item.content, "input")))
         else:
             if not messages or not _goes_on(messages[-1], kind):

@@ -9,6 +9,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, St
 
 MOST = 2**31 - 1
 Token = Annotated[int, Field(ge=0, le=MOST)]
+TokenKey = Annotated[int, Field(ge=0, le=MOST, strict=False)]
+"""Token id as the key of an object, where JSON has only strings."""
+Bias = Annotated[float, Field(ge=-100, le=100)]
 Text = Annotated[str, StringConstraints(max_length=16 << 20)]
 Label = Annotated[str, StringConstraints(max_length=512)]
 Stop = Annotated[str, StringConstraints(max_length=1024)]
@@ -29,7 +32,7 @@ JsonObject = Annotated[dict[str, JsonValue], AfterValidator(_sendable)]
 
 
 class Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, strict=False)
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, strict=True)
 
 
 class StreamOptions(Body):
@@ -106,7 +109,9 @@ class Common(Queued):
 class Penalised(Common):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: Annotated[dict[Token, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[TokenKey, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = (
+        None
+    )
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Stop | Annotated[list[Stop], Field(max_length=64)] | None = None
     response_format: ResponseFormat | None = None

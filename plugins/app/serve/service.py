@@ -180,7 +180,8 @@ class Service:
                 given["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
             if body.seed is not None:
                 given["seed"] = body.seed & _MASK63
-        if (grammar := _grammar_of(body)) is not None:
+        field, grammar = constraint_of(body)
+        if grammar is not None:
             given["grammar"] = grammar
             if chosen.get("grammar") is not None:
                 raise FieldError(
@@ -192,10 +193,11 @@ class Service:
             return SamplingParams(**{"max_tokens": None, **stated})
         except ValidationError as error:
             first = error.errors()[0]
-            field = str(first["loc"][0]) if first["loc"] else None
+            place = str(first["loc"][0]) if first["loc"] else None
             # Pydantic puts this before the words of our own checks.
             reason = first["msg"].removeprefix("Value error, ")
-            raise FieldError(f"{field + ': ' if field else ''}{reason}", field) from None
+            message = f"{place + ': ' if place else ''}{reason}"
+            raise FieldError(message, field if place == "grammar" else place) from None
 
     def submit(
         self,
@@ -294,8 +296,9 @@ class Service:
         self.monitor.request(record)
 
 
-def _grammar_of(body: Common) -> dict[str, Any] | None:
-    """Return the constraint that a request sets, as for SamplingParams.grammar; None = free text."""
+def constraint_of(body: Common) -> tuple[str, dict[str, Any] | None]:
+    """Return the field of a request that constrains its output, and the constraint as for SamplingParams.grammar; None
+    = free text, unless a tool call is forced."""
     found: list[tuple[str, dict[str, Any]]] = []
     if body.regex is not None:
         found.append(("regex", {"kind": "regex", "value": body.regex}))
@@ -310,7 +313,7 @@ def _grammar_of(body: Common) -> dict[str, Any] | None:
         found += _json("text", form.type, form.schema_)
     if len(found) > 1:
         raise FieldError(f"{' and '.join(name for name, _ in found)}: give only one of them", found[1][0])
-    return found[0][1] if found else None
+    return found[0] if found else ("tools", None)
 
 
 def _json(param: str, kind: str, schema: dict[str, Any] | None) -> list[tuple[str, dict[str, Any]]]:

@@ -13,7 +13,7 @@ from dovetail.core.compose.discovery import installed
 from dovetail.core.compose.selected import Selected
 from dovetail.core.interfaces.checkpoint import StoredMatrix, TensorHeader
 from dovetail.plugins.quant.auto import reader_of
-from dovetail.plugins.quant.parsing import WAYS, read_ignored, wrong
+from dovetail.plugins.quant.parsing import WAYS, read_ignored, unlike_layers, wrong
 
 Group = TypeVar("Group")
 
@@ -23,8 +23,7 @@ def reads(hf: Mapping[str, Any]) -> bool:
     config = hf.get("quantization_config")
     if not isinstance(config, Mapping) or config.get("quant_method") != "compressed-tensors":
         return False
-    groups = config.get("config_groups")
-    return isinstance(groups, Mapping) and len(groups) > 1
+    return unlike_layers(config)
 
 
 def split_groups(config: Mapping[str, Any]) -> list[tuple[tuple[str, ...], dict[str, Any]]]:
@@ -41,18 +40,23 @@ def split_groups(config: Mapping[str, Any]) -> list[tuple[tuple[str, ...], dict[
     return found
 
 
-def group_of(name: str, groups: Iterable[tuple[tuple[str, ...], Group]]) -> Group | None:
-    """Return what belongs to a matrix: to the first targets that name it, or else to "Linear". None = it is plain."""
-    groups = list(groups)
-    named = (group for targets, group in groups if any(WAYS["names"](name, target) for target in targets))
-    others = (group for targets, group in groups if "Linear" in targets)
-    return next(named, None) or next(others, None)
+def group_of(name: str, groups: Iterable[tuple[tuple[str, ...], Group]], ignored: Iterable[str] = ()) -> Group | None:
+    """Return what belongs to a matrix; None = it is plain. As in compressed-tensors, `ignored` comes first, then a
+    target that is its name, then patterns in alphabetical order, then "Linear"; of equal targets, the last."""
+    if any(WAYS["names"](name, entry) for entry in ignored):
+        return None
+    found = {target: group for targets, group in groups for target in targets}
+    for target in sorted(found, key=lambda target: (target.startswith("re:"), target)):
+        if WAYS["names"](name, target):
+            return found[target]
+    return found.get("Linear")
 
 
 def stored(hf: Mapping[str, Any], prefix: str, tensors: Mapping[str, TensorHeader]) -> StoredMatrix | None:
     """Return the weights and bits of a matrix; None = it is plain."""
     groups = split_groups(hf["quantization_config"]) if reads(hf) else []
-    config = group_of(prefix, groups)
+    ignored = read_ignored(hf["quantization_config"], "ignore") if groups else ()
+    config = group_of(prefix, groups, ignored)
     if config is None:
         return None
     alone, registry = {**hf, "quantization_config": config}, installed()

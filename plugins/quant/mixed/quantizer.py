@@ -26,6 +26,7 @@ from dovetail.core.layers.stacked import StackedLinear
 from dovetail.plugins.quant.auto import reader_of
 from dovetail.plugins.quant.config import MixedConfig
 from dovetail.plugins.quant.mixed.checkpoint import group_of, reads, split_groups
+from dovetail.plugins.quant.parsing import read_ignored
 
 
 class Mixed(Quantizer):
@@ -37,6 +38,8 @@ class Mixed(Quantizer):
         self.rest: Quantizer = config.rest.build()
         self.groups: list[tuple[tuple[str, ...], Quantizer]] = []
         """Targets and quantizer of each group of a checkpoint."""
+        self.ignored: tuple[str, ...] = ()
+        """Matrices that a checkpoint with groups leaves plain."""
 
     def read_checkpoint(self, checkpoint: Checkpoint) -> None:
         hf = checkpoint.config()
@@ -47,6 +50,7 @@ class Mixed(Quantizer):
         if self.config.layers:
             raise ConfigError("quant.layers is set, but this checkpoint states the format of each layer: leave it out")
         registry = installed()
+        self.ignored = read_ignored(hf["quantization_config"], "ignore")
         for targets, config in split_groups(hf["quantization_config"]):
             view = _OneGroup(checkpoint, {**hf, "quantization_config": config})
             name = reader_of(view.config(), readers("quant", registry))
@@ -87,7 +91,7 @@ class Mixed(Quantizer):
 
     def _of(self, name: str) -> Quantizer | None:
         """Return the quantizer of a matrix of the checkpoint; None = it is plain."""
-        return group_of(name, self.groups)
+        return group_of(name, self.groups, self.ignored)
 
 
 def _method(quantizer: Quantizer | None, path: str, shape: LinearShape) -> LinearMethod:

@@ -160,6 +160,23 @@ def without_a_split(path: Path) -> Path:
     return path
 
 
+def swap_splits(path: Path) -> Path:
+    """Exchange the names of the last two."""
+    second, third = (path.with_name(path.name.replace("-00001-", f"-0000{number}-")) for number in (2, 3))
+    content = second.read_bytes()
+    third.rename(second)
+    third.write_bytes(content)
+    return path
+
+
+def with_a_split_of_another_model(path: Path) -> Path:
+    other = write_gguf(path.with_name("other.gguf"), split=3)
+    other.with_name(other.name.replace("-00001-", "-00002-")).rename(
+        path.with_name(path.name.replace("-00001-", "-00002-"))
+    )
+    return path
+
+
 @pytest.mark.parametrize(
     ("options", "damage", "words"),
     [
@@ -169,6 +186,9 @@ def without_a_split(path: Path) -> Path:
         ({}, lambda path: change(path, "output.weight", 28), r"tensor 'output\.weight' "),
         ({"split": 5}, without_a_split, r"m-00002-of-00003\.gguf: this split is missing"),
         ({"split": 5}, lambda path: path.rename(path.parent / "m.gguf"), r"this is one of 3 splits"),
+        ({"split": 5}, lambda path: path.parent, r"no config\.json\. A GGUF file .*/m-00001-of-00003\.gguf"),
+        ({"split": 5}, swap_splits, r"m-00002-of-00003\.gguf: split\.no is 2 in its metadata, and 1 by its name"),
+        ({"split": 5}, with_a_split_of_another_model, r"m-00002-of-00003\.gguf: split\.count is 4 in its metadata"),
         (
             {"architecture": "bert"},
             None,

@@ -247,7 +247,7 @@ def test_a_void_round_does_not_count(
     assert list(result["void_rounds"]) == ["1"]
     speed = result["comparisons"][0]["changes"]["output_tokens_per_s"]
     assert (speed["value"], speed["samples"]) == (pytest.approx(2.0), 2)
-    words = "round 2 does not count: other processes used 60% of the processors, more than 50%"
+    words = "round 2 does not count: other processes used 0.6 of the processors, more than 0.5"
     assert words in capsys.readouterr().out
 
 

@@ -235,8 +235,8 @@ def test_conditions_of_a_gpu_are_read(tmp_path: Path, monkeypatch: pytest.Monkey
         ({}, {"throttled": 0x40}, "temperature or power (clock event reasons 0x40)"),
         ({"throttled": False}, {"throttled": 0x40}, None),
         ({}, {"gpu_processes": 2}, "2 other process(es) used the GPU"),
-        ({"clock": 0.9}, {"clock": 0.6}, "fell to 60% of its maximum, below 90%"),
-        ({"foreign_cpu": 0.2}, {"foreign_cpu": 0.3}, "30% of the processors"),
+        ({"clock": 0.9}, {"clock": 0.6}, "fell to 0.6 of its maximum, below 0.9"),
+        ({"foreign_cpu": 0.2}, {"foreign_cpu": 0.3}, "0.3 of the processors, more than 0.2"),
         ({"foreign_cpu": 0.2, "clock": 0.9}, {}, None),
     ],
 )

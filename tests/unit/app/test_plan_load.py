@@ -84,6 +84,7 @@ def test_a_recording_can_be_the_load(tmp_path: Path) -> None:
         (("plan.load=chatt",), "no such workload"),
         (("plan.ttft=1", "plan.price_hour=2"), "plan.ttft and plan.price_hour: without effect unless plan.load names"),
         (("plan.load=fixed", "plan.options={request: 3}"), "workload=fixed has no option `request`"),
+        (("plan.load=sharegpt",), "options of the workload are plan.options={<name>: <value>}"),
         (("plan.load=fixed", 'plan.layouts=["engine.tpp=2"]'), "engine.tpp: it has no option `tpp`"),
         (("plan.load=fixed", "cost.memory=0.5", "plan.gpus=1"), "no candidate can be simulated"),
         (("plan.load=fixed", "plan.gpus=1", "cost=none"), "cost=none predicts nothing"),

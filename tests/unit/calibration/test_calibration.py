@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,11 @@ def test_the_model_inside_the_drafter_has_the_factor_of_drafting(
         ),
         (lambda text: text.replace('"launches"', '"starts"'), "its terms are"),
         (lambda text: text.replace('"factor": ', '"factor": -'), "the factor of weights is -"),
+        (lambda text: re.sub(r'"factor": [\d.]+', '"factor": 1e300', text), "the factor of weights is 1e+300"),
+        (
+            lambda text: text.replace('"step_us": ', '"step_us": "x", "steps_us": ', 1),
+            "does not accept here (step_us: ",
+        ),
     ],
 )
 def test_a_damaged_file_is_refused(

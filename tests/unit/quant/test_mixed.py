@@ -15,6 +15,7 @@ from dovetail.core.interfaces import ExpertShape
 from dovetail.core.testing.model_driver import build_context
 from dovetail.plugins.model.config import LlamaConfig
 from dovetail.plugins.model.llama.decoder import Llama
+from dovetail.plugins.quant.mixed.checkpoint import group_of
 
 from ...layouts import compressed_tensors, rounded
 from ...numerics.checkpoints import save_random
@@ -119,6 +120,40 @@ def test_groups_of_a_checkpoint(grouped):
     assert compose(words).part("quant").name == "mixed"
     made = model(path=str(grouped / "stored"))
     assert type(made.blocks[0].attention.qkv.method).__name__ == "StackedLinear"
+    torch.testing.assert_close(logits(made), logits(load_model(grouped / "plain")), atol=2e-4, rtol=0)
+
+
+def test_targets_match_in_the_order_of_compressed_tensors():
+    groups = [(("Linear", "re:.*mlp.*"), 0), ((r"re:.*down_proj", "Linear"), 1), (("l.0.mlp.down_proj",), 2)]
+    found = [group_of(name, groups, ["re:.*head"]) for name in ("l.0.mlp.down_proj", "l.1.mlp.down_proj")]
+    assert found == [2, 1], "names come before patterns, and those are in alphabetical order"
+    assert [group_of(name, groups, ["re:.*head"]) for name in ("l.0.mlp.up_proj", "l.0.q_proj", "lm_head")] == [
+        0,
+        1,
+        None,
+    ]
+
+
+def test_a_single_group_may_be_for_some_layers(grouped):
+    config = grouped / "stored/config.json"
+    hf = json.loads(config.read_text())
+    for targets, name in ((["Linear"], "int4"), ([r"re:.*_proj$"], "mixed")):
+        groups = {"group_1": {**GROUPS["group_1"], "targets": targets}}
+        config.write_text(json.dumps({**hf, "quantization_config": {**SAID, "config_groups": groups}}))
+        assert compose(["model=llama", f"model.path={grouped}/stored"]).part("quant").name == name
+
+
+def test_a_part_of_a_merged_layer_may_be_plain(grouped):
+    """v is ignored, q and k have 4 bits."""
+    config = grouped / "stored/config.json"
+    hf = json.loads(config.read_text())
+    said = {**SAID, "ignore": ["lm_head", "re:.*v_proj"]}
+    config.write_text(json.dumps({**hf, "quantization_config": said}))
+    stored, plain = (load_file(grouped / kind / "model.safetensors") for kind in ("stored", "plain"))
+    kept = {name: tensor for name, tensor in stored.items() if ".v_proj." not in name}
+    kept |= {name: tensor for name, tensor in plain.items() if ".v_proj." in name}
+    save_file(kept, grouped / "stored/model.safetensors")
+    made = model(path=str(grouped / "stored"))
     torch.testing.assert_close(logits(made), logits(load_model(grouped / "plain")), atol=2e-4, rtol=0)
 
 

@@ -8,9 +8,12 @@ import re
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
+from dovetail.core.errors import RequestError
 from dovetail.plugins.app.serve import errors, schemas
+
+LONG_NAME = b'{"prompt": "x", "' + b"y" * 9000 + b'": 3}'
 
 
 class Message(BaseModel):
@@ -46,6 +49,12 @@ class Body(BaseModel):
         (b"[" * 100_000, "application/json", "the body is nested too deeply", None),
         (b'"\xff"', "application/json", "the body is not valid UTF-8", None),
         (b'{"prompt": "x", "max_token": 3}', "application/json", "max_token: there is no such field", "max_token"),
+        (
+            b'{"prompt": "x", "' + b"y" * 9000 + b'": 3}',
+            "application/json",
+            r"^y+\.\.\.y+: .{,250}$",
+            f"{'y' * 57}...{'y' * 58}",
+        ),
         (b'{"prompt": "x", "no_repeat": 3}', "application/json", r'given as "extra": {"no_repeat": ...}', "no_repeat"),
     ],
 )
@@ -88,3 +97,35 @@ def test_a_message_needs_content_unless_it_is_the_assistants(role: str, refused:
 
 def _read(body: schemas.Message) -> dict[str, str]:
     return {}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", "0.5"),
+        ("temperature", True),
+        ("max_tokens", "5"),
+        ("max_tokens", 5.0),
+        ("n", True),
+        ("stream", 1),
+        ("stream", "yes"),
+        ("logit_bias", {"1": "2"}),
+        ("stop_token_ids", [True]),
+        ("hints", {"a": "1"}),
+        ("stream_options", {"include_usage": "true"}),
+    ],
+)
+def test_values_of_another_type_are_refused(field: str, value: object) -> None:
+    """As in OpenAI's API; token ids as keys are strings, and whole numbers are floats, too."""
+    chat = {"messages": [{"role": "user", "content": "x"}], "temperature": 1, "logit_bias": {"7": 1}}
+    assert schemas.ChatRequest.model_validate(chat).logit_bias == {7: 1.0}
+    with pytest.raises(ValidationError) as refused:
+        schemas.ChatRequest.model_validate({**chat, field: value})
+    assert [error["loc"][0] for error in refused.value.errors()] == [field]
+
+
+def test_the_engines_messages_name_fields() -> None:
+    assert errors.body_of(RequestError("logit_bias: token id 9 is not in the vocabulary"))[1]["error"]["param"] == (
+        "logit_bias"
+    )
+    assert errors.body_of(RequestError("grammar: json_schema: Invalid type"))[1]["error"]["param"] is None

@@ -145,8 +145,10 @@ def test_a_search_continues_where_it_was(monkeypatch):
 
 def test_records_of_another_form_are_skipped(caplog):
     found = Found("acme_scan", make_key(width=8), 4, ((None, 2.5),), 2.5)
-    lines = ["", "3", "{}", json.dumps({"op": 1}), found.line()]
-    assert list(read_found(lines).values()) == [found] and len(caplog.records) == 4
+    lines = ["", "3", "{}", json.dumps({"op": 1}), "[" * 100_000, found.line()]
+    wrong = ({"op": []}, {"key": {"width": []}}, {"rows": "4"}, {"before": "x"}, {"others": [[1.0, None]]})
+    lines += [json.dumps(json.loads(found.line()) | {"times": [[9.0, None]]} | values) for values in wrong]
+    assert list(read_found(lines).values()) == [found] and len(caplog.records) == 10
 
 
 def test_equal_layers_are_tuned_once():

@@ -117,6 +117,7 @@ WRONG = {
         changed(key={"weight": "fp8", "outputs": 64, "inputs": 1000}, rows={"16": {**TILE, "tma": True}}),
         "rows of 1000 bytes",
     ),
+    "a key's number that is text": (changed(key={**dict(KEY), "outputs": "x"}), "its key, has a value of another type"),
     "another matmul's key": (changed(key={"outputs": 4}), "has weight, outputs and inputs; this one has outputs"),
 }
 
