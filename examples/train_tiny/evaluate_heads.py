@@ -50,7 +50,8 @@ def measure(drafter, shape, prompts, tokens, device):
                 np.array(now) - (then if len(then) else 0)
                 for now, then in ((after.reached_at, reached), (after.accepted_at, accepted))
             )
-            found[temperature] = 1 + accepted.sum() / reached[0], (accepted / np.maximum(reached, 1))[reached > 0]
+            depth = int(SHAPES[shape][0].rpartition("=")[2])
+            found[temperature] = 1 + accepted.sum() / reached[0], (accepted / np.maximum(reached, 1))[:depth]
     return found
 
 
