@@ -17,12 +17,8 @@ from rich.progress import track
 from dovetail import LLM, SamplingParams
 
 HERE = Path(__file__).parent
-SHAPES = {
-    "K=4": ["spec_decode.lookahead=4"],
-    "K=7": ["spec_decode.lookahead=7"],
-    "16 nodes": ["spec_decode.lookahead=5", "spec_decode.tree=16"],
-    "32 nodes": ["spec_decode.lookahead=6", "spec_decode.tree=32"],
-}
+SHAPES = {"K=4": (4, None), "K=7": (7, None), "16 nodes": (5, 16), "32 nodes": (6, 32)}
+"""Name -> (levels of drafts, nodes of a tree; None = a chain)."""
 TREES = ("draft_model", "eagle", "eagle3")
 DRAFTERS = ("ngram", *TREES, "medusa")
 TEMPERATURES = (0.0, 0.7, 1.0)
@@ -37,9 +33,13 @@ def runs(drafters):
 
 def measure(drafter, shape, prompts, tokens, device):
     """Return for each temperature the tokens of a row and step, and the acceptance by position."""
-    fixed = ["engine.drafts=always", "engine.max_len=512", "engine.max_seqs=16", f"engine.device={device}"]
+    levels, nodes = SHAPES[shape]
+    overrides = [f"spec_decode={drafter}", f"spec_decode.lookahead={levels}", "engine.drafts=always"]
+    overrides += ["engine.max_len=512", "engine.max_seqs=16", f"engine.device={device}"]
+    if nodes is not None:
+        overrides.append(f"spec_decode.tree={nodes}")
     found = {}
-    with LLM("tiny", overrides=[f"spec_decode={drafter}", *SHAPES[shape], *fixed]) as llm:
+    with LLM("tiny", overrides=overrides) as llm:
         for temperature in TEMPERATURES:
             params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True, seed=1)
             before = llm.counters
@@ -50,8 +50,7 @@ def measure(drafter, shape, prompts, tokens, device):
                 np.array(now) - (then if len(then) else 0)
                 for now, then in ((after.reached_at, reached), (after.accepted_at, accepted))
             )
-            depth = int(SHAPES[shape][0].rpartition("=")[2])
-            found[temperature] = 1 + accepted.sum() / reached[0], (accepted / np.maximum(reached, 1))[:depth]
+            found[temperature] = 1 + accepted.sum() / reached[0], (accepted / np.maximum(reached, 1))[:levels]
     return found
 
 

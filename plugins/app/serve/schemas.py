@@ -109,9 +109,7 @@ class Common(Queued):
 class Penalised(Common):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: Annotated[dict[TokenKey, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = (
-        None
-    )
+    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024)] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Stop | Annotated[list[Stop], Field(max_length=64)] | None = None
     response_format: ResponseFormat | None = None

@@ -116,7 +116,7 @@ def _read(body: schemas.Message) -> dict[str, str]:
     ],
 )
 def test_values_of_another_type_are_refused(field: str, value: object) -> None:
-    """As in OpenAI's API; token ids as keys are strings, and whole numbers are floats, too."""
+    """Keys of logit_bias are token ids in strings, as in OpenAI's API. A field for a float also takes an integer."""
     chat = {"messages": [{"role": "user", "content": "x"}], "temperature": 1, "logit_bias": {"7": 1}}
     assert schemas.ChatRequest.model_validate(chat).logit_bias == {7: 1.0}
     with pytest.raises(ValidationError) as refused:

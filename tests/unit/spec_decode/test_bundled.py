@@ -27,8 +27,9 @@ def test_tokens_of_a_step_on_held_out_text(drafter: str) -> None:
     assert tokens > LEAST[drafter]
 
 
-def test_a_bundled_head_is_only_for_the_bundled_model() -> None:
-    composition = compose(["app=plan", "spec_decode=eagle3", "model=small_moe"])
+@pytest.mark.parametrize("drafter", ["eagle", "eagle3", "medusa"])
+def test_a_bundled_head_is_only_for_the_bundled_model(drafter: str) -> None:
+    composition = compose(["app=plan", f"spec_decode={drafter}", "model=small_moe"])
     spec = spec_of(composition.part("model").config)
     with pytest.raises(ConfigError, match=r"a hidden size of 256 and .*set spec_decode\.path"):
         drafter_facts(composition, spec)
