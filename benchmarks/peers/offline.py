@@ -31,6 +31,8 @@ FIGURES = {
     "output_tokens_per_s": "output tokens/s",
 }
 """Key of a figure -> its heading in a table."""
+LEAST_TOKENS = 3
+"""With fewer output tokens a request has no TPOT: the difference of the two runs is within their noise."""
 
 
 def both_fit(composition: Composition, jobs: dict[str, list[Job]]) -> bool:
@@ -207,7 +209,9 @@ def figures(runs: Sequence[tuple[Job, dict[str, Any]]]) -> dict[str, float]:
     found = {"seconds": round(whole, 4), "output_tokens_per_s": round(statistics.median(rates), 1)}
     if any(job.purpose == "one token" for job, _ in runs):
         one, output = median("seconds", "one token"), runs[-1][0].sizes["output_tokens"]
-        found |= {"tpot_ms": round(per_token_of_run(whole, one, output), 4), "one_token_s": round(one, 4)}
+        found["one_token_s"] = round(one, 4)
+        if output >= LEAST_TOKENS:
+            found["tpot_ms"] = round(per_token_of_run(whole, one, output), 4)
     return found
 
 

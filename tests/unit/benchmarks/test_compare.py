@@ -305,7 +305,7 @@ DRAWN = ("message.median=6", "message.most=20", "output.median=5", "output.most=
 @pytest.mark.nightly
 def test_loads_that_people_have(vllm: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
     """Drawn lengths, sampling, rounds and schemas reach both engines alike; the model has shapes alone."""
-    names = ("chat", "multi_turn", "agents", "3x6/5-sampled", "2x4/3")
+    names = ("chat", "multi_turn", "agents", "3x6/5-sampled", "2x4/3", "1x9/2")
     words = ["--workloads", ",".join(names)]
     for name in ("chat", "multi_turn"):
         words += [word for option in DRAWN for word in ("--set", f"{name}:workload.{option}")]
