@@ -234,8 +234,8 @@ def _tile(
     assert layer.mla is not None
     if dtype.itemsize == 4:
         return LatentTile(16, 16, 4, 1, 1)
-    # Each tile reads and converts the row's latents, so few large ones are fastest, even half empty, and with the kernel
-    # for Hopper three quarters empty. But the ranges of a row are joined by one program a tile: where few tiles fill
+    # Each tile reads and converts the row's latents, so few large ones are fastest, even half empty, and three quarters
+    # empty with the kernel for Hopper. But the ranges of a row are joined by one program a tile: where few tiles fill
     # the GPU with ranges, small ones join in parallel.
     many, rows = FEW * tiles >= _processors(device), layer.heads * tokens
     if many and rows >= LEAST_TILE_ROWS and hopper and not tree and _fits_hopper(layer.mla, dtype, kv_dtype):
