@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 import select
+import signal
 import sys
+import threading
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from types import FrameType
 from typing import NoReturn, TextIO
 
 from dovetail.core.compose.composer import compose
@@ -20,14 +24,19 @@ from dovetail.core.compose.wording import listing, program
 from dovetail.core.errors import ConfigError, DovetailDeprecationWarning, DovetailError
 
 DEBUG = "DOVETAIL_DEBUG"
-_SIGPIPE = 141
-"""Exit code that a shell reports for a program ended by this signal."""
+_SIGPIPE, _SIGTERM = 141, 143
+"""Exit codes that a shell reports for a program ended by these signals."""
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, which schedulers of jobs send: the run ends as after Ctrl-C, with what it has saved and shown."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     try:
-        code = _run(sys.argv[1:] if argv is None else list(argv))
-        sys.stdout.flush()  # flush here, where a closed pipe can be distinguished from a bug
+        with _sigterm():
+            code = _run(sys.argv[1:] if argv is None else list(argv))
+            sys.stdout.flush()  # flush here, where a closed pipe can be distinguished from a bug
         return code
     except DovetailError as error:
         if os.environ.get(DEBUG):
@@ -44,8 +53,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not isinstance(error.__context__, BrokenPipeError):
             raise
         return _SIGPIPE
+    except _Terminated:
+        return _SIGTERM
     except KeyboardInterrupt:
         return 130
+
+
+@contextmanager
+def _sigterm() -> Iterator[None]:
+    """Raise _Terminated on the first SIGTERM. Further ones have no effect: `timeout` sends two."""
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        signal.signal(number, lambda *_: None)
+        raise _Terminated
+
+    # Only the main thread may set handlers, and one that is not the default belongs to somebody else.
+    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if ours:
+        signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _reader_is_gone() -> bool:

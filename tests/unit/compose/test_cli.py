@@ -2,8 +2,10 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -233,3 +235,22 @@ def test_the_real_program_reports_a_mistake_in_one_line(tmp_path):
     assert done.stderr.splitlines() == [
         "dovetail: plugins.kin: app=plugins has no option `kin`. Did you mean `kind`? Options: kind, package, format."
     ]
+
+
+def test_sigterm_ends_a_run_as_ctrl_c_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = []
+
+    def run(argv: list[str]) -> int:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)  # as `timeout` does
+            time.sleep(0.01)
+            saved.append("results")
+        return 0
+
+    monkeypatch.setattr(cli, "_run", run)
+    assert cli.main([]) == 143
+    assert saved == ["results"]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
