@@ -211,6 +211,19 @@ def faults(answers: Mapping[str, Any] | None, gate: Mapping[str, float | None]) 
     return found
 
 
+def verdict(one: Mapping[str, Any], metric: Metric) -> str:
+    """Return "better" or "worse" if a change of the primary metric is significant, else "". Both tests must agree: the
+    interval is Student's t, and an exact p does not see how large the changes of single rounds are. Equal changes in
+    all rounds leave nothing to test."""
+    tested, change = one.get("primary"), one["changes"].get(metric.path)
+    if tested is None or tested["metric"] != metric.path or tested["p"] >= 1 - CONFIDENCE or one["gate"] or not change:
+        return ""
+    low, high = percent(change["low"], metric), percent(change["high"], metric)
+    if low <= 0 <= high or high - low < EXACT:
+        return ""
+    return "better" if (low > 0) == metric.more_is_better else "worse"
+
+
 def sentence(one: Mapping[str, Any], primary: str) -> str:
     """Return what was found about the primary metric."""
     metric, name = BY_PATH[primary], one["variant"]
@@ -228,6 +241,8 @@ def sentence(one: Mapping[str, Any], primary: str) -> str:
     low, high = percent(change["low"], metric), percent(change["high"], metric)
     if max(-low, high) < EXACT:
         return f"{name} has the baseline's {metric.words} in every round"
+    if high - low < EXACT:
+        return f"{claim} in every round alike, so there is no noise to test it against"
     if low <= 0 <= high and max(-low, high) >= OPEN:
         edges = f"between -{_digits(-low, 3)} and +{_digits(high, 3)} {unit(metric)}"
         return f"{name}: the effect on {metric.words} remains open, {edges}"

@@ -154,9 +154,10 @@ def check_apart(paths: Mapping[str, str | None]) -> None:
 
 
 def _is_result(path: Path) -> bool:
-    """Whether a file is empty, or begins as a JSON result, a timeline or a report does."""
+    """Whether a file is empty, or states near its beginning that Dovetail wrote it, as a JSON result, a timeline and a
+    report do."""
     if not path.is_file():
         return True  # A folder cannot be opened, and a device such as /dev/stdout keeps nothing.
     with path.open("rb") as file:
         head = file.read(1000).lower()
-    return not head or any(word in head for word in (b'"schema": "dovetail.', b'{"traceevents":', b"<!doctype html>"))
+    return not head or any(word in head for word in (b'"schema": "dovetail.', b'name="generator" content="dovetail"'))

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
-from dovetail.plugins.app.ablate.compare import METRICS, comparisons, faults, sentence
+from dovetail.plugins.app.ablate.compare import BY_PATH, METRICS, comparisons, faults, sentence, verdict
 from dovetail.plugins.app.ablate.conditions import Conditions, _descendants, void
 from dovetail.plugins.app.ablate.config import Primary, VoidConfig
+from dovetail.plugins.app.ablate.report import seen
 from dovetail.plugins.app.ablate.significance import detectable, holm, is_exact, sign_flip_p, t_p
 from dovetail.plugins.app.ablate.stats import Estimate, mean, paired
 
@@ -137,6 +138,24 @@ def test_sentences_state_effects_and_bounds_and_never_no_effect() -> None:
     assert lines[0].startswith("fast raises output tokens/s by 31.3 % [31.1, 31.5], p = 0.031 after Holm's correction")
     assert lines[1] == "same has no effect on output tokens/s larger than 0.57 %"
     assert len(lines) == 2, "the repeated baseline is no variant"
+
+
+def test_what_is_claimed_passes_both_tests() -> None:
+    """One large round widens the interval to no change, and its sign is that of the others."""
+    speed = BY_PATH["output_tokens_per_s"]
+    slight, clear = ([100.0 * factor for factor in (1.01,) * 5 + (last,)] for last in (1.2, 1.011))
+    for speeds, sees in ((slight, ""), (clear, "better")):
+        (one,) = comparisons([variant("base", [100.0] * 6, None), variant("x", speeds)])
+        assert one["primary"]["exact"] and one["primary"]["p"] < 0.05 and verdict(one, speed) == sees
+        assert ("no effect" in sentence(one, speed.path)) == (not sees)
+
+
+def test_the_smallest_effect_has_the_direction_of_the_change() -> None:
+    """No effect lowers a time by 300 %."""
+    ttft = BY_PATH["ttft_ms.median"]
+    assert seen({"value": 1.1, "detectable": 3.0}, ttft) == "sees 300 %"
+    assert seen({"value": 0.6, "detectable": 3.0}, ttft) == "sees 75.0 %"
+    assert seen({"value": -0.1, "detectable": 0.03}, BY_PATH["prefix_hit_rate"]) == "sees 3.0 points"
 
 
 def test_an_interval_that_excludes_nothing_is_no_bound() -> None:
