@@ -34,7 +34,7 @@ Surface = dict[str, Any]
 
 
 def surface() -> Surface:
-    """Return contracts (by module: versions and names), other names of `dovetail`, hooks, and options (by component)."""
+    """Return contracts (by module: versions and names), other public names, hooks, and options (by component)."""
     found, others = contracts(), package()
     for name, module in SUBCLASSED.items():
         found[module]["names"][name] = others.pop(name)

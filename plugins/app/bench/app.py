@@ -65,10 +65,13 @@ class BenchApp(App):
                 if self._calibrator is not None:
                     self._calibrator.measured(name, began, target.now())
         show(result)
-        if self._calibrator is not None:
-            result["calibration"] = self._calibrator.fit(startup["device"])
-        if self.config.out is not None:
-            Path(self.config.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        try:
+            if self._calibrator is not None:
+                result["calibration"] = self._calibrator.fit(startup["device"])
+        finally:
+            # The measurement is kept even if nothing can be fitted to it.
+            if self.config.out is not None:
+                Path(self.config.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         if self.config.plot is not None:
             draw(self.config.plot, result, timelines)
         return 1 if any(run["failed"] for _, load in rows(result) for run in load["runs"]) else 0
