@@ -48,6 +48,8 @@ BY_PATH = {metric.path: metric for metric in METRICS}
 
 OPEN = 50.0
 """Percent, or percentage points: an interval that includes both no change and such an effect is no useful bound."""
+BEYOND = 1000.0
+"""Percent: greater edges of an open interval are not stated."""
 EXACT = 1e-9
 """Percent, or percentage points: smaller changes are rounding of equal values, as in virtual time."""
 
@@ -244,7 +246,8 @@ def sentence(one: Mapping[str, Any], primary: str) -> str:
     if high - low < EXACT:
         return f"{claim} in every round alike, so there is no noise to test it against"
     if low <= 0 <= high and max(-low, high) >= OPEN:
-        edges = f"between -{_digits(-low, 3)} and +{_digits(high, 3)} {unit(metric)}"
+        most = f"+{_digits(high, 3)}" if high < BEYOND else f"more than +{BEYOND:g}"
+        edges = f"between -{_digits(-low, 3)} and {most} {unit(metric)}"
         return f"{name}: the effect on {metric.words} remains open, {edges}"
     if low <= 0 <= high:
         return f"{name} has no effect on {metric.words} larger than {_digits(max(-low, high), 2)} {unit(metric)}"

@@ -25,7 +25,7 @@ from dovetail.plugins.app.ablate.compare import (
     verdict,
 )
 from dovetail.plugins.app.ablate.config import GateConfig
-from dovetail.plugins.app.ablate.report import ANSWERS, answer_cells, captions, seen, sentences
+from dovetail.plugins.app.ablate.report import ANSWERS, answer_cells, captions, seen, sentences, void_notes
 from dovetail.plugins.app.tables import NONE, number, share
 
 TEMPLATE = "report.html.j2"
@@ -74,6 +74,7 @@ def write_report(path: str, result: Mapping[str, Any]) -> None:
         result=result,
         primary=primary,
         sentences=list(sentences(result)),
+        void_notes=list(void_notes(result)),
         loads=shown,
         variants=[
             one | {"yaml": yaml.safe_dump(one["composition"], sort_keys=False, allow_unicode=True)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from dovetail.plugins.app.ablate.compare import (
     unit,
     verdict,
 )
+from dovetail.plugins.app.ablate.conditions import unchecked
+from dovetail.plugins.app.ablate.config import VoidConfig
 from dovetail.plugins.app.ablate.stats import CONFIDENCE, Estimate
 from dovetail.plugins.app.tables import NONE, console, figures_table, number, share, simulated_title
 
@@ -46,8 +49,8 @@ def show(result: Mapping[str, Any]) -> None:
         out.print(line)
     for line in sentences(result):
         out.print(line, markup=False)
-    for number_, reason in result["void_rounds"].items():
-        out.print(f"[bold red]round {int(number_) + 1}[/] does not count: {_plain(reason)}")
+    for line in void_notes(result):
+        out.print(f"[bold red]{_plain(line)}[/]")
     for variant in result["variants"]:
         if variant["skipped"]:
             out.print(f"[bold]{_plain(variant['name'])}[/] was skipped: {_plain(variant['skipped'])}")
@@ -81,6 +84,17 @@ def sentences(result: Mapping[str, Any]) -> Iterator[str]:
         noise = f" ({seen(change, BY_PATH[primary])})" if change and change["detectable"] is not None else ""
         against = f", against {one['baseline']}" if result["design"] == "ladder" else ""
         yield f"{sentence(one, primary)}{noise}{against}"
+
+
+def void_notes(result: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the rounds that do not count, and the parts of the rule that could not be applied."""
+    for number_, reason in result["void_rounds"].items():
+        yield f"round {int(number_) + 1} does not count: {reason}"
+    rule, gpu = VoidConfig(**result["config"]["ablate"]["void"]), bool(result["machine"]["gpus"])
+    starts = [start.get("conditions", {}) for variant in result["variants"] for start in variant["starts"]]
+    missing = Counter(name for found in starts for name in unchecked(rule, found, gpu=gpu))
+    for name, times in missing.items():
+        yield f"ablate.void.{name} could not be checked in {times} of {len(starts)} starts, since its value is unknown"
 
 
 def all_void(result: Mapping[str, Any]) -> bool:
