@@ -246,8 +246,8 @@ def sentence(one: Mapping[str, Any], primary: str) -> str:
     if high - low < EXACT:
         return f"{claim} in every round alike, so there is no noise to test it against"
     if low <= 0 <= high and max(-low, high) >= OPEN:
-        most = f"+{_digits(high, 3)}" if high < BEYOND else f"more than +{BEYOND:g}"
-        edges = f"between -{_digits(-low, 3)} and {most} {unit(metric)}"
+        above = f"+{_digits(high, 3)}" if high < BEYOND else f"more than +{BEYOND:g}"
+        edges = f"between -{_digits(-low, 3)} and {above} {unit(metric)}"
         return f"{name}: the effect on {metric.words} remains open, {edges}"
     if low <= 0 <= high:
         return f"{name} has no effect on {metric.words} larger than {_digits(max(-low, high), 2)} {unit(metric)}"

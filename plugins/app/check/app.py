@@ -44,7 +44,8 @@ class CheckApp(App):
         console = line_console()
         with bar(console, "tests"), phases_in_lines(console, "check") as progress:
             progress("tests", None)
-            chosen = groups(package.name if package else None, found, engine=config.engine)
+            owner = package or found[0].package
+            chosen = groups(owner.name, found, whole=package is not None, engine=config.engine)
             card["groups"] = run(chosen, config.timeout, progress)
             if config.rounds and not failed(card):
                 progress("benchmark", None)

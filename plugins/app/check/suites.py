@@ -53,7 +53,7 @@ _PACKAGE = """
 from dovetail.core.testing.package import PackageContract
 
 class TestPackage(PackageContract):
-    package = {package!r}
+    package, component = {package!r}, {component!r}
 """
 _CONTRACT = """
 from dovetail.core.testing.suites import suite_of
@@ -69,9 +69,14 @@ class TestEngine(EngineRunContract):
 """
 
 
-def groups(package: str | None, components: Sequence[Registered], *, engine: bool) -> list[Group]:
-    """Return what is run: the package's own tests first."""
-    found = [Group(f"package {package}", "test_package.py", _PACKAGE.format(package=package))] if package else []
+def groups(package: str, components: Sequence[Registered], *, whole: bool, engine: bool) -> list[Group]:
+    """Return what is run: the package's own tests first, of which one component has only some. `whole`: the components
+    are all of the package."""
+    title, component = f"package {package}", ""
+    if not whole:
+        (only,) = (registered.component for registered in components)
+        title, component = f"{only.kind}={only.name}: options and class", f"{only.kind}/{only.name}"
+    found = [Group(title, "test_package.py", _PACKAGE.format(package=package, component=component))]
     for number, registered in enumerate(components):
         kind, name = registered.component.kind, registered.component.name
         found.append(
