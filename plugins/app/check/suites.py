@@ -93,7 +93,7 @@ def groups(package: str, components: Sequence[Registered], *, whole: bool, engin
 def run(chosen: Sequence[Group], timeout: float, progress: Progress) -> list[dict[str, Any]]:
     """Run the groups and return each with its outcomes. `progress`: called with the test that runs."""
     if missing := [module for module in ("pytest", "hypothesis") if find_spec(module) is None]:
-        raise ConfigError(f"app=check needs {' and '.join(missing)}: pip install 'dovetail[test]'")
+        raise ConfigError(f"app=check needs {' and '.join(missing)}: pip install 'dovetail[check]'")
     with tempfile.TemporaryDirectory(prefix="dovetail-check-") as place:
         folder = Path(place)
         for group in chosen:
