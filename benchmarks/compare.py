@@ -26,6 +26,10 @@ have the same requests, settings and GPU:
     python benchmarks/compare.py vllm --only vllm --workloads chat --out vllm.json -- +preset=h200_fp8_tp1
     python benchmarks/compare.py vllm --reuse vllm.json --workloads chat --out both.json -- +preset=h200_fp8_tp1
 
+`--lock FILE` lets several comparisons use one GPU: their engines start at the same time, which takes longest, but only
+one of them runs requests. Each needs its own part of the memory: `engine.memory_fraction` and `engine.kv_pages` for
+Dovetail, `--args '{"kv_cache_memory_bytes": ...}'` for vLLM.
+
 Workloads whose requests all arrive at once run in the engines themselves (peers/offline.py). Workloads with rates, such
 as online, go to the servers of both (peers/served.py), one after the other. `--set` gives one workload an option that
 others do not have: `--set online:workload.seconds=20`.
@@ -169,6 +173,9 @@ def arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--order", choices=("auto", "interleaved", "sequential"), default="auto")
     parser.add_argument("--only", metavar="ENGINE", help="run this engine alone: dovetail or the peer")
     parser.add_argument("--reuse", type=Path, metavar="FILE", help="result file with the runs of one of the engines")
+    parser.add_argument(
+        "--lock", type=Path, metavar="FILE", help="share the GPU with other comparisons that name this file"
+    )
     parser.add_argument("--args", type=json.loads, default={}, help="more options of the peer's engine, a JSON object")
     parser.add_argument("--out", type=Path, help="JSON file for all figures, written after each run")
     args = parser.parse_args(argv[:cut])
@@ -190,6 +197,8 @@ def main(argv: Sequence[str]) -> int:
     at_once = {name: one for name, one in made.items() if name not in over_time}
     if over_time and (args.only or args.reuse):
         raise ConfigError(f"--workloads {','.join(over_time)}: --only and --reuse are for requests that arrive at once")
+    if over_time and args.lock:
+        raise ConfigError(f"--workloads {','.join(over_time)}: --lock is for requests that arrive at once")
     if over_time and not server_script(args.peer).exists():
         script = server_script(args.peer).name
         raise ConfigError(f"--workloads {','.join(over_time)}: requests arrive over time, and there is no {script}")
@@ -234,7 +243,7 @@ def compare_engines(
         offline.log("both engines take turns" if interleaved else "one engine after the other")
 
     def engine(name: str, python: str, settings: dict[str, Any], env: dict[str, str]) -> offline.Engine:
-        return offline.Engine(name, [python, str(PEERS / f"{name}_peer.py"), json.dumps(settings)], env)
+        return offline.Engine(name, [python, str(PEERS / f"{name}_peer.py"), json.dumps(settings)], env, args.lock)
 
     engines: list[offline.Engine | offline.Recorded] = [
         engine("dovetail", sys.executable, {"overrides": overrides}, {}),

@@ -6,6 +6,7 @@ run.
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import os
@@ -13,7 +14,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ FIGURES = {
     "output_tokens_per_s": "output tokens/s",
 }
 """Key of a figure -> its heading in a table."""
+LEAST_TOKENS = 3
+"""With fewer output tokens a request has no TPOT: the difference of the two runs is within their noise."""
 
 
 def both_fit(composition: Composition, jobs: dict[str, list[Job]]) -> bool:
@@ -56,17 +59,33 @@ class PeerError(DovetailError):
     """An engine did not start, or ended before its last answer."""
 
 
+@contextmanager
+def gpu_of_many(lock: Path | None, *, alone: bool) -> Iterator[None]:
+    """Share a GPU with other comparisons that name the same file: their engines may start together, and `alone` waits
+    until none of them starts or runs requests."""
+    if lock is None:
+        yield
+        return
+    with lock.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
+
+
 class Engine:
     """An engine in a separate process, which runs while the context is open."""
 
     about: dict[str, Any] | None = None
     """Description that the engine reports once it is loaded."""
 
-    def __init__(self, name: str, command: Sequence[str], env: dict[str, str]) -> None:
-        """`env`: added to our own environment."""
-        self.name, self._command, self._env = name, command, os.environ | env
+    def __init__(self, name: str, command: Sequence[str], env: dict[str, str], lock: Path | None = None) -> None:
+        """`env`: added to our own environment. `lock`: of comparisons that share the GPU."""
+        self.name, self._command, self._env, self._lock = name, command, os.environ | env, lock
 
     def __enter__(self) -> Engine:
+        with gpu_of_many(self._lock, alone=False):
+            return self._start()
+
+    def _start(self) -> Engine:
         self._process = subprocess.Popen(
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=self._env
         )
@@ -89,6 +108,10 @@ class Engine:
         self._process.stdout.close()
 
     def run(self, job: Job) -> dict[str, Any]:
+        with gpu_of_many(self._lock, alone=True):
+            return self._run(job)
+
+    def _run(self, job: Job) -> dict[str, Any]:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"requests": str(job.path)}) + "\n")
@@ -186,7 +209,9 @@ def figures(runs: Sequence[tuple[Job, dict[str, Any]]]) -> dict[str, float]:
     found = {"seconds": round(whole, 4), "output_tokens_per_s": round(statistics.median(rates), 1)}
     if any(job.purpose == "one token" for job, _ in runs):
         one, output = median("seconds", "one token"), runs[-1][0].sizes["output_tokens"]
-        found |= {"tpot_ms": round(per_token_of_run(whole, one, output), 4), "one_token_s": round(one, 4)}
+        found["one_token_s"] = round(one, 4)
+        if output >= LEAST_TOKENS:
+            found["tpot_ms"] = round(per_token_of_run(whole, one, output), 4)
     return found
 
 

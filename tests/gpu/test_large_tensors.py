@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import fcntl
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,6 +56,15 @@ def masking(x_NV: torch.Tensor) -> tuple[torch.Tensor, ...]:
     bits_MW = torch.full((LAST, -(-x_NV.shape[1] // 32)), 0x0F0F0F0F, dtype=torch.int32, device=x_NV.device)
     apply_bitmask(x_NV, bits_MW, rows_M)
     return (x_NV,)
+
+
+@pytest.fixture(autouse=True)
+def memory() -> Iterator[None]:
+    """Each test takes up to tens of GB. Processes of pytest-xdist must neither take them at once nor keep them."""
+    with (Path(tempfile.gettempdir()) / "dovetail-large-tensors.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+        torch.cuda.empty_cache()
 
 
 CASES: dict[str, tuple[int, Op]] = {

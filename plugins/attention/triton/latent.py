@@ -234,12 +234,14 @@ def _tile(
     assert layer.mla is not None
     if dtype.itemsize == 4:
         return LatentTile(16, 16, 4, 1, 1)
-    # Each tile reads and converts the row's latents, so few large ones are fastest, even half empty. But the ranges of
-    # a row are joined by one program a tile: where few tiles fill the GPU with ranges, small ones join in parallel.
-    large = layer.heads * tokens > LEAST_TILE_ROWS and FEW * tiles >= _processors(device)
-    if large and hopper and not tree and _fits_hopper(layer.mla, dtype, kv_dtype):
+    # Each tile reads and converts the row's latents, so few large ones are fastest, even half empty, and three quarters
+    # empty with the kernel for Hopper. But the ranges of a row are joined by one program a tile: where few tiles fill
+    # the GPU with ranges, small ones join in parallel.
+    many, rows = FEW * tiles >= _processors(device), layer.heads * tokens
+    if many and rows >= LEAST_TILE_ROWS and hopper and not tree and _fits_hopper(layer.mla, dtype, kv_dtype):
         return LatentTile(MOST_TILE_ROWS, HOPPER_KEYS, 4, 2, 1, hopper=True)
     # The fastest on an H200 (benchmarks/NOTES.md, Experts).
+    large = many and rows > LEAST_TILE_ROWS
     rows, warps = (MOST_TILE_ROWS, 8) if large else (LEAST_TILE_ROWS, 8 if kv_dtype.itemsize == 1 else 4)
     keys = 32 if large and tree else 64
     tile = LatentTile(rows, keys, warps, 2, 1)

@@ -114,13 +114,13 @@ def test_which_latents_go_to_the_kernel_for_hopper(monkeypatch):
     monkeypatch.setattr(latent, "_processors", lambda device: 132)
     sizes, bf16, fp16 = MLA(1536, 512, 64, 128, 128), torch.bfloat16, torch.float16
 
-    def hopper(tokens=4, rows=64, dtype=bf16, kv_dtype=E4M3, mla=sizes, **options) -> bool:
-        layer = AttentionLayer(0, 0, 0, 16, 16, 192, 0.1, mla=mla)
+    def hopper(tokens=1, rows=64, dtype=bf16, kv_dtype=E4M3, mla=sizes, heads=16, **options) -> bool:
+        layer = AttentionLayer(0, 0, 0, heads, heads, 192, 0.1, mla=mla)
         return latent._tile(layer, tokens, rows, dtype, kv_dtype, torch.device("cpu"), **options).hopper
 
     assert hopper(hopper=True) and hopper(kv_dtype=bf16, hopper=True) and hopper(dtype=fp16, kv_dtype=fp16, hopper=True)
     others = (
-        dict(hopper=False), dict(tree=True), dict(tokens=1), dict(rows=1), dict(dtype=fp16), dict(kv_dtype=fp16),
+        dict(hopper=False), dict(tree=True), dict(heads=8), dict(rows=1), dict(dtype=fp16), dict(kv_dtype=fp16),
         dict(dtype=torch.float32, kv_dtype=torch.float32), dict(mla=MLA(0, 256, 64, 128, 128)),
         dict(mla=MLA(0, 512, 32, 128, 128)),
     )  # fmt: skip

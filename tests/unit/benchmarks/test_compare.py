@@ -6,6 +6,8 @@ import importlib
 import json
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -121,6 +123,22 @@ def test_results_survive_an_engine_that_ends(race: Race) -> None:
     assert [row["workload"] for row in result["comparisons"]] == ["fixed"]
     assert {name: len(runs) for name, runs in result["runs"].items()} == {"dovetail": 4, "twin": 2}
     assert set(result["engines"]) == {"dovetail", "twin"} and result["interleaved"] is False
+
+
+def test_comparisons_that_share_a_gpu_run_requests_alone(
+    race: Race, compare: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lock = tmp_path / "gpu.lock"
+    share = partial(compare.offline.gpu_of_many, lock)
+    words = ("--workloads", "fixed", "--rounds", "1", "--lock", str(lock), "--", *TINY, *SMALL)
+    with ThreadPoolExecutor(1) as other:
+        with share(alone=False), share(alone=False):  # two engines start at the same time
+            running = other.submit(race, *words, ours=[1.0] * 3, twin=[2.0] * 3)
+            with pytest.raises(TimeoutError):
+                running.result(timeout=2.0)
+            assert "warm-up" not in capsys.readouterr().err
+        result, _ = running.result()
+    assert len(result["comparisons"]) == 1
 
 
 def test_a_peer_gets_our_settings_and_an_environment(race: Race) -> None:
@@ -287,7 +305,7 @@ DRAWN = ("message.median=6", "message.most=20", "output.median=5", "output.most=
 @pytest.mark.nightly
 def test_loads_that_people_have(vllm: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
     """Drawn lengths, sampling, rounds and schemas reach both engines alike; the model has shapes alone."""
-    names = ("chat", "multi_turn", "agents", "3x6/5-sampled", "2x4/3")
+    names = ("chat", "multi_turn", "agents", "3x6/5-sampled", "2x4/3", "1x9/2")
     words = ["--workloads", ",".join(names)]
     for name in ("chat", "multi_turn"):
         words += [word for option in DRAWN for word in ("--set", f"{name}:workload.{option}")]
