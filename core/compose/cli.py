@@ -19,6 +19,7 @@ from typing import NoReturn, TextIO
 from dovetail.core.compose.composer import compose
 from dovetail.core.compose.discovery import installed, not_installed
 from dovetail.core.compose.kinds import KINDS, PRESET
+from dovetail.core.compose.probe import check_packages
 from dovetail.core.compose.sources import Repository, hydra_1_3, open_sources
 from dovetail.core.compose.wording import listing, program
 from dovetail.core.errors import ConfigError, DovetailDeprecationWarning, DovetailError
@@ -112,6 +113,8 @@ def _run(argv: list[str]) -> int:
             "-m would run a sweep in one process, where one engine's memory, kernels and caches affect the next: "
             "app=ablate 'ablate.vary={kv_cache:[paged,radix]}' runs each alternative in a separate process"
         )
+    if "app=check" in args.overrides:
+        check_packages()  # the package that is checked may be one that this process would not survive
     with warnings.catch_warnings():
         warnings.showwarning = _one_line
         composition = compose(args.overrides, config_dirs=args.config_dir)

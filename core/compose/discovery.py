@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stdout
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -43,9 +43,14 @@ def installed() -> Registry:
     return discover(os.environ.get(SWITCH, ""))
 
 
-def discover(switch: str = "", sources: Iterable[Source] | None = None) -> Registry:
+def discover(
+    switch: str = "",
+    sources: Iterable[Source] | None = None,
+    loading: Callable[[Source], object] = lambda entry: None,
+) -> Registry:
     """Load what packages register. `sources` are the entry points of another process's registry (`Registry.sources`);
-    None = those that are installed. What was installed since is then not part of the registry."""
+    None = those that are installed. What was installed since is then not part of the registry. `loading`: called before
+    each entry point is imported."""
     blocked = _parse_switch(switch)
     registered: list[Registered] = []
     problems: list[Problem] = []
@@ -55,13 +60,14 @@ def discover(switch: str = "", sources: Iterable[Source] | None = None) -> Regis
     used: list[Source] = []
     if sources is None:
         sources = list(_installed_sources())
-        _check_installed(switch, blocked, {_normal(entry.package.name) for entry in sources})
+        _check_installed(switch, blocked, {normal(entry.package.name) for entry in sources})
     for entry in sorted(sources):
         package = entry.package
-        if _normal(package.name) in blocked:
+        if normal(package.name) in blocked:
             problems.append(Problem(str(package), f"blocked by {SWITCH}=-{package.name}", unnamed=True))
             continue
         used.append(entry)
+        loading(entry)
         try:
             # Output that a package prints while loading must not mix with the run's output.
             with redirect_stdout(sys.stderr), no_exit():
@@ -129,16 +135,17 @@ def _parse_switch(switch: str) -> set[str]:
     for word in words:
         if not word.startswith("-"):
             raise ConfigError(f"{SWITCH}={switch}: `{word}` is not `-package`, the only form there is")
-        if _normal(word[1:]) == hookspecs.PROJECT:
+        if normal(word[1:]) == hookspecs.PROJECT:
             raise ConfigError(f"{SWITCH}={switch}: the built-in components cannot be blocked")
-    return {_normal(word[1:]) for word in words}
+    return {normal(word[1:]) for word in words}
 
 
 def _package(entry: EntryPoint) -> Package:
     return Package(entry.dist.name, entry.dist.version) if entry.dist else Package(entry.value, "")
 
 
-def _normal(distribution: str) -> str:
+def normal(distribution: str) -> str:
+    """Return the one spelling of a distribution's name under which pip compares names."""
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 

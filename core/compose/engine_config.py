@@ -80,7 +80,7 @@ class EngineConfig(Config):
     record: str | None = None
     """New file to which the engine records requests, plans, results and step times, for `app=replay` and
     `workload=recording`; null: none. With `dp` > 1 each replica adds its number: run.rec becomes run.0.rec, run.1.rec.
-    Compressed if zstandard is installed."""
+    Compressed if zstandard is installed. /dev/null measures what recording costs."""
     record_tokens: bool = False
     """Record token ids, stop strings and grammars too, which are the text of prompts and outputs. false: ids are
     replaced by keyed hashes that only show which prompts share a prefix."""

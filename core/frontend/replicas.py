@@ -50,6 +50,8 @@ def _record(path: str | None, replica: int) -> list[str]:
     if path is None:
         return []
     name = Path(path)
+    if name.is_char_device():
+        return []  # /dev/null serves all of them
     return [f"engine.record={json.dumps(str(name.with_stem(f'{name.stem}.{replica}')))}"]
 
 

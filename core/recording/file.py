@@ -52,7 +52,7 @@ class FrameWriter:
         """`header`: the first entry, which gets a frame of its own. Raises ConfigError if the file exists or cannot be
         made."""
         try:
-            self._file: BinaryIO = open(path.expanduser(), "xb", buffering=0)
+            self._file: BinaryIO = open(path.expanduser(), "wb" if _is_device(path) else "xb", buffering=0)
         except OSError as error:
             raise unwritable(path, error) from None
         library = zstd()
@@ -135,7 +135,7 @@ def unwritable(path: Path, error: OSError) -> ConfigError:
 def check_new(path: Path) -> None:
     """Raise ConfigError if a recording cannot be made at `path`."""
     place = path.expanduser()
-    if place.exists():
+    if place.exists() and not _is_device(path):
         raise unwritable(path, FileExistsError())
     if not place.absolute().parent.is_dir():
         raise ConfigError(f"engine.record={shown(path)}: there is no folder {shown(place.absolute().parent)}")
@@ -144,7 +144,12 @@ def check_new(path: Path) -> None:
 def free_path(path: Path) -> Path:
     """Return `path`, or the first of run-2.rec, run-3.rec ... that does not exist: the path of a restarted engine."""
     names = itertools.chain([path], (path.with_stem(f"{path.stem}-{n}") for n in itertools.count(2)))
-    return next(name for name in names if not name.expanduser().exists())
+    return next(name for name in names if not name.expanduser().exists() or _is_device(name))
+
+
+def _is_device(path: Path) -> bool:
+    """Whether a path is a device such as /dev/null, which keeps nothing that could be overwritten."""
+    return path.expanduser().is_char_device()
 
 
 def read_frames(path: Path, option: str) -> Iterator[bytes]:

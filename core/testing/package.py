@@ -42,10 +42,15 @@ class PackageContract:
 
     package = ""
     """Distribution name, as in pip."""
+    component = ""
+    """Kind and name of the only component that is tested, with its variants, such as "scheduler/mine"; "" = the whole
+    package."""
 
     def test_it_has_no_problems(self) -> None:
         """No component, preset or variant is listed as unusable."""
         ours = [problem for problem in self._registry().problems if problem.package == str(self._package())]
+        if self.component:
+            ours = [problem for problem in ours if f"{problem.kind}/{problem.name}" == self.component]
         assert not ours, "\n".join(f"{problem.kind} {problem.name}: {problem.reason}" for problem in ours)
         found = self._components() or self._files()
         assert found, f"{self.package} has no component or config file: is its entry point `dovetail` missing?"
@@ -89,7 +94,7 @@ class PackageContract:
         from dovetail.core.tuning.packages import read_packaged
 
         for package, reference in installed().tuning_tables:
-            if package == self._package():
+            if package == self._package() and not self.component:
                 table = read_packaged(reference, package.name, CHECKS)
                 assert len(table), f"{reference} has no entries: return it from dovetail_tuning_tables() once it has"
 
@@ -98,7 +103,7 @@ class PackageContract:
         from dovetail.core.checkpoint import load_reader
 
         for package, reference in installed().checkpoint_readers:
-            if package == self._package():
+            if package == self._package() and not self.component:
                 missing = sorted(load_reader(package, reference).__abstractmethods__)
                 assert not missing, f"{reference} must implement {', '.join(missing)}"
 
@@ -123,10 +128,12 @@ class PackageContract:
         return Package(found.name, found.version)
 
     def _components(self) -> list[Registered]:
-        return [r for r in installed().registered.values() if r.package == self._package()]
+        found = [r for r in installed().registered.values() if r.package == self._package()]
+        return [r for r in found if self.component in ("", f"{r.component.kind}/{r.component.name}")]
 
     def _files(self) -> list[ConfigFile]:
-        return [file for file in self._registry().files if file.package == str(self._package())]
+        found = [file for file in self._registry().files if file.package == str(self._package())]
+        return [file for file in found if self.component in ("", *(f"{file.group}/{base}" for base in file.chooses))]
 
     def _reader(self, kind: str) -> str:
         """Return an app that uses a kind; others reject a choice of it."""

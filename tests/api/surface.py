@@ -27,12 +27,18 @@ ROOT = Path(__file__).parents[2]
 COPY = Path(__file__).with_name("surface.json")
 CHANGELOG = ROOT / "CHANGELOG.md"
 
+SUBCLASSED = {"PolicyScheduler": "scheduler", "EvictionPolicy": "kv_cache"}
+"""Names of `dovetail` that components subclass -> module of the contract whose version a change of them raises."""
+
 Surface = dict[str, Any]
 
 
 def surface() -> Surface:
-    """Return contracts (by module: versions and names), hooks, and options (by component)."""
-    return {"contracts": contracts(), "hooks": hooks(), "options": options()}
+    """Return contracts (by module: versions and names), other public names, hooks, and options (by component)."""
+    found, others = contracts(), package()
+    for name, module in SUBCLASSED.items():
+        found[module]["names"][name] = others.pop(name)
+    return {"contracts": found, "package": others, "hooks": hooks(), "options": options()}
 
 
 # Signatures, read from the source: the text does not depend on what is installed.
@@ -53,6 +59,27 @@ def contracts() -> dict[str, Any]:
     return found
 
 
+def package() -> dict[str, list[str]]:
+    """Return the names of `dovetail` that are neither part of `core.interfaces` nor listed with the options."""
+    found: dict[str, list[str]] = {}
+    for file, names in _homes(Path(str(dovetail.__file__)), set(dovetail.__all__) - {"EngineConfig", "__version__"}):
+        if file.parent.name != "interfaces":
+            found |= dict(public(file.read_text(encoding="utf-8"), names))
+    return found
+
+
+def _homes(file: Path, names: set[str]) -> Iterator[tuple[Path, set[str]]]:
+    """Yield the modules that define names which a module imports."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("dovetail."):
+            here = names & {alias.name for alias in node.names}
+            home = Path(str(dovetail.__file__)).parent.joinpath(*str(node.module).split(".")[1:])
+            if here and home.is_dir():
+                yield from _homes(home / "__init__.py", here)
+            elif here:
+                yield home.with_suffix(".py"), here
+
+
 def hooks() -> dict[str, list[str]]:
     source = Path(str(hookspecs.__file__)).read_text(encoding="utf-8")
     return dict(public(source, {name for name in vars(hookspecs) if name.startswith("dovetail_")}))
@@ -68,7 +95,7 @@ def public(source: str, exported: set[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _name(node: ast.stmt) -> str:
-    if isinstance(node, ast.FunctionDef):
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return node.name
     if isinstance(node, ast.AnnAssign | ast.Assign):
         return ast.unparse(node.target if isinstance(node, ast.AnnAssign) else node.targets[0])
@@ -85,10 +112,11 @@ def _lines(node: ast.stmt) -> list[str]:
     name = _name(node)
     if not name or (name.startswith("_") and name != "__init__"):
         return []
-    if isinstance(node, ast.FunctionDef):
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        sort = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
         marks = "".join(f"@{ast.unparse(mark)} " for mark in node.decorator_list)
         returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
-        return [f"{marks}def {name}({ast.unparse(node.args)}){returns}"]
+        return [f"{marks}{sort} {name}({ast.unparse(node.args)}){returns}"]
     return [ast.unparse(node)]
 
 
@@ -127,8 +155,9 @@ def differences(old: Surface, new: Surface) -> Iterator[tuple[str, str, list[str
         before, after = (one["contracts"].get(module, {"names": {}})["names"] for one in (old, new))
         for name, lines in _changed(before, after):
             yield module, name, lines
-    for name, lines in _changed(old["hooks"], new["hooks"]):
-        yield "hooks", name, lines
+    for part in ("package", "hooks"):
+        for name, lines in _changed(old.get(part, {}), new[part]):
+            yield part, name, lines
     for component in sorted({*old["options"], *new["options"]}):
         before, after = (
             {name: [f"{name}: {text}"] for name, text in one["options"].get(component, {}).items()}
@@ -169,7 +198,7 @@ def missing(old: Surface, new: Surface, changelog: str) -> list[str]:
         by_part.setdefault(part, {})[name] = lines
     for part, changed in by_part.items():
         what, names = f"{part}: {', '.join(changed)} changed", list(changed)
-        if part in new["options"] or part in old["options"]:
+        if part == "package" or part in new["options"] or part in old["options"]:
             named = [name for name in names if _names(newest, name) or _names(newest, part)]
             found += [f"{part}: {name} changed, but {_no_entry(heading, name)}" for name in names if name not in named]
             continue

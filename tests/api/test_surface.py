@@ -63,6 +63,16 @@ def option(new: Surface) -> None:
     new["options"]["scheduler=fcfs"]["max_chunk"] = "int = 7"
 
 
+def policy(new: Surface) -> None:
+    names = new["contracts"]["scheduler"]["names"]
+    names["PolicyScheduler"] = [line.replace("waiting", "queue") for line in names["PolicyScheduler"]]
+    assert names != stored()["contracts"]["scheduler"]["names"]
+
+
+def python(new: Surface) -> None:
+    new["package"]["LLM"].pop()
+
+
 def hook(new: Surface) -> None:
     del new["hooks"]["dovetail_tuning_tables"]
 
@@ -78,6 +88,9 @@ def hook(new: Surface) -> None:
         (required, "`Arrival.images`", ["router: Arrival changed, but the version is still router/0.1"]),
         (name, "`Drain`", []),
         (shared, "RequestOptions", ["records: RequestOptions changed, which contracts share"]),
+        (policy, "`PolicyScheduler`", ["scheduler: PolicyScheduler changed, but the version is still scheduler/"]),
+        (python, "", ["package: LLM changed, but the section"]),
+        (python, "`LLM` loses a method", []),
         (option, "", ["scheduler=fcfs: max_chunk changed, but the section"]),
         (option, "`scheduler.max_chunk` is 7", []),
         (
@@ -94,6 +107,12 @@ def test_what_a_change_needs(change, entry, lacks) -> None:
     assert len(found) == len(lacks) and all(text.startswith(lack) for text, lack in zip(found, lacks, strict=True)), (
         found
     )
+
+
+def test_every_public_name_is_compared() -> None:
+    found = surface()
+    known = {name for one in found["contracts"].values() for name in one["names"]} | set(found["package"])
+    assert set(dovetail.__all__) - known == {"EngineConfig", "__version__"}
 
 
 def test_a_released_version_takes_no_changes() -> None:

@@ -41,6 +41,7 @@ COMPOSED_ONLY = {
     "one_at_a_time": "takes a minute",
     "ablate.gate": "takes minutes; tests/unit/app/test_ablate.py has fake processes",
     "ablate.quality.prompts=2": "starts processes; tests/unit/app/test_ablate.py runs a small one",
+    "engine.record=/dev/null": "takes minutes",
     "engine.dp=2": "starts processes; tests/invariance/test_two_replicas.py compares their outputs with those of one",
     "model=small_moe": "starts processes; tests/tp/test_experts.py runs placements",
     "check.rounds=5": "takes a minute; docs/first-plugin.md has one without a benchmark",

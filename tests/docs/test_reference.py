@@ -23,7 +23,7 @@ from dovetail.core.compose.sources import open_sources
 from dovetail.core.errors import PluginError
 from dovetail.core.interfaces import SamplingParams
 
-from .commands import DOCS, ROOT, pages
+from .commands import DOCS, ROOT, blocks, pages
 
 CONTRACTS = {kind: getattr(interfaces, k.interface.partition(":")[2]) for kind, k in KINDS.items()}
 BUILT_IN = [r.component for r in installed().registered.values() if r.package.is_builtin]
@@ -86,6 +86,18 @@ def test_policy_methods_are_described() -> None:
     assert len(policy) > 5
     missing = [name for name in policy if f"`{name}(" not in pages()["kinds/scheduler.md"]]
     assert not missing
+
+
+def test_components_of_pages_have_names_of_their_own() -> None:
+    """All pages are run in one environment, and each component that two packages register is refused."""
+    owners: dict[tuple[str, str], str] = {}
+    for block in blocks():
+        stated = re.findall(r'kind="(\w+)",\s*name="(\w+)"', block.text) if block.language == "python" else []
+        for kind, name in (*stated, *re.findall(r"new\.component=(\w+)/(\w+)", block.text)):
+            assert owners.setdefault((kind, name), block.page) == block.page, (
+                f"{kind}={name} is on {block.page} as well"
+            )
+    assert len(owners) > 10
 
 
 def test_every_hook_is_described() -> None:

@@ -69,13 +69,13 @@ def test_faults_are_in_the_report_card(dovetail, site, tmp_path):
     check = words("app=check", "check.package=faulty", "check.rounds=0", "check.out=card.json", "check.html=card.html")
     refused = {
         "check.package=broken": "it provides nothing that works: entry point broken: ModuleNotFoundError",
-        "check.package=empty": "no such package provides anything",
+        "check.package=empty": "it registers nothing: its hooks return no component",
         "check.package=faulti": "Did you mean `faulty`?",
         "check.package=dovetail": "is built in",
         "check.component=scheduler/fcfs": "is built in",
         "check.component=fcfs": "not of the form <kind>/<name>",
         "check.component=router/d": "no such router",
-        "check.package=faulty check.beside=[fcf]": "check.beside: no checked kind has `fcf`",
+        "check.package=FAULTY check.beside=[fcf]": "check.beside: no checked kind has `fcf`",
         "check.package=faulty check.out=site": "cannot be written",
         "": "give either package or component",
     }

@@ -15,10 +15,8 @@ from dovetail.core.compose import KINDS
 
 from .conftest import pip_install, refusal, run_all, words
 
-pytestmark = pytest.mark.nightly
-
 ALL = os.environ.get("DOVETAIL_KINDS") == "all"
-"""The nightly script also runs every kind in engines; CI runs one."""
+"""The nightly script also runs every kind in engines. CI generates and loads every kind; the suites are nightly."""
 LONGEST = 40
 """Lines of a generated file."""
 
@@ -82,6 +80,7 @@ def test_files_are_short_and_sound(generated):
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_passes_as_generated(card, kind):
     (group,) = (group for group in card["groups"] if group["title"] == f"{kind}=acme_{kind}: contract")
@@ -89,8 +88,8 @@ def test_each_kind_passes_as_generated(card, kind):
     assert "failed" not in outcomes and outcomes.count("passed") > 4
 
 
+@pytest.mark.nightly
 def test_one_installs_with_pip_and_runs(generated, tmp_path):
-    """CI checks a package that pip installed with docs/first-plugin.md, the nightly script here, with a benchmark."""
     site, small = pip_install(generated["scheduler"], tmp_path / "site"), ("engine.device=cpu", "engine.kv_pages=128")
     run = words("scheduler=acme_scheduler_variant", "generate.max_tokens=2", *small)
     check = words("app=check", "check.package=dovetail-acme-scheduler", "check.rounds=2", "check.out=a.json", *small)
@@ -105,6 +104,20 @@ def test_one_installs_with_pip_and_runs(generated, tmp_path):
         assert row["changes"]["output_tokens_per_s"]["low"] > 0
 
 
+def test_every_kind_loads(python, site):
+    code = """if True:
+        from dovetail.core.compose import KINDS, installed
+        from dovetail.core.testing.suites import suite_of
+        assert not installed().problems, installed().problems
+        for kind in KINDS:
+            target = installed().get(kind, f"acme_{kind}").target()
+            print(target.__module__, suite_of(kind, f"acme_{kind}").__name__)
+    """
+    lines = python("-c", code, path=(site,)).stdout.splitlines()
+    assert [line.split(".")[0] for line in lines] == [f"dovetail_acme_{kind}" for kind in KINDS]
+
+
+@pytest.mark.nightly
 def test_every_kind_has_a_benchmark_that_composes(python, site):
     """The component runs beside the one that is chosen otherwise, and beside one more."""
     code = """if True:

@@ -20,7 +20,7 @@ from dovetail.plugins.app.ablate.conditions import Conditions, void
 from dovetail.plugins.app.ablate.config import AblateConfig
 from dovetail.plugins.app.ablate.host import check
 from dovetail.plugins.app.ablate.html import write_report
-from dovetail.plugins.app.ablate.report import draw, show
+from dovetail.plugins.app.ablate.report import all_void, draw, show
 from dovetail.plugins.app.ablate.resume import restore
 from dovetail.plugins.app.ablate.stats import turns
 from dovetail.plugins.app.ablate.variants import Variant, make
@@ -101,7 +101,7 @@ class AblateApp(App):
                     draw(config.plot, result)
                 if config.report is not None:
                     write_report(config.report, result)
-        wrong = any(one["gate"] for one in result["comparisons"])
+        wrong = any(one["gate"] for one in result["comparisons"]) or all_void(result)
         return 1 if wrong or any(record["failure"] for record in records) else 0
 
     def _measure(self, running: Sequence[Variant], result: dict[str, Any], order: dict[str, Any]) -> None:

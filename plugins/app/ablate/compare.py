@@ -48,6 +48,8 @@ BY_PATH = {metric.path: metric for metric in METRICS}
 
 OPEN = 50.0
 """Percent, or percentage points: an interval that includes both no change and such an effect is no useful bound."""
+BEYOND = 1000.0
+"""Percent: greater edges of an open interval are not stated."""
 EXACT = 1e-9
 """Percent, or percentage points: smaller changes are rounding of equal values, as in virtual time."""
 
@@ -211,6 +213,19 @@ def faults(answers: Mapping[str, Any] | None, gate: Mapping[str, float | None]) 
     return found
 
 
+def verdict(one: Mapping[str, Any], metric: Metric) -> str:
+    """Return "better" or "worse" if a change of the primary metric is significant, else "". Both tests must agree: the
+    interval is Student's t, and an exact p does not see how large the changes of single rounds are. Equal changes in
+    all rounds leave nothing to test."""
+    tested, change = one.get("primary"), one["changes"].get(metric.path)
+    if tested is None or tested["metric"] != metric.path or tested["p"] >= 1 - CONFIDENCE or one["gate"] or not change:
+        return ""
+    low, high = percent(change["low"], metric), percent(change["high"], metric)
+    if low <= 0 <= high or high - low < EXACT:
+        return ""
+    return "better" if (low > 0) == metric.more_is_better else "worse"
+
+
 def sentence(one: Mapping[str, Any], primary: str) -> str:
     """Return what was found about the primary metric."""
     metric, name = BY_PATH[primary], one["variant"]
@@ -228,8 +243,11 @@ def sentence(one: Mapping[str, Any], primary: str) -> str:
     low, high = percent(change["low"], metric), percent(change["high"], metric)
     if max(-low, high) < EXACT:
         return f"{name} has the baseline's {metric.words} in every round"
+    if high - low < EXACT:
+        return f"{claim} in every round alike, so there is no noise to test it against"
     if low <= 0 <= high and max(-low, high) >= OPEN:
-        edges = f"between -{_digits(-low, 3)} and +{_digits(high, 3)} {unit(metric)}"
+        above = f"+{_digits(high, 3)}" if high < BEYOND else f"more than +{BEYOND:g}"
+        edges = f"between -{_digits(-low, 3)} and {above} {unit(metric)}"
         return f"{name}: the effect on {metric.words} remains open, {edges}"
     if low <= 0 <= high:
         return f"{name} has no effect on {metric.words} larger than {_digits(max(-low, high), 2)} {unit(metric)}"

@@ -77,6 +77,17 @@ def void(rule: VoidConfig, found: Mapping[str, Any]) -> str | None:
     return None
 
 
+def unchecked(rule: VoidConfig, found: Mapping[str, Any], *, gpu: bool) -> list[str]:
+    """Return the parts of the rule that say nothing of a start, since the machine did not state their values."""
+    asked = {
+        "throttled": gpu and rule.throttled,
+        "gpu_processes": gpu and rule.gpu_processes,
+        "clock": gpu and rule.clock is not None,
+        "foreign_cpu": rule.foreign_cpu is not None,
+    }
+    return [name for name, wanted in asked.items() if wanted and name not in found]
+
+
 def _query(what: str, *fields: str) -> list[list[str]]:
     """Return the lines of nvidia-smi, or none without it."""
     command = ["nvidia-smi", f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"]

@@ -22,10 +22,10 @@ from dovetail.plugins.app.ablate.compare import (
     percent,
     summary,
     unit,
+    verdict,
 )
 from dovetail.plugins.app.ablate.config import GateConfig
-from dovetail.plugins.app.ablate.report import ANSWERS, answer_cells, seen, sentences
-from dovetail.plugins.app.ablate.stats import CONFIDENCE
+from dovetail.plugins.app.ablate.report import ANSWERS, answer_cells, captions, seen, sentences, void_notes
 from dovetail.plugins.app.tables import NONE, number, share
 
 TEMPLATE = "report.html.j2"
@@ -74,6 +74,7 @@ def write_report(path: str, result: Mapping[str, Any]) -> None:
         result=result,
         primary=primary,
         sentences=list(sentences(result)),
+        void_notes=list(void_notes(result)),
         loads=shown,
         variants=[
             one | {"yaml": yaml.safe_dump(one["composition"], sort_keys=False, allow_unicode=True)}
@@ -103,6 +104,7 @@ def _load(result: Mapping[str, Any], load: Load, primary: Metric) -> dict[str, A
             for name, one in found.items()
         },
         "changes": [(one, [_cell(one["changes"].get(metric.path), metric) for metric in metrics]) for one in rows],
+        "captions": list(captions(result, load, rows)),
         "bars": list(_bars(rows, primary)),
         "plot": _plot({name: one for name, one in found.items() if name not in repeats}),
         "answers": [(one, answer_cells(one["quality"])) for one in rows] if any(one["quality"] for one in rows) else [],
@@ -118,7 +120,7 @@ def _cell(change: Mapping[str, Any] | None, metric: Metric) -> list[str]:
         low, high = (percent(change[edge], metric) for edge in ("low", "high"))
         lines.append(f"[{low:+.1f}, {high:+.1f}]")
     if change["detectable"] is not None:
-        lines.append(seen(change["detectable"], metric))
+        lines.append(seen(change, metric))
     return lines
 
 
@@ -128,7 +130,6 @@ def _value(value: float, metric: Metric) -> str:
 
 def _bars(rows: Sequence[Mapping[str, Any]], metric: Metric) -> Iterator[Bar]:
     known = [(one, one["changes"][metric.path]) for one in rows if metric.path in one["changes"]]
-    unchanged = 1.0 if metric.ratio else 0.0
     # x2 and x0.5 are equally far from no change.
     place = math.log if metric.ratio else float
     edges = [place(edge) for _, c in known for edge in (c["value"], c["low"], c["high"]) if edge is not None]
@@ -137,12 +138,9 @@ def _bars(rows: Sequence[Mapping[str, Any]], metric: Metric) -> Iterator[Bar]:
     for one, change in known:
         low, high = (change["value"] if change[edge] is None else change[edge] for edge in ("low", "high"))
         at, low, high = ((place(edge) - least) * scale for edge in (change["value"], low, high))
-        tested = one.get("primary")
-        verdict = ""
-        if tested is not None and tested["p"] < 1 - CONFIDENCE and not one["gate"]:
-            verdict = "better" if (change["value"] > unchanged) == metric.more_is_better else "worse"
         text = " ".join(_cell(change | {"detectable": None}, metric))
-        yield Bar(f"{one['variant']} / {one['baseline']}", at, low, high, -least * scale, text, verdict)
+        name = f"{one['variant']} / {one['baseline']}"
+        yield Bar(name, at, low, high, -least * scale, text, verdict(one, metric))
 
 
 def _plot(found: Mapping[str, Mapping[str, float]]) -> dict[str, Any] | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -19,28 +20,37 @@ from dovetail.plugins.app.ablate.compare import (
     sentence,
     summary,
     unit,
+    verdict,
 )
+from dovetail.plugins.app.ablate.conditions import unchecked
+from dovetail.plugins.app.ablate.config import VoidConfig
 from dovetail.plugins.app.ablate.stats import CONFIDENCE, Estimate
 from dovetail.plugins.app.tables import NONE, console, figures_table, number, share, simulated_title
 
 ANSWERS = ("greedy tokens equal", "outputs equal", "top-1 agreement", "NLL change, nats/token")
+MOST = 400
+"""Greatest width of a table in a file or a pipe, characters."""
 DRAWN = ("output_tokens_per_s", "ttft_ms.median", "tpot_ms.median")
 
 
 def show(result: Mapping[str, Any]) -> None:
     out = console(150, highlight=False)
     out.print(_where(result))
-    for load in loads(result):
-        for table in (_figures(result, load), *_changes(result, load)):
-            out.print(table)
-    for table in _quality(result):
+    tables = [table for load in loads(result) for table in (*_figures(result, load), *_changes(result, load))]
+    tables += _quality(result)
+    if tables and not out.is_terminal:
+        # A file or a pipe has room for the names of variants.
+        out.width = max(
+            out.width, *(out.measure(table, options=out.options.update(width=MOST)).maximum for table in tables)
+        )
+    for table in tables:
         out.print(table)
     for line in _tuned_otherwise(result):
         out.print(line)
     for line in sentences(result):
         out.print(line, markup=False)
-    for number_, reason in result["void_rounds"].items():
-        out.print(f"[bold red]round {int(number_) + 1}[/] does not count: {_plain(reason)}")
+    for line in void_notes(result):
+        out.print(f"[bold red]{_plain(line)}[/]")
     for variant in result["variants"]:
         if variant["skipped"]:
             out.print(f"[bold]{_plain(variant['name'])}[/] was skipped: {_plain(variant['skipped'])}")
@@ -65,17 +75,39 @@ def _tuned_otherwise(result: Mapping[str, Any]) -> Iterator[str]:
 def sentences(result: Mapping[str, Any]) -> Iterator[str]:
     """Yield what was found about each variant, and how large an effect had to be in order to be seen."""
     primary = result["config"]["ablate"]["primary"]
+    if all_void(result):
+        yield "every round is void: nothing can be said about the variants"
     for one in result["comparisons"]:
-        if one["repeats"]:
+        change = one["changes"].get(primary)
+        if one["repeats"] or (change is None and not one["gate"] and all_void(result)):
             continue
-        least = one["changes"].get(primary, {}).get("detectable")
-        noise = "" if least is None else f" ({seen(least, BY_PATH[primary])})"
+        noise = f" ({seen(change, BY_PATH[primary])})" if change and change["detectable"] is not None else ""
         against = f", against {one['baseline']}" if result["design"] == "ladder" else ""
         yield f"{sentence(one, primary)}{noise}{against}"
 
 
-def seen(least: float, metric: Metric) -> str:
-    """State the smallest effect that could have been seen."""
+def void_notes(result: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the rounds that do not count, and the parts of the rule that could not be applied."""
+    for number_, reason in result["void_rounds"].items():
+        yield f"round {int(number_) + 1} does not count: {reason}"
+    rule, gpu = VoidConfig(**result["config"]["ablate"]["void"]), bool(result["machine"]["gpus"])
+    starts = [start.get("conditions", {}) for variant in result["variants"] for start in variant["starts"]]
+    missing = Counter(name for found in starts for name in unchecked(rule, found, gpu=gpu))
+    for name, times in missing.items():
+        yield f"ablate.void.{name} could not be checked in {times} of {len(starts)} starts, since its value is unknown"
+
+
+def all_void(result: Mapping[str, Any]) -> bool:
+    """Whether no round counts."""
+    return len(result["void_rounds"]) >= result["config"]["ablate"]["rounds"]
+
+
+def seen(change: Mapping[str, Any], metric: Metric) -> str:
+    """State the smallest effect that could have been seen, in the direction of the change: what x4 is upwards, is 75 %
+    downwards."""
+    least = change["detectable"]
+    if metric.ratio and change["value"] < 1:
+        least /= 1 + least
     return f"sees {100 * least:.{0 if least >= 1 else 1}f} {unit(metric)}"
 
 
@@ -104,15 +136,17 @@ def _table(result: Mapping[str, Any], title: str, load: Load, heads: Iterable[st
     return figures_table(title + at, "step" if result["design"] == "ladder" else "variant", heads, overflow="fold")
 
 
-def _figures(result: Mapping[str, Any], load: Load) -> Table:
+def _figures(result: Mapping[str, Any], load: Load) -> Iterator[Table]:
     rows = [(variant, summary(variant, load.rate)) for variant in of_load(result, load)]
     metrics = [metric for metric in METRICS if any(metric.path in found for _, found in rows)]
+    if not metrics:
+        return
     title = "medians over runs; latency in ms, output in tokens/s"
     table = _table(result, title, load, (metric.title for metric in metrics))
     for variant, found in rows:
         cells = ((number if metric.ratio else share)(found.get(metric.path)) for metric in metrics)
         table.add_row(Text(load.name(variant["name"])), *cells)
-    return table
+    yield table
 
 
 def _by_baseline(result: Mapping[str, Any], load: Load) -> Iterator[tuple[str, list[dict[str, Any]]]]:
@@ -131,9 +165,9 @@ def _by_baseline(result: Mapping[str, Any], load: Load) -> Iterator[tuple[str, l
 
 def _changes(result: Mapping[str, Any], load: Load) -> Iterator[Table]:
     for against, rows in _by_baseline(result, load):
-        if not rows:
-            continue
         metrics = [metric for metric in METRICS if any(metric.path in row["changes"] for row in rows)]
+        if not metrics:
+            continue
         title = f"{against}: ratios (differences for shares), {CONFIDENCE:.0%} intervals"
         primary = result["config"]["ablate"]["primary"]
         heads = (metric.title + (" (primary)" if metric.path == primary else "") for metric in metrics)
@@ -141,19 +175,32 @@ def _changes(result: Mapping[str, Any], load: Load) -> Iterator[Table]:
         for row in rows:
             cells = [_change(metric, row) for metric in metrics]
             table.add_row(Text(load.name(row["variant"])), *cells)
-        table.caption = "\n".join(_captions([change for row in rows for change in row["changes"].values()]))
+        table.caption = "\n".join(captions(result, load, rows))
         table.caption_justify = "left"
         yield table
 
 
-def _captions(changes: list[Mapping[str, Any]]) -> Iterator[str]:
+def captions(result: Mapping[str, Any], load: Load, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield how the changes of these rows are to be read."""
+    changes = [change for row in rows for change in row["changes"].values()]
     if any(change["unit"] == "runs" for change in changes):
         yield "one round: intervals are over its runs and do not include the variation between starts"
     elif any(change["low"] is None for change in changes):
         yield "one sample each: no interval (ablate.rounds)"
     if any(change["detectable"] is not None for change in changes):
         yield "sees: smallest effect that would have been seen with probability 80 %, from the repeated baseline"
+    if exact := [row["primary"]["exact"] for row in rows if row.get("primary")]:
+        yield "p of the primary figure: " + ("exact sign flips of rounds" if all(exact) else "Student's t over rounds")
+    if _same_requests(result, load):
+        yield "all rounds had the same requests: intervals do not cover differences between requests"
     yield "all figures but the primary one are exploratory"
+
+
+def _same_requests(result: Mapping[str, Any], load: Load) -> bool:
+    """Whether a workload that never changes, such as a recording, was measured in several rounds."""
+    starts = [start for variant in of_load(result, load) for start in variant["starts"]]
+    runs = [run for start in starts for one in start["loads"] if one["rate"] == load.rate for run in one["runs"]]
+    return len({start["round"] for start in starts}) > 1 and len({run.get("requests_hash") for run in runs}) == 1
 
 
 def _change(metric: Metric, row: Mapping[str, Any]) -> Text:
@@ -170,12 +217,8 @@ def _change(metric: Metric, row: Mapping[str, Any]) -> Text:
     if estimate.low is not None and estimate.high is not None:
         cell += f"\n{words(estimate.low)} to {words(estimate.high)}"
     if change["detectable"] is not None:
-        cell += "\n" + seen(change["detectable"], metric).removesuffix(" points")
-    tested = row.get("primary")
-    if tested is None or tested["metric"] != metric.path or tested["p"] >= 1 - CONFIDENCE or row["gate"]:
-        return Text(cell)
-    unchanged = 1.0 if metric.ratio else 0.0
-    return Text(cell, style="green" if (estimate.value > unchanged) == metric.more_is_better else "red")
+        cell += "\n" + seen(change, metric).removesuffix(" points")
+    return Text(cell, style={"better": "green", "worse": "red"}.get(verdict(row, metric), ""))
 
 
 def _quality(result: Mapping[str, Any]) -> Iterator[Table]:

@@ -41,17 +41,39 @@ def _differences(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
     ]
     before, after = _settings(earlier), _settings(now)
     changed = [name for name in after if before.get(name) != after[name]]
-    return found + [f"{name} {_short(before.get(name))}, now {_short(after[name])}" for name in changed]
+    found += [f"{name} {_short(before.get(name))}, now {_short(after[name])}" for name in changed]
+    return found + _variants(earlier, now)
 
 
 def _settings(result: Mapping[str, Any]) -> dict[str, Any]:
     """Return what determines the figures of a start."""
     try:
         options = {f"ablate.{k}": v for k, v in result["config"]["ablate"].items() if k not in MAY_DIFFER}
-        variants = {record["name"]: [record["overrides"], record["skipped"]] for record in result["variants"]}
     except (KeyError, TypeError, AttributeError):
         return {}
-    return options | {"the variants": variants}
+    return options
+
+
+def _variants(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return how the variants differ: their names, what was skipped, and the words that compose them."""
+    try:
+        before, after = (
+            {one["name"]: (one["overrides"], one["skipped"]) for one in r["variants"]} for r in (earlier, now)
+        )
+    except (KeyError, TypeError):
+        return ["it has no variants"]
+    found = [f"variant {name}, now gone" for name in before if name not in after]
+    found += [f"variant {name} is new" for name in after if name not in before]
+    for name in (name for name in before if name in after):
+        (words, skipped), (new_words, newly_skipped) = before[name], after[name]
+        if words != new_words:
+            gone = [word for word in words if word not in new_words]
+            new = [word for word in new_words if word not in words]
+            # The same words for all variants come from the command line.
+            found.append(f"{' '.join(gone) or 'nothing'}, now {' '.join(new) or 'nothing'}")
+        if skipped != newly_skipped:
+            found.append(f"{name} skipped: {_short(skipped)}, now {_short(newly_skipped)}")
+    return list(dict.fromkeys(found))
 
 
 def _short(value: Any) -> str:

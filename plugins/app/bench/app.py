@@ -65,10 +65,13 @@ class BenchApp(App):
                 if self._calibrator is not None:
                     self._calibrator.measured(name, began, target.now())
         show(result)
-        if self._calibrator is not None:
-            result["calibration"] = self._calibrator.fit(startup["device"])
-        if self.config.out is not None:
-            Path(self.config.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        try:
+            if self._calibrator is not None:
+                result["calibration"] = self._calibrator.fit(startup["device"])
+        finally:
+            # The measurement is kept even if nothing can be fitted to it.
+            if self.config.out is not None:
+                Path(self.config.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         if self.config.plot is not None:
             draw(self.config.plot, result, timelines)
         return 1 if any(run["failed"] for _, load in rows(result) for run in load["runs"]) else 0
@@ -154,9 +157,10 @@ def check_apart(paths: Mapping[str, str | None]) -> None:
 
 
 def _is_result(path: Path) -> bool:
-    """Whether a file is empty, or begins as a JSON result, a timeline or a report does."""
+    """Whether a file is empty, or states near its beginning that Dovetail wrote it, as a JSON result, a timeline and a
+    report do."""
     if not path.is_file():
         return True  # A folder cannot be opened, and a device such as /dev/stdout keeps nothing.
     with path.open("rb") as file:
         head = file.read(1000).lower()
-    return not head or any(word in head for word in (b'"schema": "dovetail.', b'{"traceevents":', b"<!doctype html>"))
+    return not head or any(word in head for word in (b'"schema": "dovetail.', b'name="generator" content="dovetail"'))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.core.compose import KINDS, Composition, Package, Registered, Registry
+from dovetail.core.compose.discovery import normal
 from dovetail.core.compose.wording import did_you_mean, listing
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces.app import App
@@ -43,7 +44,8 @@ class CheckApp(App):
         console = line_console()
         with bar(console, "tests"), phases_in_lines(console, "check") as progress:
             progress("tests", None)
-            chosen = groups(package.name if package else None, found, engine=config.engine)
+            owner = package or found[0].package
+            chosen = groups(owner.name, found, whole=package is not None, engine=config.engine)
             card["groups"] = run(chosen, config.timeout, progress)
             if config.rounds and not failed(card):
                 progress("benchmark", None)
@@ -60,16 +62,23 @@ class CheckApp(App):
 
 
 def of_name(registry: Registry, name: str) -> Package:
-    """Return the package of this name. Raises ConfigError if it provides nothing that works."""
+    """Return the package of this name, in any of the spellings that pip accepts. Raises ConfigError if it provides
+    nothing that works."""
     provided = (*registry.config_dirs, *registry.tuning_tables, *registry.checkpoint_readers)
     found = {package.name: package for package, _ in provided}
     found |= {r.package.name: r.package for r in registry.registered.values()}
-    if name in found:
-        if found[name].is_builtin:
+    if (package := next((found[other] for other in found if normal(other) == normal(name)), None)) is not None:
+        if package.is_builtin:
             raise _builtin(f"check.package={name}")
-        return found[name]
-    if reasons := [problem.reason for problem in registry.problems if problem.package.partition(" ")[0] == name]:
+        return package
+    problems = [(problem.package.partition(" ")[0], problem.reason) for problem in registry.problems]
+    if reasons := [reason for package_name, reason in problems if normal(package_name) == normal(name)]:
         raise ConfigError(f"check.package={name}: it provides nothing that works: {'; '.join(reasons)}")
+    if any(normal(entry.package.name) == normal(name) for entry in registry.sources):
+        raise ConfigError(
+            f"check.package={name}: it registers nothing: its hooks return no component, configuration folder, tuning "
+            "table or checkpoint reader"
+        )
     there = sorted(other for other, package in found.items() if not package.is_builtin)
     raise ConfigError(
         f"check.package={name}: no such package provides anything.{did_you_mean(name, there)} "

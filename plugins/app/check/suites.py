@@ -53,7 +53,7 @@ _PACKAGE = """
 from dovetail.core.testing.package import PackageContract
 
 class TestPackage(PackageContract):
-    package = {package!r}
+    package, component = {package!r}, {component!r}
 """
 _CONTRACT = """
 from dovetail.core.testing.suites import suite_of
@@ -69,9 +69,14 @@ class TestEngine(EngineRunContract):
 """
 
 
-def groups(package: str | None, components: Sequence[Registered], *, engine: bool) -> list[Group]:
-    """Return what is run: the package's own tests first."""
-    found = [Group(f"package {package}", "test_package.py", _PACKAGE.format(package=package))] if package else []
+def groups(package: str, components: Sequence[Registered], *, whole: bool, engine: bool) -> list[Group]:
+    """Return what is run: the package's own tests first, of which one component has only some. `whole`: the components
+    are all of the package."""
+    title, component = f"package {package}", ""
+    if not whole:
+        (only,) = (registered.component for registered in components)
+        title, component = f"{only.kind}={only.name}: options and class", f"{only.kind}/{only.name}"
+    found = [Group(title, "test_package.py", _PACKAGE.format(package=package, component=component))]
     for number, registered in enumerate(components):
         kind, name = registered.component.kind, registered.component.name
         found.append(
@@ -88,7 +93,7 @@ def groups(package: str | None, components: Sequence[Registered], *, engine: boo
 def run(chosen: Sequence[Group], timeout: float, progress: Progress) -> list[dict[str, Any]]:
     """Run the groups and return each with its outcomes. `progress`: called with the test that runs."""
     if missing := [module for module in ("pytest", "hypothesis") if find_spec(module) is None]:
-        raise ConfigError(f"app=check needs {' and '.join(missing)}: pip install 'dovetail[test]'")
+        raise ConfigError(f"app=check needs {' and '.join(missing)}: pip install 'dovetail[check]'")
     with tempfile.TemporaryDirectory(prefix="dovetail-check-") as place:
         folder = Path(place)
         for group in chosen:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
+import shlex
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
@@ -31,7 +32,7 @@ class NewApp(App):
         _write(folder, made)
         for path in made:
             print(folder / path)
-        print(f"\npip install -e {folder}\ndovetail app=check check.package={package}")
+        print(f"\npip install -e {shlex.quote(f'{folder}[test]')}\ndovetail app=check check.package={package}")
         return 0
 
 

@@ -217,7 +217,7 @@ def _reasons(rows: Sequence[dict[str, Any]]) -> str:
 def show(result: dict[str, Any]) -> None:
     out = console(140, highlight=False)
     slo = [f"p99 {name} {limit:g} s" for name, limit in _limits(result) if limit is not None]
-    title = f"{result['load']}, simulated; objective: {', '.join(slo) or 'none'}"
+    title = f"{result['load']}, simulated; objective: {', '.join(slo) or 'none (plan.ttft, plan.tpot)'}"
     heads = ("GPUs", "output tokens/s", "TTFT p99, s", "TPOT p99, ms", "per million tokens", "objective")
     table = Table("candidate", *heads, title=title, title_justify="left")
     for row in result["candidates"]:
@@ -227,13 +227,14 @@ def show(result: dict[str, Any]) -> None:
             continue
         tpot = None if row["tpot_p99_s"] is None else row["tpot_p99_s"] * 1e3
         figures = (row["output_tokens_per_s"], row["ttft_p99_s"], tpot, row["price_per_million"])
-        verdict = "met" if row["meets"] else "missed"
+        verdict = ("met" if slo else "none") if row["meets"] else "missed"
         table.add_row(row["overrides"], gpus, *map(number, figures), verdict)
     out.print(table)
     if result["best"] is None:
         out.print(f"no candidate meets the objective; plan.gpus={result['gpus']} limits their GPUs")
     else:
-        out.print(f"cheapest that meets the objective: {result['best']}", markup=False)
+        what = "cheapest that meets the objective" if slo else "cheapest"
+        out.print(f"{what}: {result['best']}", markup=False)
 
 
 def _limits(result: dict[str, Any]) -> tuple[tuple[str, float | None], ...]:

@@ -16,12 +16,12 @@ from dovetail.core.recording.recording import Recording
 from dovetail.plugins.app.bench.app import check_apart, check_writable
 from dovetail.plugins.app.replay.config import ReplayConfig
 from dovetail.plugins.app.replay.figures import FIGURES, figures
-from dovetail.plugins.app.replay.lockstep import Divergence, Lockstep
+from dovetail.plugins.app.replay.lockstep import Divergence, Lockstep, recorded_queue
 from dovetail.plugins.app.replay.parts import Pair, blamed, build, choices, compose_pair, notes
 from dovetail.plugins.app.replay.simulate import Simulation, recorded_outcome
 from dovetail.plugins.app.replay.timeline import write_timeline
 from dovetail.plugins.app.replay.times import StepTimes
-from dovetail.plugins.app.tables import console, figures_table, number, share
+from dovetail.plugins.app.tables import NONE, console, figures_table, number, share
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -49,8 +49,8 @@ class ReplayApp(App):
 def replay(recording: Recording, pair: Pair) -> dict[str, Any]:
     """Return the first difference, and the figures of each side."""
     # The recording has the plans of one engine.
-    divergence = None if pair.replicated else _diverges(recording, pair)
-    sides = {"recorded": figures(recorded_outcome(recording))}
+    divergence, evictions = (None, None) if pair.replicated else _diverges(recording, pair)
+    sides = {"recorded": figures(recorded_outcome(recording)) | {"evictions": evictions}}
     error = None
     if divergence is not None or pair.replicated:
         # The recorded parts are simulated too: only sides with the same step times can be compared.
@@ -77,15 +77,21 @@ def replay(recording: Recording, pair: Pair) -> dict[str, Any]:
     }
 
 
-def _diverges(recording: Recording, pair: Pair) -> Divergence | None:
+def _diverges(recording: Recording, pair: Pair) -> tuple[Divergence | None, int | None]:
+    """Return the first difference, and the evictions of the recorded run: known if its own parts repeat its plans."""
     with blamed(pair.given):
-        found = Lockstep(recording, build(recording, pair.given, pair.recorded)).run()
-    if found is not None and not pair.same:
+        replayed = Lockstep(recording, build(recording, pair.given, pair.recorded))
+        found = replayed.run()
+    if found is None:
+        return None, replayed.evictions if pair.same else None
+    found.recorded = recorded_queue(recording, found.step)
+    if not pair.same:
         # Up to this step both sides had equal plans, so the recorded parts show the state of the other side.
         with blamed(pair.recorded):
             before = Lockstep(recording, build(recording, pair.recorded, pair.recorded)).run(until=found.step)
-        found.recorded = {} if before is None or before.step != found.step else before.replayed
-    return found
+        if before is not None and before.step == found.step and not before.differences:
+            found.recorded = before.replayed
+    return found, None
 
 
 def _show(result: dict[str, Any]) -> None:
@@ -122,7 +128,7 @@ def _show_divergence(out: Any, divergence: dict[str, Any]) -> None:
     sides = {name: divergence[name] for name in ("recorded", "replayed") if divergence[name]}
     table = figures_table("state after this decision", "", sides)
     for name in divergence["replayed"]:
-        table.add_row(Text(name), *(Text(_value(side[name])) for side in sides.values()))
+        table.add_row(Text(name), *(Text(_value(side.get(name, NONE))) for side in sides.values()))
     out.print(table)
 
 

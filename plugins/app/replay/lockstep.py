@@ -64,6 +64,10 @@ class Lockstep:
                 return Divergence(event.step, clock, differences, {}, self.state())
         return None
 
+    @property
+    def evictions(self) -> int:
+        return self.parts.kv.stats().evictions
+
     def state(self) -> dict[str, Any]:
         """Return the queues and the pages after the last call."""
         queue, kv = self.parts.scheduler.stats(), self.parts.kv.stats()
@@ -135,6 +139,12 @@ class Lockstep:
             if tracked is not None and tokens and tokens[-1] >= 0:
                 tracked.seq.tokens += tokens
         self.parts.scheduler.update(StepResult(event.step, tuple(rows), event.device_seconds, event.idle_seconds))
+
+
+def recorded_queue(recording: Recording, step: int) -> dict[str, Any]:
+    """Return what the recording itself states of the state after a decision; {} if nothing was launched."""
+    plan = next((plan for plan in recording.plans if plan.step == step), None)
+    return {} if plan is None else {name: getattr(plan, name) for name in ("waiting", "running", "preemptions")}
 
 
 def differences(recorded: Planned, plan: StepPlan) -> list[str]:

@@ -64,8 +64,10 @@ def compose_pair(recording: Recording, composition: Composition) -> Pair:
     """Compose the recorded parts, and the same with the changes of the command line. Raises ConfigError if that changes
     what a replay takes from the recording, or another model was recorded."""
     words = [word for word in recording.header.overrides if _is_of_engine(word)]
-    words = [word for word in words if key_of(word) not in {f"engine.{name}" for name in RECORDING_OPTIONS}]
+    words = [word for word in words if not _is_of_recording(word)]
     changes = [word for word in composition.overrides if _is_of_engine(word)]
+    if useless := [word for word in changes if _is_of_recording(word)]:
+        raise ConfigError(f"{useless[0]}: a replay has no engine that could be recorded; leave it out")
     dirs = tuple(dict.fromkeys((*recording.header.config_dirs, *composition.config_dirs)))
     # The model may be elsewhere now, and must then be given for both.
     moved = [word for word in changes if key_of(word).split(".")[0] == "model"]
@@ -81,6 +83,10 @@ def compose_pair(recording: Recording, composition: Composition) -> Pair:
 
 def _is_of_engine(word: str) -> bool:
     return key_of(word).split(".")[0].split("@")[0] in (*ENGINE_NODES, "preset")
+
+
+def _is_of_recording(word: str) -> bool:
+    return key_of(word) in {f"engine.{name}" for name in RECORDING_OPTIONS}
 
 
 def _check(recording: Recording, pair: Pair) -> None:

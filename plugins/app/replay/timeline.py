@@ -10,10 +10,13 @@ from typing import Any
 from dovetail.core.interfaces.plan import DECODE
 from dovetail.core.recording.recording import Life, Recording
 
+SCHEMA = "dovetail.trace/1"
+"""Format version of the timeline; it is in the first event, where viewers ignore it."""
 ENGINE, REQUESTS = 1, 2
 """Process numbers: groups of rows."""
-HOST, DEVICE = 1, 2
-"""Thread numbers: rows of the engine's group."""
+HOST, DEVICE, FIRST = 11, 12, 20
+"""Thread numbers: rows of the engine's group, and the row of the first sequence. Perfetto takes a thread with its
+process's number for the main thread, and versions before August 2025 merge thread 0 with another one."""
 
 Event = dict[str, Any]
 
@@ -30,15 +33,21 @@ def write_timeline(path: str, recording: Recording) -> None:
 
 
 def _names(recording: Recording) -> Iterator[Event]:
-    for pid, name in ((ENGINE, "engine"), (REQUESTS, "requests")):
-        yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
-    for tid, name in ((HOST, "host"), (DEVICE, "device")):
-        yield {"ph": "M", "name": "thread_name", "pid": ENGINE, "tid": tid, "args": {"name": name}}
+    yield {"ph": "M", "name": "process_name", "pid": ENGINE, "args": {"name": "engine", "schema": SCHEMA}}
+    yield {"ph": "M", "name": "process_name", "pid": REQUESTS, "args": {"name": "requests"}}
+    yield from _row(ENGINE, HOST, "host")
+    yield from _row(ENGINE, DEVICE, "device")
     for life in recording.lives:
         sample = f" sample {life.added.sample}" if life.added.sample else ""
         adapter = f" [{life.request.adapter}]" if life.request.adapter else ""
         name = f"request {life.request.uid}{sample}{adapter}"
-        yield {"ph": "M", "name": "thread_name", "pid": REQUESTS, "tid": life.number, "args": {"name": name}}
+        yield from _row(REQUESTS, FIRST + life.number, name)
+
+
+def _row(pid: int, tid: int, name: str) -> Iterator[Event]:
+    yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
+    # Viewers sort rows by their names otherwise: request 1024 before request 256.
+    yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
 
 
 class _Clock:
@@ -50,9 +59,13 @@ class _Clock:
         took = round(max(end - start, 0.0) * 1e6, 1)
         return {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": ts, "dur": took, "args": args}
 
-    def mark(self, name: str, tid: int, at: float, **args: Any) -> Event:
+    def phase(self, name: str, number: int, start: float, end: float, **args: Any) -> Event:
+        """Return a bar in the row of a sequence."""
+        return self.bar(name, REQUESTS, FIRST + number, start, end, **args)
+
+    def mark(self, name: str, number: int, at: float, **args: Any) -> Event:
         ts = round((at - self._zero) * 1e6, 1)
-        return {"ph": "i", "s": "t", "name": name, "pid": REQUESTS, "tid": tid, "ts": ts, "args": args}
+        return {"ph": "i", "s": "t", "name": name, "pid": REQUESTS, "tid": FIRST + number, "ts": ts, "args": args}
 
 
 def _steps(recording: Recording) -> Iterator[Event]:
@@ -74,7 +87,7 @@ def _requests(recording: Recording) -> Iterator[Event]:
     def flush(number: int) -> Iterator[Event]:
         if number in decoding:
             start, end, tokens = decoding.pop(number)
-            yield clock.bar(f"decode {tokens}", REQUESTS, number, start, end, tokens=tokens)
+            yield clock.phase(f"decode {tokens}", number, start, end, tokens=tokens)
 
     for life in recording.lives:
         yield from _waiting(clock, life)
@@ -94,7 +107,7 @@ def _requests(recording: Recording) -> Iterator[Event]:
                 decoding[number] = first, end, before + len(tokens)
             else:
                 yield from flush(number)
-                yield clock.bar(f"prefill {row.count}", REQUESTS, number, start, end, tokens=row.count, upto=row.bound)
+                yield clock.phase(f"prefill {row.count}", number, start, end, tokens=row.count, upto=row.bound)
     for number in list(decoding):
         yield from flush(number)
 
@@ -103,6 +116,6 @@ def _waiting(clock: _Clock, life: Life) -> Iterator[Event]:
     request = life.request
     end = life.scheduled if life.scheduled is not None else life.ended.clock if life.ended else request.arrival
     facts = {"prompt": len(request.prompt) // 4, "adapter": request.adapter, "user": request.user}
-    yield clock.bar("waiting", REQUESTS, life.number, request.arrival, end, **{k: v for k, v in facts.items() if v})
+    yield clock.phase("waiting", life.number, request.arrival, end, **{k: v for k, v in facts.items() if v})
     if life.ended is not None:
         yield clock.mark(life.ended.reason, life.number, life.ended.clock)

@@ -130,3 +130,17 @@ def test_the_suite_rejects(name: str, installed: Installed) -> None:
 
 def test_the_unbroken_one_passes(installed: Installed) -> None:
     assert failures(installed(SOUND, VARIANT)) == {}
+
+
+def test_one_component_is_tested_without_the_rest_of_its_package(installed: Installed) -> None:
+    rest = 'Component(kind="router", name="rest", config=Bare, target="acme:Mine", api="router/0.1")'
+    bare = 'class Bare(Config):\n    """An option without words."""\n\n    factor: float = 1.0\n\n\n'
+    module = SOUND.replace("return [Component", f"return [{rest}, Component")
+    module = module.replace("@hookimpl\ndef dovetail_comp", f"{bare}@hookimpl\ndef dovetail_comp")
+    suite = installed(module.replace("pkg://acme_conf/tiles", "pkg://acme_conf/wrong"), VARIANT)
+    imports = ("test_listing_it_imports_nothing_heavy",)
+    assert set(failures(suite, skip=imports)) == {"test_options_are_described", TABLES}
+    suite.component = "router/acme"
+    assert failures(suite, skip=imports) == {}
+    suite.component = "router/rest"
+    assert set(failures(suite, skip=imports)) == {"test_options_are_described"}

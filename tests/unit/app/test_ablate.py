@@ -223,6 +223,8 @@ def test_an_ablation_is_resumed_where_it_stopped(
     more = ablate(tmp_path, 0, "ablate.resume=true", "ablate.rounds=4")
     assert [len(one["starts"]) for one in more["variants"]] == [4] * 4, "rounds may be added"
     capsys.readouterr()
+    assert main([*VARY, f"ablate.out={tmp_path / 'out.json'}", "ablate.resume=true", "engine.seed=5"]) == 2
+    assert "cannot be continued: nothing, now engine.seed=5" in capsys.readouterr().err
     for other in ("ablate.runs=3", "engine.seed=5", "ablate.primary=ttft_ms.median", "ablate.gate.top1_agreement=0.5"):
         assert main([*VARY, f"ablate.out={tmp_path / 'out.json'}", "ablate.resume=true", other]) == 2
         printed = capsys.readouterr().err
@@ -249,6 +251,23 @@ def test_a_void_round_does_not_count(
     assert (speed["value"], speed["samples"]) == (pytest.approx(2.0), 2)
     words = "round 2 does not count: other processes used 0.6 of the processors, more than 0.5"
     assert words in capsys.readouterr().out
+    busy = iter([0.6] * 12)
+    report = tmp_path / "report.html"
+    assert (
+        ablate(tmp_path, 1, "ablate.void.foreign_cpu=0.5", f"ablate.report={report}")["comparisons"][0]["changes"] == {}
+    )
+    printed = capsys.readouterr().out
+    assert "every round is void" in printed and "medians" not in printed and "not measured" not in printed
+    assert "every round is void" in report.read_text()
+
+
+def test_names_of_variants_are_not_broken_in_a_file(fake: type[FakeChild], capsys: pytest.CaptureFixture[str]) -> None:
+    name = "a name that is far longer than the columns of figures beside it are together"
+    figures = {"ttft_ms": {"median": 1.0, "p95": 2.0}, "tpot_ms": {"median": 1.0}, "itl_ms": {"p99": 1.0}}
+    fake.tricks = {(kv, number): figures for kv in ("prefix_hash", "paged") for number in range(3)}
+    words = ["app=ablate", f'ablate.arms={{{name}:["kv_cache=paged"]}}', "ablate.rounds=3", "ablate.runs=2"]
+    assert main(words) == 0
+    assert sum(f" {name} " in line for line in capsys.readouterr().out.splitlines()) == 2
 
 
 def test_a_variant_outside_the_gate_is_wrong_however_fast(
@@ -284,10 +303,12 @@ def test_blocks_are_compared_within_themselves(
 def test_the_report_is_one_file_with_every_part(fake: type[FakeChild], tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     tpot = {"prefix_hash": 9.0, "paged": 6.0, "radix": 3.0}
-    fake.tricks = {(kv, number): {"tpot_ms": {"median": ms}} for kv, ms in tpot.items() for number in range(3)}
+    same = {"requests_hash": "a recording's"}
+    fake.tricks = {(kv, number): {"tpot_ms": {"median": ms}} | same for kv, ms in tpot.items() for number in range(3)}
     ablate(tmp_path, 0, f"ablate.report={path}")
     text = path.read_text()
-    assert "kv_cache=radix raises output tokens/s by 300 % [300, 300]" in text
+    assert "kv_cache=radix raises output tokens/s by 300 % in every round alike, so there is no noise to test" in text
+    assert "all rounds had the same requests" in text
     for part in (
         "Compositions",
         "page_size",

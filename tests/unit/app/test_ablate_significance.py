@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
-from dovetail.plugins.app.ablate.compare import METRICS, comparisons, faults, sentence
-from dovetail.plugins.app.ablate.conditions import Conditions, _descendants, void
+from dovetail.plugins.app.ablate.compare import BY_PATH, METRICS, comparisons, faults, sentence, verdict
+from dovetail.plugins.app.ablate.conditions import Conditions, _descendants, unchecked, void
 from dovetail.plugins.app.ablate.config import Primary, VoidConfig
+from dovetail.plugins.app.ablate.report import seen, void_notes
 from dovetail.plugins.app.ablate.significance import detectable, holm, is_exact, sign_flip_p, t_p
 from dovetail.plugins.app.ablate.stats import Estimate, mean, paired
 
@@ -139,9 +140,29 @@ def test_sentences_state_effects_and_bounds_and_never_no_effect() -> None:
     assert len(lines) == 2, "the repeated baseline is no variant"
 
 
+def test_what_is_claimed_passes_both_tests() -> None:
+    """One large round widens the interval to no change, and its sign is that of the others."""
+    speed = BY_PATH["output_tokens_per_s"]
+    slight, clear = ([100.0 * factor for factor in (1.01,) * 5 + (last,)] for last in (1.2, 1.011))
+    for speeds, sees in ((slight, ""), (clear, "better")):
+        (one,) = comparisons([variant("base", [100.0] * 6, None), variant("x", speeds)])
+        assert one["primary"]["exact"] and one["primary"]["p"] < 0.05 and verdict(one, speed) == sees
+        assert ("no effect" in sentence(one, speed.path)) == (not sees)
+
+
+def test_the_smallest_effect_has_the_direction_of_the_change() -> None:
+    """No effect lowers a time by 300 %."""
+    ttft = BY_PATH["ttft_ms.median"]
+    assert seen({"value": 1.1, "detectable": 3.0}, ttft) == "sees 300 %"
+    assert seen({"value": 0.6, "detectable": 3.0}, ttft) == "sees 75.0 %"
+    assert seen({"value": -0.1, "detectable": 0.03}, BY_PATH["prefix_hit_rate"]) == "sees 3.0 points"
+
+
 def test_an_interval_that_excludes_nothing_is_no_bound() -> None:
     lines = said(variant("base", BASE, None), variant("x", [b * (0.2, 5.0)[i % 2] for i, b in enumerate(BASE)]))
     assert lines[0].startswith("x: the effect on output tokens/s remains open, between -") and "e+" not in lines[0]
+    (wide,) = said(variant("base", BASE[:2], None), variant("x", [b * (0.1, 9.0)[i] for i, b in enumerate(BASE[:2])]))
+    assert wide.endswith("between -100 and more than +1000 %"), wide
 
 
 def test_equal_figures_are_not_called_a_bound() -> None:
@@ -227,6 +248,19 @@ def test_conditions_of_a_gpu_are_read(tmp_path: Path, monkeypatch: pytest.Monkey
     assert conditions.found["throttled"] == 0x40 and conditions.found["gpu_processes"] == 1
     assert conditions.found["clock"] == pytest.approx(1200 / 1980, abs=1e-3) and 0 <= conditions.found["foreign_cpu"]
     assert os.getpid() in _descendants(os.getppid())
+
+
+def test_rules_that_could_not_be_applied_are_named() -> None:
+    rule = VoidConfig(clock=0.9)
+    assert unchecked(rule, {"clock": 1.0}, gpu=True) == ["throttled", "gpu_processes"]
+    assert unchecked(rule, {}, gpu=False) == [] and unchecked(VoidConfig(foreign_cpu=0.1), {}, gpu=False) == [
+        "foreign_cpu"
+    ]
+    runs = [{"round": n, "startup": {}, "loads": [], "conditions": {"throttled": 0} if n else {}} for n in (0, 1)]
+    result = {"variants": [{"starts": runs}], "void_rounds": {}, "machine": {"gpus": ["an H200"]}}
+    rule = VoidConfig(gpu_processes=False)
+    lines = list(void_notes(result | {"config": {"ablate": {"void": rule.model_dump()}}}))
+    assert lines == ["ablate.void.throttled could not be checked in 1 of 2 starts, since its value is unknown"]
 
 
 @pytest.mark.parametrize(

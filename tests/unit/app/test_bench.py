@@ -163,13 +163,15 @@ def test_a_mistake_is_reported(overrides: tuple[str, ...], words: str, capsys: p
 
 
 def test_a_file_that_is_no_result_is_not_overwritten(tmp_path: Path) -> None:
-    kept, former = tmp_path / "served.rec", tmp_path / "former.json"
-    kept.write_bytes(b"DOVETAIL")
+    others = {"served.rec": "DOVETAIL", "page.html": "<!doctype html>\n<p>mine", "trace.json": '{"traceEvents": []}'}
+    for name, text in others.items():
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ConfigError, match=rf"bench\.out=.*{name}: the file exists and is not a result of Dovetail"):
+            check_writable(str(tmp_path / name), "bench.out")
+        assert (tmp_path / name).read_text() == text
+    former = tmp_path / "former.json"
     former.write_text('{\n "schema": "dovetail.bench/1"}')
-    with pytest.raises(ConfigError, match=r"bench\.out=.*served\.rec: the file exists and is not a result of Dovetail"):
-        check_writable(str(kept), "bench.out")
     check_writable(str(former), "bench.out")
-    assert kept.read_bytes() == b"DOVETAIL"
 
 
 def test_two_results_have_two_files() -> None:

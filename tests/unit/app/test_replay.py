@@ -18,6 +18,7 @@ from dovetail.core.recording.recorder import Entries
 from dovetail.core.recording.recording import Recording
 from dovetail.core.testing.app import AppContract
 from dovetail.core.testing.workload import WorkloadContract
+from dovetail.plugins.app.bench.app import check_writable
 from dovetail.plugins.app.replay.lockstep import Lockstep, differences
 from dovetail.plugins.app.replay.parts import build, compose_pair
 from dovetail.plugins.app.replay.simulate import Simulation
@@ -108,23 +109,36 @@ def test_a_router_distributes_the_recorded_requests(tmp_path: Path) -> None:
     assert sides["round_robin"]["figures"]["these parts"]["wait_ms_p95"] < alone["wait_ms_p95"]
 
 
-def test_a_policy_that_is_not_deterministic_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_that_is_not_deterministic_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from dovetail.plugins.scheduler.fcfs import FCFSScheduler
 
     monkeypatch.setattr(FCFSScheduler, "order", lambda self, waiting, ctx: reversed(list(waiting)))
     code, found = replay(tmp_path)
-    assert (
-        code == 1 and found["divergence"]["recorded"] == {} and list(found["figures"]) == ["recorded", "recorded parts"]
-    )
+    assert code == 1 and list(found["figures"]) == ["recorded", "recorded parts"]
+    recorded, replayed = found["divergence"]["recorded"], found["divergence"]["replayed"]
+    assert recorded.keys() == {"waiting", "running", "preemptions"} < replayed.keys()
+    assert "n/a" in capsys.readouterr().out, "the recording does not state the pages"
+    monkeypatch.undo()
+    evictions = replay(tmp_path)[1]["figures"]["recorded"]["evictions"]
+    assert evictions > 0, "equal plans show the allocator of the recorded run"
 
 
 def test_the_timeline_has_a_row_for_each_request_and_bars_do_not_overlap(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     assert replay(tmp_path, f"replay.trace={path}")[0] == 0
+    check_writable(str(path), "replay.trace")  # a timeline may be written anew
     events = json.loads(path.read_text())["traceEvents"]
     recording = Recording(FCFS, "replay.path")
-    names = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    named = [event for event in events if event["ph"] == "M"]
+    names = {event["args"]["name"] for event in named if event["name"] != "thread_sort_index"}
     assert {"engine", "requests", "host", "device"} < names and len(names) == 4 + len(recording.lives)
+    assert all(event["tid"] not in (0, event["pid"]) for event in events if "tid" in event), (
+        "Perfetto treats them apart"
+    )
+    order = [event["args"]["sort_index"] for event in named if event["name"] == "thread_sort_index"]
+    assert order == sorted(order) and len(order) == len(names) - 2
     rows: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for event in events:
         if event["ph"] == "X":
@@ -144,6 +158,7 @@ def test_the_timeline_has_a_row_for_each_request_and_bars_do_not_overlap(tmp_pat
         (["model=llama3_8b"], "another model was recorded: vocab"),
         (["quant=int8"], "quant=int8: a replay takes this from the recording; it can change scheduler"),
         (["engine.max_len=64"], "engine.max_len=64: a replay takes this"),
+        (["engine.record=again.rec"], "engine.record=again.rec: a replay has no engine that could be recorded"),
         (["replay.path=nothing.rec"], "replay.path=nothing.rec: cannot be read"),
     ],
 )

@@ -153,3 +153,12 @@ def test_a_calibration_that_cannot_be_made_is_refused_before_the_run(
     assert main([*chosen, *given]) == 2
     assert message in capsys.readouterr().err
     assert path.read_text() == before and not (tmp_path / "new.json").exists()
+
+
+def test_a_run_that_is_too_short_to_fit_keeps_its_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = tmp_path / "cpu.json", tmp_path / "bench.json"
+    short = [word for word in BENCH if "output_tokens" not in word]
+    words = ["workload.output_tokens=4", "bench.warmup=0", "bench.one_token_run=false", f"bench.out={out}"]
+    assert main([*short, *words, f"bench.calibrate={path}"]) == 2
+    assert "too few to fit" in capsys.readouterr().err and not path.exists()
+    assert json.loads(out.read_text())["results"]

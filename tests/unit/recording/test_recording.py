@@ -235,6 +235,14 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     assert recording_path(made, again=True) == tmp_path / "run-2.rec", "a restarted engine writes beside it"
 
 
+def test_a_device_keeps_nothing_and_serves_every_engine() -> None:
+    """Its cost can so be measured by an ablation, which starts engines again and again."""
+    run(small_engine("engine.record=/dev/null"))
+    made = compose(["engine.record=/dev/null", "engine.dp=2", "executor=simulated"], app="generate")
+    assert [one.engine.record for one in replica_compositions(made)] == ["/dev/null"] * 2
+    assert recording_path(made, again=True) == Path("/dev/null")
+
+
 def test_each_replica_has_a_file() -> None:
     made = compose(["engine.record=a b.rec", "engine.dp=2", "executor=simulated"], app="generate")
     assert [one.engine.record for one in replica_compositions(made)] == ["a b.0.rec", "a b.1.rec"]
