@@ -68,7 +68,7 @@ def _sigterm() -> Iterator[None]:
         signal.signal(number, lambda *_: None)
         raise _Terminated
 
-    # Only the main thread may set handlers, and one that is not the default belongs to somebody else.
+    # Only the main thread may set handlers, and one that is not the default belongs to another program.
     ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if ours:
         signal.signal(signal.SIGTERM, end)
