@@ -27,8 +27,7 @@ have the same requests, settings and GPU:
     python benchmarks/compare.py vllm --reuse vllm.json --workloads chat --out both.json -- +preset=h200_fp8_tp1
 
 `--lock FILE` lets several comparisons use one GPU: their engines start at the same time, which takes longest, but only
-one of them runs requests. Each needs its own part of the memory: `engine.memory_fraction` and `engine.kv_pages` for
-Dovetail, `--args '{"kv_cache_memory_bytes": ...}'` for vLLM.
+one of them runs requests. Each engine then has the memory that its workloads need by the cost model, in place of all.
 
 Workloads whose requests all arrive at once run in the engines themselves (peers/offline.py). Workloads with rates, such
 as online, go to the servers of both (peers/served.py), one after the other. `--set` gives one workload an option that
@@ -58,6 +57,8 @@ from dovetail.plugins.app.bench.record import describe, machine
 PEERS = Path(__file__).parent / "peers"
 SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 """Parts of names in a peer's environment whose values no result file shows."""
+SPARE = 1.1
+"""Bytes of vLLM's KV cache over those that our tokens take: its last blocks may be nearly empty."""
 Save = Callable[[dict[str, Any]], None]
 
 
@@ -234,8 +235,15 @@ def compare_engines(
     overrides = list(composition.overrides)
     if shared.grammars and model_folder.has_shapes_alone(composition):
         overrides = model_folder.loading(composition, overrides, Path(shared.model))
-    fit = args.order == "interleaved" or (args.order == "auto" and offline.both_fit(composition, jobs))
-    interleaved = fit and not alone
+    peer_args = args.args
+    if args.lock and composition.engine.device != "cpu":
+        share = offline.share_of(composition, jobs)
+        shared = replace(shared, memory_fraction=share.fraction)
+        overrides += [f"engine.memory_fraction={share.fraction}", f"engine.kv_pages={share.pages}"]
+        if args.peer == "vllm":
+            peer_args = {"kv_cache_memory_bytes": round(SPARE * share.kv_bytes)} | peer_args
+    fit = args.order == "auto" and not args.lock and offline.both_fit(composition, jobs)
+    interleaved = (fit or args.order == "interleaved") and not alone
     if interleaved:
         shared = replace(shared, memory_fraction=shared.memory_fraction / 2)
         overrides.append(f"engine.memory_fraction={shared.memory_fraction}")
@@ -247,7 +255,7 @@ def compare_engines(
 
     engines: list[offline.Engine | offline.Recorded] = [
         engine("dovetail", sys.executable, {"overrides": overrides}, {}),
-        engine(args.peer, args.python, asdict(shared) | {"engine_args": args.args}, dict(args.env)),
+        engine(args.peer, args.python, asdict(shared) | {"engine_args": peer_args}, dict(args.env)),
     ]
     settings = {"gpus": machine()["gpus"], **shared.equal}
     if args.only:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from peers.jobs import Job
 from dovetail import Composition, ConfigError, DovetailError
 from dovetail.core.host import detect_host
 from dovetail.plugins.app.bench.metrics import per_token_of_run
-from dovetail.plugins.app.plan.memory import CONTEXT_BYTES, make_plan
+from dovetail.plugins.app.plan.memory import CONTEXT_BYTES, Plan, make_plan
 
 FIGURES = {
     "tpot_ms": "TPOT, ms",
@@ -35,21 +36,52 @@ LEAST_TOKENS = 3
 """With fewer output tokens a request has no TPOT: the difference of the two runs is within their noise."""
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Memory of a GPU that one engine needs for its jobs."""
+
+    bytes: float
+    """Weights, activations, CUDA context and KV cache."""
+    kv_bytes: float
+    tokens: int
+    """Tokens in the KV cache."""
+    plan: Plan
+
+    @property
+    def fraction(self) -> float:
+        """Of the GPU's memory."""
+        return round(min(self.plan.engine.memory_fraction, (self.bytes + MORE_BYTES) / self.plan.device_bytes), 3)
+
+    @property
+    def pages(self) -> int:
+        """The last page of each sequence may be nearly empty."""
+        return -(-self.tokens // self.plan.engine.page_size) + self.plan.engine.max_seqs
+
+
+MORE_BYTES = 5e9
+"""What peers take besides: workspaces, CUDA graphs and steps of more tokens than ours."""
+
+
+def share_of(composition: Composition, jobs: dict[str, list[Job]]) -> Share:
+    """Return what the largest of the jobs needs. Raises ConfigError without a cost model."""
+    plan, tokens = make_plan(composition), 0
+    for runs in jobs.values():
+        lengths = sorted(len(request.prompt_ids) + request.output_tokens for request in runs[-1].requests)
+        tokens = max(tokens, sum(lengths[-composition.engine.max_seqs :]))
+    kv = plan.cost.kv_bytes(tokens)
+    return Share(plan.weights + plan.activations + CONTEXT_BYTES + kv, kv, tokens, plan)
+
+
 def both_fit(composition: Composition, jobs: dict[str, list[Job]]) -> bool:
     """Whether half of the memory holds weights, activations and the KV cache of the largest workload. Always so on a
     CPU, never without a cost model."""
     if detect_host(composition.engine.device).device == "cpu":
         return True
     try:
-        plan = make_plan(composition)
+        share = share_of(composition, jobs)
     except ConfigError:
         return False
-    tokens = 0
-    for runs in jobs.values():
-        lengths = sorted(len(request.prompt_ids) + request.output_tokens for request in runs[-1].requests)
-        tokens = max(tokens, sum(lengths[-composition.engine.max_seqs :]))
-    need = plan.weights + plan.activations + CONTEXT_BYTES + plan.cost.kv_bytes(tokens)
-    return need <= plan.budget / 2
+    return share.bytes <= share.plan.budget / 2
 
 
 # Engines.

@@ -5,18 +5,19 @@
     python benchmarks/compare.py table --models qwen25_7b_fp8 --parts offline --out /tmp/results \
         -- --python /venvs/vllm/bin/python --workloads chat,48x512/128
     python benchmarks/compare.py table --models 8b_fp8_drafts --out /tmp/results -- --python /venvs/vllm/bin/python
-    python benchmarks/compare.py table --models qwen3_30b_a3b_fp8,gpt_oss_20b --out /tmp/results \
+    python benchmarks/compare.py table --models qwen3_30b_a3b_fp8,gpt_oss_20b --together 2 --out /tmp/results \
         -- --python /venvs/vllm/bin/python
     python benchmarks/compare.py table --models 70b_bf16_tp8,70b_fp8_tp8 --gpus 0,1,2,3,4,5,6,7 --out /tmp/results \
         -- --python /venvs/vllm/bin/python --env VLLM_FLASHINFER_ALLREDUCE_BACKEND=trtllm
 
 A model is one or two runs of `compare.py vllm`, which gets the options after `--`: requests that all arrive at once,
-and servers under load (`--parts` chooses). A run has its GPUs to itself and an equal share of the cores. Runs of
-several GPUs go first, then the longest; the rest wait for a GPU. peers/runs.py has all models; without --models, those
-of the README run. vLLM's ranks fuse all-reduce and norm, and models with experts route uniformly on both sides. Each
-run starts with empty caches of compiled kernels. The output of a run goes to NAME.log next to its result; the tables
-are printed last, for models with drafters also how much faster each engine is with drafts than without. A run that
-fails is named, and the others continue.
+and servers under load (`--parts` chooses). A run has its GPUs to itself and an equal share of the cores. With
+--together N, so many runs share a GPU if they fit: their engines start at the same time, but only one of them runs
+requests (compare.py --lock). Runs of several GPUs go first, then the longest; the rest wait for a GPU. peers/runs.py
+has all models; without --models, those of the README run. vLLM's ranks fuse all-reduce and norm, and models with
+experts route uniformly on both sides. Each run starts with empty caches of compiled kernels. The output of a run goes
+to NAME.log next to its result; the tables are printed last, for models with drafters also how much faster each engine
+is with drafts than without. A run that fails is named, and the others continue.
 """
 
 from __future__ import annotations
@@ -55,14 +56,15 @@ class Place:
     cores: frozenset[int]
 
 
-def places(gpus: Sequence[str], each: int) -> list[Place]:
-    """Divide the machine for runs of `each` GPUs."""
+def places(gpus: Sequence[str], each: int, together: int = 1) -> list[Place]:
+    """Divide the machine for runs of `each` GPUs, which `together` runs share."""
     cores = sorted(os.sched_getaffinity(0))
     count = len(gpus) // each
     share = max(1, len(cores) // count)
     return [
         Place(",".join(gpus[i * each : (i + 1) * each]), frozenset(cores[i * share : (i + 1) * share] or cores))
         for i in range(count)
+        for _ in range(together)
     ]
 
 
@@ -70,6 +72,11 @@ def command(run: Run, out: Path, options: Sequence[str]) -> list[str]:
     fixed = [PEER, "--rounds", "1", "--order", "sequential", "--out", str(out), *run.options]
     # The last of equal options counts, so the caller's follow ours.
     return [sys.executable, str(COMPARE), *fixed, *options, "--", *run.overrides]
+
+
+def sharing(place: Place, folder: Path, together: int) -> list[str]:
+    """Return options of a run that shares its GPUs with others."""
+    return ["--lock", str(folder / f"gpu-{place.gpus.replace(',', '-')}.lock")] if together > 1 else []
 
 
 def measure(name: str, place: Place, folder: Path, options: Sequence[str]) -> bool:
@@ -105,8 +112,11 @@ def result_file(folder: Path, name: str) -> Path:
     return folder / f"{name}_beside_{PEER}.json"
 
 
-def run_all(names: Sequence[str], gpus: Sequence[str], folder: Path, options: Sequence[str]) -> list[str]:
-    """Carry out the runs, those of equally many GPUs concurrently; return the names of those that failed."""
+def run_all(
+    names: Sequence[str], gpus: Sequence[str], folder: Path, options: Sequence[str], together: int = 1
+) -> list[str]:
+    """Carry out the runs, those of equally many GPUs concurrently, `together` on the same ones; return the names of
+    those that failed."""
     failed: list[str] = []
     for each in sorted({RUNS[name].gpus for name in names}, reverse=True):
         waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -120,10 +130,10 @@ def run_all(names: Sequence[str], gpus: Sequence[str], folder: Path, options: Se
                     name = waiting.get_nowait()
                 except queue.Empty:
                     return
-                if not measure(name, place, folder, options):
+                if not measure(name, place, folder, [*sharing(place, folder, together), *options]):
                     failed.append(name)
 
-        workers = [threading.Thread(target=work, args=(place,)) for place in places(gpus, each)]
+        workers = [threading.Thread(target=work, args=(place,)) for place in places(gpus, each, together)]
         for worker in workers:
             worker.start()
         for worker in workers:
@@ -178,6 +188,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--gpus", default="0", help="indices, separated by commas")
     parser.add_argument("--models", default=",".join(README), help=f"of {', '.join(MODELS)}")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--together", type=int, default=1, metavar="N", help="runs that share a GPU if they fit")
     parser.add_argument("--out", type=Path, required=True, help="folder for results and logs")
     args = parser.parse_args(argv[:cut])
     models = args.models.split(",")
@@ -186,12 +197,16 @@ def main(argv: Sequence[str]) -> int:
     parts = args.parts.split(",")
     if unknown := [name for name in parts if name not in PARTS]:
         parser.error(f"--parts {','.join(unknown)}: there are {', '.join(PARTS)}")
+    if args.together < 1:
+        parser.error(f"--together {args.together}: at least 1")
     names = runs_of(models, parts)
+    if args.together > 1 and any(name.endswith("_online") for name in names):
+        parser.error(f"--together {args.together}: servers have a GPU to themselves; add --parts offline")
     gpus = args.gpus.split(",")
     if few := [f"{name} takes {RUNS[name].gpus}" for name in names if RUNS[name].gpus > len(gpus)]:
         parser.error(f"--gpus {args.gpus}: {', '.join(few)}")
     args.out.mkdir(parents=True, exist_ok=True)
-    failed = run_all(names, gpus, args.out, argv[cut + 1 :])
+    failed = run_all(names, gpus, args.out, argv[cut + 1 :], args.together)
     files = {name: result_file(args.out, name) for name in names if name not in failed}
     print(tables({name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items()}))
     for name in failed:

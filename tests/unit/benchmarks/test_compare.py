@@ -141,6 +141,18 @@ def test_comparisons_that_share_a_gpu_run_requests_alone(
     assert len(result["comparisons"]) == 1
 
 
+def test_what_an_engine_needs_of_a_gpu_that_it_shares(compare: ModuleType) -> None:
+    words = ["+preset=h200_fp8_tp1", "model=llama3_8b", "model.load=dummy", "engine.max_len=4096", "engine.max_seqs=64"]
+    requests = [SimpleNamespace(prompt_ids=[1] * 100, output_tokens=tokens) for tokens in range(1, 101)]
+    share = compare.offline.share_of(compose(words, app="bench"), {"some": [SimpleNamespace(requests=requests)]})
+    assert share.tokens == sum(range(137, 201)), "of the longest requests that run at once"
+    assert share.kv_bytes == share.tokens * 2 * 32 * 8 * 128
+    assert share.tokens <= 32 * (share.pages - 64) < share.tokens + 32
+    gigabytes = share.fraction * share.plan.device_bytes / 1e9
+    assert 8 + 5 < gigabytes < 20, "weights of 8 GB, and the rest of a small load"
+    assert compare.offline.share_of(compose([*words, "engine.memory_fraction=0.05"], app="bench"), {}).fraction == 0.05
+
+
 def test_a_peer_gets_our_settings_and_an_environment(race: Race) -> None:
     words = ("--workloads", "fixed", "--rounds", "1", "--order", "sequential")
     words += ("--env", "MARK=x=y", "--args", '{"a": 1}')

@@ -60,6 +60,21 @@ def results(folder: Path) -> dict[str, dict]:
     return {file.name.removesuffix("_beside_vllm.json"): json.loads(file.read_text()) for file in folder.glob("*.json")}
 
 
+def test_runs_that_share_a_gpu(table: ModuleType, tmp_path: Path) -> None:
+    out = tmp_path / "results"
+    words = ["--gpus", "3", "--together", "3", "--parts", "offline", "--out", str(out), "--"]
+    assert table.main(words) == 0
+    found = results(out)
+    assert set(found) == {"70b_fp8", "8b_bf16", "8b_fp8"} and {one["gpu"] for one in found.values()} == {"3"}
+    began = [one["began"] for one in found.values()]
+    assert max(began) - min(began) < 0.5, "no run waits for another one, which takes that long"
+    locks = {one["words"][one["words"].index("--lock") + 1] for one in found.values()}
+    assert locks == {str(out / "gpu-3.lock")}
+    for wrong in (["--together", "0"], ["--together", "2", "--parts", "online"]):
+        with pytest.raises(SystemExit):
+            table.main([*wrong, "--out", str(out), "--"])
+
+
 def test_runs_are_concurrent_on_separate_gpus_and_cores(
     table: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
