@@ -49,7 +49,7 @@ class Share:
 
     @property
     def fraction(self) -> float:
-        """Of the GPU's memory."""
+        """Share of the GPU's memory."""
         return round(min(self.plan.engine.memory_fraction, (self.bytes + MORE_BYTES) / self.plan.device_bytes), 3)
 
     @property
@@ -59,7 +59,7 @@ class Share:
 
 
 MORE_BYTES = 5e9
-"""What peers take besides: workspaces, CUDA graphs and steps of more tokens than ours."""
+"""Memory that peers take besides: workspaces, CUDA graphs and steps of more tokens than ours."""
 
 
 def share_of(composition: Composition, jobs: dict[str, list[Job]]) -> Share:
