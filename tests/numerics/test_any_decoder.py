@@ -93,7 +93,7 @@ def test_logits_and_greedy_tokens_equal_transformers(kind, tmp_path):
         check_tokens(reference, prompts, results)
 
 
-@pytest.mark.parametrize("kind", KINDS if NIGHTLY else ["gpt_neox", "cohere2"])
+@pytest.mark.parametrize("kind", KINDS if NIGHTLY else ["gpt_neox", "qwen2_moe"])
 def test_two_ranks_equal_one(kind, tmp_path):
     from dovetail.plugins.model.transformers.spec import decoder_of
 
@@ -106,7 +106,7 @@ def test_two_ranks_equal_one(kind, tmp_path):
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="DOVETAIL_DECODERS is not all")
-@pytest.mark.parametrize("kind", ("gpt_neox", "cohere2"))
+@pytest.mark.parametrize("kind", ("gpt_neox", "cohere2", "afmoe"))
 def test_greedy_tokens_of_two_processes(kind, tmp_path):
     reference, prompts = save_decoder(tmp_path, kind), [tokens_of(count) for count in (5, 60, 31)]
     ranks = ["engine.device=cpu", "executor=multiproc", "engine.tp=2", "engine.max_len=128", "engine.token_budget=24"]

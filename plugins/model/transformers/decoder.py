@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from dovetail.plugins.model.config import TransformersConfig
 from dovetail.plugins.model.transformers.attention import PAGED, PagedAttention, Step
 from dovetail.plugins.model.transformers.materialize import make_buffers, make_parameters
 from dovetail.plugins.model.transformers.modules import StatesModule
-from dovetail.plugins.model.transformers.plan import shrink
+from dovetail.plugins.model.transformers.plan import shrink, sum_experts
 from dovetail.plugins.model.transformers.replace import Replacement, matrix_shapes
 from dovetail.plugins.model.transformers.rope import fix_rope
 from dovetail.plugins.model.transformers.spec import decoder_of, spec_of
@@ -51,6 +51,7 @@ class TransformersDecoder(Model):
         super().__init__(config, build)
         decoder = decoder_of(config)
         library, calls = decoder.library, decoder.calls
+        self.library = library
         self.model = model = library.build(TRIAL, build.dtype)
         shapes = matrix_shapes(model)
         # On the meta device some operations, such as grouped matmuls, have no other dtype. It is converted afterwards,
@@ -80,7 +81,9 @@ class TransformersDecoder(Model):
         self._kv_groups = _kv_groups(build, calls)
         tables = RopeTables(model, build.max_len, build.device)
         self.scales = [self._place_attention(call, watch.rotations.get(call.module), tables) for call in calls]
-        self.own = list(make_parameters(model, build.device))
+        self.own = list(make_parameters(model, build.device, build.collective))
+        if build.collective.size > 1:
+            sum_experts(model, build.collective)
         # The class applies scales and caps of logits in its forward, which thus runs without the body.
         prefix = model.base_model_prefix
         self.body = getattr(model, prefix)
@@ -104,7 +107,8 @@ class TransformersDecoder(Model):
         for head, embedding in self.model.all_tied_weights_keys.items():
             check_tied(openers, embedding, head)
         wanted = {stored.name for taker in takers for stored in taker.stored}
-        self._fill(takers, renamed(self.model, openers.items(), wanted, self.layers_of_engine.transposed))
+        build = cache(partial(self.library.build, TRIAL, self.build.dtype))
+        self._fill(takers, renamed(self.model, openers.items(), wanted, self.layers_of_engine.transposed, build))
 
     def init_dummy(self, seed: int) -> None:
         takers = self._takers()
@@ -170,7 +174,11 @@ class TransformersDecoder(Model):
 
     def _takers(self) -> list[Taker]:
         scales = (weight for scales in self.scales for weight in scales.weights())
-        return [*self.layers_of_engine.takers(), *scales, *self.own]
+        layers = list(self.layers_of_engine.takers())
+        # A bias of logits may be tied to a parameter (BERT).
+        taken = {stored.name for taker in layers for stored in taker.stored}
+        own = (taker for taker in self.own if taken.isdisjoint(stored.name for stored in taker.stored))
+        return [*layers, *scales, *own]
 
     def _fill(self, takers: list[Taker], weights: Iterable[tuple[str, Callable[[], Any]]]) -> None:
         load_weights(takers, weights)

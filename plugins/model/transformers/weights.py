@@ -24,11 +24,18 @@ Source = Iterable[tuple[str, Opener]]
 """Pairs as Model.load takes them."""
 
 
-def renamed(model: PreTrainedModel, source: Source, wanted: Collection[str], transposed: Collection[str]) -> Source:
+def renamed(
+    model: PreTrainedModel,
+    source: Source,
+    wanted: Collection[str],
+    transposed: Collection[str],
+    build: Callable[[], PreTrainedModel],
+) -> Source:
     """Yield the tensors under the names of `wanted`, as transformers renames those of older checkpoints and of models
     that were saved without a head, and merges those of experts. Tensors that the class ignores are left out.
 
-    `transposed`: names of matrices that the checkpoint stores as [inputs, outputs]."""
+    `transposed`: names of matrices that the checkpoint stores as [inputs, outputs]. `build`: returns the library's
+    whole model on the meta device, whose shapes some conversions read; `model` has other modules."""
     transforms = get_model_conversion_mapping(model)
     renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
     converters = [one for one in transforms if isinstance(one, WeightConverter)]
@@ -46,7 +53,7 @@ def renamed(model: PreTrainedModel, source: Source, wanted: Collection[str], tra
             found = next((each for each in (prefix + found, found.removeprefix(prefix)) if each in wanted), found)
         if pattern is not None and found in wanted:
             converter = next(one for one in converters if pattern in one.source_patterns)
-            merged.setdefault(found, Merged(model, found, converter)).parts.append((name, pattern, opener))
+            merged.setdefault(found, Merged(build, found, converter)).parts.append((name, pattern, opener))
         elif found in wanted or not unused(found):
             yield found, partial(_transposed, opener) if found in transposed else opener
     for first in merged.values():
@@ -56,8 +63,8 @@ def renamed(model: PreTrainedModel, source: Source, wanted: Collection[str], tra
 class Merged:
     """Tensors that the library makes of others, such as all experts of a layer."""
 
-    def __init__(self, model: PreTrainedModel, name: str, converter: WeightConverter) -> None:
-        self.model, self.name, self.converter = model, name, converter
+    def __init__(self, build: Callable[[], PreTrainedModel], name: str, converter: WeightConverter) -> None:
+        self.build, self.name, self.converter = build, name, converter
         self.parts: list[tuple[str, str, Opener]] = []
         """(name, matching pattern of the converter, opener) of each tensor in the checkpoint."""
 
@@ -68,14 +75,14 @@ class Merged:
             yield name, partial(self.opened, name)
 
     def opened(self, name: str) -> LazyTensor:
-        converter = copy.deepcopy(self.converter)
+        converter, model = copy.deepcopy(self.converter), self.build()
         for source, pattern, opener in sorted(self.parts, key=lambda part: dot_natural_key(part[0])):
             converter.add_tensor(self.name, source, pattern, partial(_read, opener))
         try:
-            whole: torch.Tensor = converter.convert(self.name, model=self.model, config=self.model.config)[name]
-        except AttributeError as error:  # Some converters ask for modules of the whole model, which is not kept.
+            whole: torch.Tensor = converter.convert(self.name, model=model, config=model.config)[name]
+        except Exception as error:  # Converters fail in their own ways for tensors of other shapes or numbers.
             raise ConfigError(
-                f"model=transformers does not run {type(self.model).__name__} with this checkpoint: the library cannot "
+                f"model=transformers does not run {type(model).__name__} with this checkpoint: the library cannot "
                 f"convert it to {name} ({error_text(error)})"
             ) from error
         return Whole(whole)
