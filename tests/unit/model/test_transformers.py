@@ -121,14 +121,14 @@ def test_a_type_may_run_with_the_class_of_another_one() -> None:
 def test_auto_prefers_a_native_family(folder: Any) -> None:
     chosen = {}
     for name, kind in (("PhiForCausalLM", "phi"), ("LlamaForCausalLM", "llama"), ("OlmoeForCausalLM", "olmoe")):
-        chosen[kind] = compose(["model=auto", *folder(of(name, kind))]).part("model").name
+        chosen[kind] = compose(folder(of(name, kind))).part("model").name
     assert chosen == {"phi": "transformers", "llama": "llama", "olmoe": "transformers"}
     with pytest.raises(ConfigError, match="absent"):
         compose(["model=auto", "model.path=/absent"])
 
 
 def test_the_start_up_says_what_runs_and_why(folder: Any) -> None:
-    with LLM(overrides=["model=auto", *folder(PHI)]) as llm:
+    with LLM(overrides=folder(PHI)) as llm:
         (result,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3, ignore_eos=True))
         notes = llm.info.notes
     assert len(result.token_ids) == 3
