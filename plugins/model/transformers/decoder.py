@@ -15,9 +15,11 @@ import torch
 from torch import nn
 
 from dovetail.core.checkpoint import open_checkpoint
+from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import (
     AttentionLayer,
     BuildContext,
+    Checkpoint,
     ForwardContext,
     Hidden,
     KVGroup,
@@ -26,7 +28,7 @@ from dovetail.core.interfaces import (
     ModelSpec,
     Plane,
 )
-from dovetail.core.layers import KVScales, Taker, check_tied, dummy_weights, load_weights
+from dovetail.core.layers import KVScales, Taker, check_headers, check_tied, dummy_weights, load_weights
 from dovetail.core.memory.sizing import group_layers
 from dovetail.core.startup_notes import note
 from dovetail.plugins.model.config import TransformersConfig
@@ -39,7 +41,7 @@ from dovetail.plugins.model.transformers.rope import fix_rope
 from dovetail.plugins.model.transformers.spec import decoder_of, spec_of
 from dovetail.plugins.model.transformers.trial import TRIAL, AttentionCall, trial
 from dovetail.plugins.model.transformers.watch import RopeTables, Rotation, Watch, replace_rotation
-from dovetail.plugins.model.transformers.weights import renamed
+from dovetail.plugins.model.transformers.weights import Source, headers_of, renamed, unread
 
 
 class TransformersDecoder(Model):
@@ -102,13 +104,19 @@ class TransformersDecoder(Model):
     def kv_groups(self) -> tuple[KVGroup, ...]:
         return self._kv_groups
 
+    def check_checkpoint(self, checkpoint: Checkpoint) -> None:
+        takers, headers = self._takers(), checkpoint.tensors()
+        try:
+            found = headers_of(self._named(takers, unread(headers)))
+        except ConfigError:  # The library converts tensors, and may need their values: `load` has them.
+            return
+        check_headers(takers, found, checkpoint)
+
     def load(self, weights: Iterable[tuple[str, Callable[[], Any]]]) -> None:
         takers, openers = self._takers(), dict(weights)
         for head, embedding in self.model.all_tied_weights_keys.items():
             check_tied(openers, embedding, head)
-        wanted = {stored.name for taker in takers for stored in taker.stored}
-        build = cache(partial(self.library.build, TRIAL, self.build.dtype))
-        self._fill(takers, renamed(self.model, openers.items(), wanted, self.layers_of_engine.transposed, build))
+        self._fill(takers, self._named(takers, openers.items()))
 
     def init_dummy(self, seed: int) -> None:
         takers = self._takers()
@@ -171,6 +179,12 @@ class TransformersDecoder(Model):
         sinks_H = torch.empty(call.heads, dtype=torch.float32, device=self.build.device)
         self.sinks.append((sinks_H, partial(getattr, self.model.get_submodule(owner), name)))
         return sinks_H
+
+    def _named(self, takers: list[Taker], source: Source) -> Source:
+        """Yield tensors of a checkpoint under the names that this model takes."""
+        wanted = {stored.name for taker in takers for stored in taker.stored}
+        build = cache(partial(self.library.build, TRIAL, self.build.dtype))
+        return renamed(self.model, source, wanted, self.layers_of_engine.transposed, build)
 
     def _takers(self) -> list[Taker]:
         scales = (weight for scales in self.scales for weight in scales.weights())

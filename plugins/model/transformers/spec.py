@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +45,8 @@ class Decoder:
 
 
 def spec_of(config: TransformersConfig) -> ModelSpec:
-    return decoder_of(config).spec
+    spec = decoder_of(config).spec
+    return spec if config.load == "dummy" else replace(spec, checkpoint=config.path)
 
 
 def decoder_of(config: TransformersConfig) -> Decoder:

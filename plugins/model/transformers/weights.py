@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 
 from dovetail.core.checkpoint import LazyTensor
 from dovetail.core.errors import ConfigError
+from dovetail.core.interfaces.checkpoint import TensorHeader
+from dovetail.core.layers.weights import header_dtype
 from dovetail.plugins.model.transformers.library import error_text
 
 if TYPE_CHECKING:
@@ -85,7 +88,7 @@ class Merged:
                 f"model=transformers does not run {type(model).__name__} with this checkpoint: the library cannot "
                 f"convert it to {name} ({error_text(error)})"
             ) from error
-        return Whole(whole)
+        return Whole(whole, self.parts[0][2]())
 
 
 def _read(opener: Opener) -> torch.Tensor:
@@ -100,8 +103,9 @@ def _transposed(opener: Opener) -> LazyTensor:
 class Whole:
     """LazyTensor in memory."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
+    def __init__(self, tensor: torch.Tensor, origin: LazyTensor) -> None:
+        """`origin`: one of the checkpoint's tensors that it was made of."""
+        self._tensor, self.origin = tensor, origin
 
     def get_shape(self) -> list[int]:
         return list(self._tensor.shape)
@@ -114,12 +118,41 @@ class Transposed:
     """LazyTensor of a transposed matrix."""
 
     def __init__(self, tensor: LazyTensor) -> None:
-        self._tensor = tensor
+        self.origin = tensor
 
     def get_shape(self) -> list[int]:
-        return list(self._tensor.get_shape())[::-1]
+        return list(self.origin.get_shape())[::-1]
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         if isinstance(index, tuple) and len(index) == 2:
-            return self._tensor[index[::-1]].t()
-        return self._tensor[...].t()[index]
+            return self.origin[index[::-1]].t()
+        return self.origin[...].t()[index]
+
+
+class Unread:
+    """LazyTensor of a header. What is read of it has no memory."""
+
+    def __init__(self, name: str, header: TensorHeader) -> None:
+        self.name, self.header = name, header
+
+    def get_shape(self) -> list[int]:
+        return list(self.header.shape)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        dtype = header_dtype(self.name, self.header)
+        return torch.empty(self.header.shape, dtype=dtype, device="meta")[index]
+
+
+def unread(headers: Mapping[str, TensorHeader]) -> Source:
+    """Return headers as `renamed` takes tensors."""
+    return ((name, partial(Unread, name, header)) for name, header in headers.items())
+
+
+def headers_of(source: Source) -> dict[str, TensorHeader]:
+    """Return the headers of tensors that `renamed` makes of Unread ones, each with a file that has a part of it."""
+    found = {}
+    for name, opener in source:
+        lazy: Any = opener()
+        first: Unread = lazy if isinstance(lazy, Unread) else lazy.origin
+        found[name] = replace(first.header, shape=tuple(lazy.get_shape()))
+    return found
