@@ -13,6 +13,7 @@ from dovetail.core.errors import ConfigError
 from dovetail.plugins.app.serve.output_parsing import check_chosen
 
 SHAPE = {
+    "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 64,
     "hidden_size": 32,
