@@ -170,9 +170,14 @@ def test_what_is_not_one_rotation_stays_the_librarys(tmp_path):
     assert rotated == {"gpt_neox": [True] * 2, "cohere": [False] * 2, "phi": [False] * 2, "smollm3": [True, False]}
 
 
-def test_adapters_equal_peft(tmp_path):
-    reference, tokens = save_decoder(tmp_path / "base", "gpt_neox"), tokens_of(30)
-    save_adapter(tmp_path / "own", reference, seed=1, target_modules=["query_key_value", "dense", "dense_4h_to_h"])
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [("gpt_neox", ["query_key_value", "dense", "dense_4h_to_h"]), ("gpt2", ["c_attn", "c_proj"])],
+)
+def test_adapters_equal_peft(kind, targets, tmp_path):
+    """GPT-2 stores matrices as [inputs, outputs], and PEFT says so of its adapters (fan_in_fan_out)."""
+    reference, tokens = save_decoder(tmp_path / "base", kind), tokens_of(30)
+    save_adapter(tmp_path / "own", reference, seed=1, target_modules=targets)
     lora = LoRA(LoRAConfig(slots=1), torch.device("cpu"), torch.float32)
     driver = Driver(load(tmp_path / "base", adapters=lora))
     lora.allocate()
