@@ -157,16 +157,12 @@ DECODERS: dict[str, dict[str, Any]] = {
 
 
 CI = [
-    "gpt2",
-    "opt",
-    "gpt_neox",
-    "olmo2",
-    "nemotron",
-    "mixtral",
+    *("gpt2", "gpt_bigcode", "opt", "gpt_neox", "phi", "persimmon", "starcoder2", "olmo", "nemotron", "helium"),
+    *("smollm3", "exaone4", "gemma", "arcee", "granitemoe", "olmoe", "qwen2_moe", "aria_text", "afmoe", "youtu"),
 ]
-"""Decoders that differ most: learned positions, matrices stored as [inputs, outputs], merged q, k and v, windows, norms
-after the block, multipliers, scaled embeddings, experts, values narrower than keys. The others run in the nightly
-script."""
+"""Twenty without a native family: learned positions, matrices stored as [inputs, outputs], merged q, k and v, windows,
+parallel blocks, layers without positions, scaled embeddings, experts with and without shared ones, values narrower than
+keys. The others run in the nightly script."""
 
 
 def save_decoder(folder: Path, kind: str, seed: int = 0, **changes: Any) -> Any:
