@@ -115,6 +115,17 @@ def test_greedy_tokens_of_two_processes(kind, tmp_path):
         check_tokens(reference, prompts, llm.generate(prompts, params))
 
 
+def test_it_may_also_be_the_draft_model(tmp_path):
+    """Its pages are beside those of the model that it drafts for."""
+    reference = save_decoder(tmp_path / "model", "nanochat")
+    save_decoder(tmp_path / "draft", "nanochat", seed=1)
+    drafter = ["spec_decode=draft_model", f"spec_decode.model.path={tmp_path}/draft"]
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    prompts = [tokens_of(count) for count in (5, 31)]
+    with LLM(str(tmp_path / "model"), overrides=["engine.device=cpu", "engine.max_len=64", *drafter]) as llm:
+        check_tokens(reference, prompts, llm.generate(prompts, params))
+
+
 class Operations(TorchDispatchMode):
     """Count of operations that launch a kernel each on a GPU. A call of `engine` counts as one."""
 

@@ -210,4 +210,4 @@ def _tap(tapped: dict[int, torch.Tensor], index: int, block: nn.Module, inputs: 
 def _kv_groups(build: BuildContext, calls: tuple[AttentionCall, ...]) -> tuple[KVGroup, ...]:
     shape = (calls[0].kv_heads, calls[0].head_dim)
     planes = tuple(Plane(name, shape, build.kv_dtype) for name in ("k", "v"))
-    return group_layers([call.window for call in calls], planes, build.page_tokens)
+    return group_layers([call.window for call in calls], planes, build.page_tokens, build.first_group)
