@@ -21,8 +21,6 @@ START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>"
 END, RETURN, CALL = "<|end|>", "<|return|>", "<|call|>"
 SPECIAL = (START, CHANNEL, CONSTRAIN, MESSAGE, END, RETURN, CALL)
 CHANNELS = ("analysis", "commentary", "final")
-TYPES = ("json",)
-"""Types that a header may state for the text."""
 LONGEST_LABEL = 160
 """Maximum number of characters between two marks of a header."""
 TO = "to="
@@ -51,7 +49,8 @@ def read_header(stream: TextStream) -> Steps[Header]:
     if (yield from stream.accept(CONSTRAIN)):
         words.append((yield from _label(stream)).strip())
     yield from stream.expect(MESSAGE)
-    if not words or words[0] not in CHANNELS or words[1:] not in ([], *([kind] for kind in TYPES)):
+    # One more word may state the type of the text: json, and code by models that leave <|constrain|> out.
+    if not words or words[0] not in CHANNELS or len(words) > 2:
         raise Malformed
     return Header(words[0], to or recipient)
 

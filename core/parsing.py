@@ -139,16 +139,19 @@ class TextStream(ParserStream):
         longest = min(len(mark) - 1, len(self.text) - self.at)
         return next((n for n in range(longest, 0, -1) if self.text.endswith(mark[:n])), 0)
 
-    def closing(self, mark: str) -> Steps[None]:
-        """Consume white space and the mark, or at the end of the text a part of them; otherwise consume nothing."""
-        yield from self.attempt(lambda: self._closing(mark))
+    def closing(self, *marks: str) -> Steps[None]:
+        """Consume white space and one of the marks, or at the end of the text a part of them; otherwise consume
+        nothing."""
+        yield from self.attempt(lambda: self._closing(marks))
 
-    def _closing(self, mark: str) -> Steps[None]:
+    def _closing(self, marks: tuple[str, ...]) -> Steps[None]:
         yield from self.blanks()
-        if not (yield from self.accept(mark)):
-            if not (self.ended and mark.startswith(self.text[self.at :])):
-                raise Malformed
-            self.at = len(self.text)
+        for mark in marks:
+            if (yield from self.accept(mark)):
+                return
+        if not (self.ended and any(mark.startswith(self.text[self.at :]) for mark in marks)):
+            raise Malformed
+        self.at = len(self.text)
 
     def attempt(
         self, part: Callable[[], Steps[None]], opening: int = 0, emit: Callable[[str], ParserEvent] = Content

@@ -22,7 +22,7 @@ def chosen(part: Selected, facts: object, registry: Registry) -> Selected:
     assert reference is not None
     name = part.registered.load(reference)(part.config, facts, readers(kind, registry))
     registered = registry.get(kind, name)
-    return Selected(registered, _options(kind, part, registered.component.config, name, registry))
+    return Selected(registered, _options(kind, part, registered.component.config, name, registry), part.name)
 
 
 def with_nested_choices(part: Selected, registry: Registry) -> Selected:

@@ -26,6 +26,8 @@ class Selected:
 
     registered: Registered
     config: Config
+    chooser: str = ""
+    """Name of the component that chose this one, such as `auto`; "" = it was selected by its name."""
 
     @property
     def component(self) -> Component:

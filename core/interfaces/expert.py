@@ -102,7 +102,7 @@ class ExpertShape:
     names: tuple[tuple[str, str, str], ...] = ()
     """Checkpoint prefix of each expert's gate, up and down."""
     shares: Mapping[int, int] = field(default_factory=dict, hash=False)
-    """ModelSpec.shares() of the model."""
+    """ModelSpec.shares() of the model, for fewer ranks than now."""
     whole_intermediate: int = 0
     """Channels of the whole experts; 0 = `intermediate`."""
     first_channel: int = 0

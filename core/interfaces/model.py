@@ -215,11 +215,13 @@ class BuildContext:
     """Everything that a model is built from, on one rank."""
 
     spec: ModelSpec
+    """Its max_len is that of the engine, if engine.max_len is smaller."""
     device: torch.device
     dtype: torch.dtype
     kv_dtype: torch.dtype
     page_tokens: int
     max_len: int
+    """Number of positions, with those of drafts beyond the longest sequence."""
     quantizer: Quantizer
     attention: AttentionBackend
     collective: Collective

@@ -36,7 +36,7 @@ class LinearShape:
     names: tuple[str, ...] = ()
     """Checkpoint prefix of each part, for instance "model.layers.3.mlp.down_proj"."""
     shares: Mapping[int, int] = field(default_factory=dict, hash=False)
-    """ModelSpec.shares() of the model."""
+    """ModelSpec.shares() of the model, for fewer ranks than now."""
     whole_inp: int = 0
     """Input width of the whole matrices; 0 = `inp`."""
     first_inp: int = 0

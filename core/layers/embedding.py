@@ -13,7 +13,7 @@ from dovetail.core.checkpoint import LazyTensor
 from dovetail.core.interfaces import BuildContext, LinearShape
 from dovetail.core.interfaces.tuning import Tunable
 from dovetail.core.layers.plain import PlainLinear
-from dovetail.core.layers.share import Wanted, below, check_records, shares_of, stored_of
+from dovetail.core.layers.share import Wanted, below, check_records, fewer_ranks, shares_of, stored_of
 from dovetail.core.layers.weights import Taker, Weight, WeightSet
 from dovetail.core.ops import encode
 from dovetail.core.tuning.sampling import sampling_tunables
@@ -38,7 +38,7 @@ class VocabTable:
         self.start = min(build.collective.rank * self.rows, vocab)
         self.stop = min(self.start + self.rows, vocab)
         shape = LinearShape(
-            channels, self.rows, (self.rows,), "column", build.dtype, (name,), build.spec.shares(), channels
+            channels, self.rows, (self.rows,), "column", build.dtype, (name,), fewer_ranks(build), channels
         )
         path = "lm_head" if logits else "embed"
         self.method = build.quantizer.table(path, shape, lookup=lookup) or PlainLinear()

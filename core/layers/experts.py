@@ -32,7 +32,7 @@ from dovetail.core.interfaces.tensor_record import TensorRecord
 from dovetail.core.layers.expert_slots import layouts_of, moved, slots_of
 from dovetail.core.layers.linear import share_of_channels
 from dovetail.core.layers.looped_experts import LoopedExperts
-from dovetail.core.layers.share import Wanted, below, check_records, shares_of, stored_of
+from dovetail.core.layers.share import Wanted, below, check_records, fewer_ranks, shares_of, stored_of
 from dovetail.core.layers.weights import Taker, Weight, WeightSet
 from dovetail.core.ops import route, router_logits
 from dovetail.core.ops.expert_copies import count_experts
@@ -121,7 +121,7 @@ class Experts:
             intermediate=each,
             dtype=build.dtype,
             names=tuple(names[expert] for expert in ids),
-            shares=build.spec.shares(),
+            shares=fewer_ranks(build),
             whole_intermediate=intermediate,
             first_channel=start,
             ids=tuple(ids),

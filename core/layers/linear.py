@@ -17,7 +17,7 @@ from dovetail.core.interfaces import PLAIN, ActFormat, BuildContext, Bundle, Lin
 from dovetail.core.interfaces.model import can_share_heads
 from dovetail.core.interfaces.tensor_record import TensorRecord
 from dovetail.core.interfaces.tuning import Tunable
-from dovetail.core.layers.share import Wanted, below, check_records, shares_of, stored_of
+from dovetail.core.layers.share import Wanted, below, check_records, fewer_ranks, shares_of, stored_of
 from dovetail.core.layers.weights import Taker, Weight, WeightSet
 
 
@@ -68,7 +68,7 @@ class Linear:
             shard=shard,
             dtype=build.dtype,
             names=tuple(part.name for part in parts),
-            shares=build.spec.shares(),
+            shares=fewer_ranks(build),
             whole_inp=inp,
             first_inp=self.columns.start,
         )

@@ -14,10 +14,10 @@ from dovetail.core.rope import RopeConfig
 from dovetail.core.startup_notes import note
 
 
-def build_rope(rope: RopeConfig, max_len: int, device: torch.device) -> Rope:
-    """Return cos | sin of positions [0, max_len). With LongRoPE, `max_len` selects one of two sets of frequencies for
-    all sequences, because keys in the cache keep theirs."""
-    if rope.kind == "longrope" and max_len <= rope.trained_len:
+def build_rope(rope: RopeConfig, max_len: int, device: torch.device, longest: int | None = None) -> Rope:
+    """Return cos | sin of positions [0, max_len). With LongRoPE, the length of the `longest` sequence selects one of
+    two sets of frequencies for all, because keys in the cache keep theirs; None = max_len."""
+    if rope.kind == "longrope" and (max_len if longest is None else longest) <= rope.trained_len:
         rope = replace(rope, divisors=rope.short_divisors)
     elif rope.kind == "longrope":
         note(

@@ -12,6 +12,7 @@ import torch
 
 from dovetail.core.checkpoint import LazyTensor
 from dovetail.core.errors import TensorError, shown
+from dovetail.core.interfaces import BuildContext
 from dovetail.core.interfaces.checkpoint import TensorHeader
 from dovetail.core.interfaces.tensor_record import PLAIN_WEIGHT, Axis, TensorRecord
 from dovetail.core.layers.weights import PLAIN_DTYPES, Stored, check_dtype, header_dtype
@@ -25,6 +26,12 @@ class Wanted:
     start: int
     stop: int
     order: torch.Tensor | None = None
+
+
+def fewer_ranks(build: BuildContext) -> dict[int, int]:
+    """Return ModelSpec.shares() for fewer ranks than now. Their parts are larger, which helps formats that need sides
+    with a divisor."""
+    return {ranks: divisor for ranks, divisor in build.spec.shares().items() if ranks < build.collective.size}
 
 
 def stored_of(prefix: str, records: Iterable[TensorRecord], outputs: int, inputs: int) -> tuple[Stored, ...]:

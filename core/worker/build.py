@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -127,13 +128,14 @@ def build_context(
         placement = composition.build("experts")
         ranks = collective if ranks is None else ranks
         placement.bind(ranks, expert_ranks(placement, engine.ep, ranks.size))
+    spec = replace(spec, max_len=spec.longest(engine.max_len))
     return BuildContext(
         spec=spec,
         device=device,
         dtype=dtype,
         kv_dtype=resolve_kv_dtype(engine.kv_dtype, dtype),
         page_tokens=engine.page_size,
-        max_len=spec.longest(engine.max_len) + 2 * drafter.lookahead + 1,
+        max_len=spec.max_len + 2 * drafter.lookahead + 1,
         quantizer=quantizer,
         attention=attention,
         collective=collective,

@@ -233,11 +233,11 @@ def _build_parts(
 
 def _note_choice(composition: Composition, spec: ModelSpec) -> None:
     """Name the model that another one chose (model=auto), and why, and a layer for drafts that is not used."""
-    choice, model = composition.choices.get("model"), composition.part("model")
-    chooser = composition.registry.registered.get(("model", choice or ""))
-    if chooser is not None and chooser.component.chooses is not None:
+    model = composition.part("model")
+    bundled = str(getattr(model.config, "path", "")).startswith("pkg://")
+    if model.chooser and not bundled:
         why = "which has" if model.component.reads is not None else "because no native model runs this"
-        note(f"model={choice} chose model={model.name}, {why} {spec.architecture}")
+        note(f"model={model.chooser} chose model={model.name}, {why} {spec.architecture}")
     facts: DrafterFacts | None = composition.part("spec_decode").facts()
     if spec.mtp is not None and spec.checkpoint is not None and (facts is None or not facts.mtp):
         note("the checkpoint's layer for multi-token prediction is not loaded; spec_decode=mtp drafts with it")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dovetail.core.harmony import CALL, CHANNEL, OPEN, SPECIAL, read_header
+from dovetail.core.harmony import CALL, CHANNEL, END, OPEN, RETURN, SPECIAL, read_header
 from dovetail.core.interfaces import ParserStream, Tool, ToolParser
 from dovetail.core.parsing import CallStream, Malformed, Steps
 
@@ -39,4 +39,5 @@ class HarmonyCallStream(CallStream):
         self.begin(name)
         if (yield from self.arguments()):
             self.end()
-            yield from self.closing(CALL)
+            # The format has <|call|> here; models also end a call as any other message.
+            yield from self.closing(CALL, END, RETURN)

@@ -93,7 +93,7 @@ def test_logits_and_greedy_tokens_equal_transformers(kind, tmp_path):
         check_tokens(reference, prompts, results)
 
 
-@pytest.mark.parametrize("kind", KINDS if NIGHTLY else ["gpt_neox", "cohere2"])
+@pytest.mark.parametrize("kind", KINDS if NIGHTLY else ["gpt_neox", "qwen2_moe"])
 def test_two_ranks_equal_one(kind, tmp_path):
     from dovetail.plugins.model.transformers.spec import decoder_of
 
@@ -106,12 +106,23 @@ def test_two_ranks_equal_one(kind, tmp_path):
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="DOVETAIL_DECODERS is not all")
-@pytest.mark.parametrize("kind", ("gpt_neox", "cohere2"))
+@pytest.mark.parametrize("kind", ("gpt_neox", "cohere2", "afmoe"))
 def test_greedy_tokens_of_two_processes(kind, tmp_path):
     reference, prompts = save_decoder(tmp_path, kind), [tokens_of(count) for count in (5, 60, 31)]
     ranks = ["engine.device=cpu", "executor=multiproc", "engine.tp=2", "engine.max_len=128", "engine.token_budget=24"]
     params = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
     with LLM(str(tmp_path), overrides=[*ranks, "engine.kv_pages=20"]) as llm:
+        check_tokens(reference, prompts, llm.generate(prompts, params))
+
+
+def test_it_may_also_be_the_draft_model(tmp_path):
+    """Its pages are beside those of the model that it drafts for."""
+    reference = save_decoder(tmp_path / "model", "nanochat")
+    save_decoder(tmp_path / "draft", "nanochat", seed=1)
+    drafter = ["spec_decode=draft_model", f"spec_decode.model.path={tmp_path}/draft"]
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    prompts = [tokens_of(count) for count in (5, 31)]
+    with LLM(str(tmp_path / "model"), overrides=["engine.device=cpu", "engine.max_len=64", *drafter]) as llm:
         check_tokens(reference, prompts, llm.generate(prompts, params))
 
 
@@ -170,9 +181,14 @@ def test_what_is_not_one_rotation_stays_the_librarys(tmp_path):
     assert rotated == {"gpt_neox": [True] * 2, "cohere": [False] * 2, "phi": [False] * 2, "smollm3": [True, False]}
 
 
-def test_adapters_equal_peft(tmp_path):
-    reference, tokens = save_decoder(tmp_path / "base", "gpt_neox"), tokens_of(30)
-    save_adapter(tmp_path / "own", reference, seed=1, target_modules=["query_key_value", "dense", "dense_4h_to_h"])
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [("gpt_neox", ["query_key_value", "dense", "dense_4h_to_h"]), ("gpt2", ["c_attn", "c_proj"])],
+)
+def test_adapters_equal_peft(kind, targets, tmp_path):
+    """GPT-2 stores matrices as [inputs, outputs], and PEFT says so of its adapters (fan_in_fan_out)."""
+    reference, tokens = save_decoder(tmp_path / "base", kind), tokens_of(30)
+    save_adapter(tmp_path / "own", reference, seed=1, target_modules=targets)
     lora = LoRA(LoRAConfig(slots=1), torch.device("cpu"), torch.float32)
     driver = Driver(load(tmp_path / "base", adapters=lora))
     lora.allocate()

@@ -32,7 +32,6 @@ _UNSUPPORTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "trainable_token_indices": (bool, "it trains embeddings of tokens"),
     "target_parameters": (bool, "it changes parameters that are not linear layers"),
     "layer_replication": (bool, "it repeats layers of the base model"),
-    "fan_in_fan_out": (bool, "its matrices are transposed"),
     "alora_invocation_tokens": (bool, "it acts on part of a sequence only (aLoRA)"),
     "init_lora_weights": (
         lambda v: isinstance(v, str) and v.lower().startswith(_CHANGES_BASE),

@@ -9,7 +9,15 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, St
 
 MOST = 2**31 - 1
 Token = Annotated[int, Field(ge=0, le=MOST)]
-TokenKey = Annotated[int, Field(ge=0, le=MOST, strict=False)]
+
+
+def _token(key: str) -> int:
+    if (token := int(key)) > MOST:
+        raise ValueError(f"token id {key} is above {MOST}")
+    return token
+
+
+TokenKey = Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,9})$"), AfterValidator(_token)]
 """Token id as the key of an object, where JSON has only strings."""
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Text = Annotated[str, StringConstraints(max_length=16 << 20)]

@@ -213,9 +213,11 @@ class Llama(Model):
             note(f"model=llama: {layout.architecture} runs without its part for images: requests have text only")
         self._kv_groups = _kv_groups(build)
         group_of = {layer: group for group in self._kv_groups for layer in group.layers}
-        full = local = self._rope = build_rope(layout.rope, build.max_len, build.device)
+        # Beside the longest sequence, tables have positions of drafts.
+        longest = min(build.max_len, build.spec.max_len)
+        full = local = self._rope = build_rope(layout.rope, build.max_len, build.device, longest)
         if layout.window_rope != layout.rope:
-            local = build_rope(layout.window_rope, build.max_len, build.device)
+            local = build_rope(layout.window_rope, build.max_len, build.device, longest)
         embeddings = VocabTable(layout.names.embedding, build, spec.vocab, spec.hidden, logits=spec.tied and spec.head)
         self.tables = [embeddings]
         # Rounded as the model's training did.

@@ -329,7 +329,8 @@ def _family(config: ConfigJson) -> tuple[str, Family]:
     if isinstance(architecture, str) and architecture.endswith("Model"):
         architecture = architecture.removesuffix("Model") + "ForCausalLM"
     if not isinstance(architecture, str) or architecture not in FAMILIES:
-        raise config.wrong("architectures", f"model=llama runs {', '.join(sorted(FAMILIES))}")
+        native = f"model=llama runs {', '.join(sorted(FAMILIES))}"
+        raise config.wrong("architectures", f"{native}; model=auto also runs other decoders of transformers")
     _check_type(config, architecture)
     return architecture, FAMILIES[architecture]
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from dovetail.core.checkpoint import open_checkpoint
+from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import (
     AttentionLayer,
     BuildContext,
+    Checkpoint,
     ForwardContext,
     Hidden,
     KVGroup,
@@ -26,20 +28,20 @@ from dovetail.core.interfaces import (
     ModelSpec,
     Plane,
 )
-from dovetail.core.layers import KVScales, Taker, check_tied, dummy_weights, load_weights
+from dovetail.core.layers import KVScales, Taker, check_headers, check_tied, dummy_weights, load_weights
 from dovetail.core.memory.sizing import group_layers
 from dovetail.core.startup_notes import note
 from dovetail.plugins.model.config import TransformersConfig
 from dovetail.plugins.model.transformers.attention import PAGED, PagedAttention, Step
 from dovetail.plugins.model.transformers.materialize import make_buffers, make_parameters
 from dovetail.plugins.model.transformers.modules import StatesModule
-from dovetail.plugins.model.transformers.plan import shrink
+from dovetail.plugins.model.transformers.plan import shrink, sum_experts
 from dovetail.plugins.model.transformers.replace import Replacement, matrix_shapes
 from dovetail.plugins.model.transformers.rope import fix_rope
 from dovetail.plugins.model.transformers.spec import decoder_of, spec_of
 from dovetail.plugins.model.transformers.trial import TRIAL, AttentionCall, trial
 from dovetail.plugins.model.transformers.watch import RopeTables, Rotation, Watch, replace_rotation
-from dovetail.plugins.model.transformers.weights import renamed
+from dovetail.plugins.model.transformers.weights import Source, headers_of, renamed, unread
 
 
 class TransformersDecoder(Model):
@@ -51,6 +53,7 @@ class TransformersDecoder(Model):
         super().__init__(config, build)
         decoder = decoder_of(config)
         library, calls = decoder.library, decoder.calls
+        self.library = library
         self.model = model = library.build(TRIAL, build.dtype)
         shapes = matrix_shapes(model)
         # On the meta device some operations, such as grouped matmuls, have no other dtype. It is converted afterwards,
@@ -80,7 +83,9 @@ class TransformersDecoder(Model):
         self._kv_groups = _kv_groups(build, calls)
         tables = RopeTables(model, build.max_len, build.device)
         self.scales = [self._place_attention(call, watch.rotations.get(call.module), tables) for call in calls]
-        self.own = list(make_parameters(model, build.device))
+        self.own = list(make_parameters(model, build.device, build.collective))
+        if build.collective.size > 1:
+            sum_experts(model, build.collective)
         # The class applies scales and caps of logits in its forward, which thus runs without the body.
         prefix = model.base_model_prefix
         self.body = getattr(model, prefix)
@@ -99,12 +104,19 @@ class TransformersDecoder(Model):
     def kv_groups(self) -> tuple[KVGroup, ...]:
         return self._kv_groups
 
+    def check_checkpoint(self, checkpoint: Checkpoint) -> None:
+        takers, headers = self._takers(), checkpoint.tensors()
+        try:
+            found = headers_of(self._named(takers, unread(headers)))
+        except ConfigError:  # The library converts tensors, and may need their values: `load` has them.
+            return
+        check_headers(takers, found, checkpoint)
+
     def load(self, weights: Iterable[tuple[str, Callable[[], Any]]]) -> None:
         takers, openers = self._takers(), dict(weights)
         for head, embedding in self.model.all_tied_weights_keys.items():
             check_tied(openers, embedding, head)
-        wanted = {stored.name for taker in takers for stored in taker.stored}
-        self._fill(takers, renamed(self.model, openers.items(), wanted, self.layers_of_engine.transposed))
+        self._fill(takers, self._named(takers, openers.items()))
 
     def init_dummy(self, seed: int) -> None:
         takers = self._takers()
@@ -168,9 +180,19 @@ class TransformersDecoder(Model):
         self.sinks.append((sinks_H, partial(getattr, self.model.get_submodule(owner), name)))
         return sinks_H
 
+    def _named(self, takers: list[Taker], source: Source) -> Source:
+        """Yield tensors of a checkpoint under the names that this model takes."""
+        wanted = {stored.name for taker in takers for stored in taker.stored}
+        build = cache(partial(self.library.build, TRIAL, self.build.dtype))
+        return renamed(self.model, source, wanted, self.layers_of_engine.transposed, build)
+
     def _takers(self) -> list[Taker]:
         scales = (weight for scales in self.scales for weight in scales.weights())
-        return [*self.layers_of_engine.takers(), *scales, *self.own]
+        layers = list(self.layers_of_engine.takers())
+        # A bias of logits may be tied to a parameter (BERT).
+        taken = {stored.name for taker in layers for stored in taker.stored}
+        own = (taker for taker in self.own if taken.isdisjoint(stored.name for stored in taker.stored))
+        return [*layers, *scales, *own]
 
     def _fill(self, takers: list[Taker], weights: Iterable[tuple[str, Callable[[], Any]]]) -> None:
         load_weights(takers, weights)
@@ -188,4 +210,4 @@ def _tap(tapped: dict[int, torch.Tensor], index: int, block: nn.Module, inputs: 
 def _kv_groups(build: BuildContext, calls: tuple[AttentionCall, ...]) -> tuple[KVGroup, ...]:
     shape = (calls[0].kv_heads, calls[0].head_dim)
     planes = tuple(Plane(name, shape, build.kv_dtype) for name in ("k", "v"))
-    return group_layers([call.window for call in calls], planes, build.page_tokens)
+    return group_layers([call.window for call in calls], planes, build.page_tokens, build.first_group)

@@ -6,6 +6,7 @@ The file is untrusted: no code that it names is imported, and its sizes are boun
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -107,7 +108,7 @@ def read_library(hf: Mapping[str, Any], where: str) -> Library:
             "correct the key that is wrong"
         )
     try:
-        config = CONFIG_MAPPING[kind].from_dict({key: hf[key] for key in hf if key not in _UNREAD})
+        config = CONFIG_MAPPING[kind].from_dict({key: _floats(hf[key]) for key in hf if key not in _UNREAD})
     except Exception as error:  # Its validation raises errors of several libraries.
         raise refusal(where, architecture, f"transformers refuses the file: {error_text(error)}") from error
     found = Library(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], where)
@@ -115,14 +116,28 @@ def read_library(hf: Mapping[str, Any], where: str) -> Library:
         raise found.refused("it has a decoder besides other models (text_config), for images or sound")
     if getattr(config, "is_encoder_decoder", False):
         raise found.refused("it has an encoder and cross attention")
-    if getattr(found.model, "_is_stateful", False):
+    kinds = set(getattr(config, "layer_types", None) or ())
+    # A hybrid class may have no such layers (Granite 4.0 Micro, 2025).
+    if getattr(found.model, "_is_stateful", False) and not (kinds and kinds <= _LAYER_TYPES):
         raise found.refused("its layers keep a recurrent state (state-space or hybrid); the cache holds K and V")
     if not found.model._supports_attention_backend:
         raise found.refused("its class in transformers does not let attention be replaced")
-    if others := sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES):
+    if others := sorted(kinds - _LAYER_TYPES):
         raise found.refused(f"it has layers of the type {', '.join(map(shown, others))}")
     _check_sizes(raw, config)
     return found
+
+
+def _floats(value: Any) -> Any:
+    """Return a value of config.json with the numbers that JSON lacks, such as infinity, which the library writes as
+    {"__float__": "Infinity"}."""
+    if isinstance(value, Mapping):
+        tag = value.get("__float__") if len(value) == 1 else None
+        return _FLOATS[tag] if tag in _FLOATS else {key: _floats(each) for key, each in value.items()}
+    return [_floats(each) for each in value] if isinstance(value, list) else value
+
+
+_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 def _check_sizes(raw: ConfigJson, config: PretrainedConfig) -> None:

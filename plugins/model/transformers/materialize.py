@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 from dovetail.core.layers import Stored, Taker, Weight, WeightSet
+from dovetail.plugins.model.transformers.plan import Cut, cuts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from dovetail.core.checkpoint import LazyTensor
+    from dovetail.core.interfaces import Collective
 
 
 def make_buffers(model: PreTrainedModel, device: torch.device) -> None:
@@ -45,14 +47,15 @@ def _check_values(path: str, module: nn.Module) -> None:
             raise ValueError(f"the library does not compute {path}.{name} where it initializes weights")
 
 
-def make_parameters(model: PreTrainedModel, device: torch.device) -> Iterator[Taker]:
-    """Allocate the parameters. Yield what loads them, and buffers that are in checkpoints."""
+def make_parameters(model: PreTrainedModel, device: torch.device, collective: Collective) -> Iterator[Taker]:
+    """Allocate this rank's parameters. Yield what loads them, and buffers that are in checkpoints."""
     made: dict[int, nn.Parameter] = {}
+    split = {path: cut for path, _, cut in cuts(model)} if collective.size > 1 else {}
     for path, module in model.named_modules():
         for name, weight in module.named_parameters(recurse=False):
             if id(weight) not in made:
                 made[id(weight)] = nn.Parameter(torch.empty_like(weight, device=device), requires_grad=False)
-                yield _weight(f"{path}.{name}", made[id(weight)])
+                yield _weight(f"{path}.{name}", made[id(weight)], split.get(f"{path}.{name}"), collective)
             module.register_parameter(name, made[id(weight)])
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
@@ -62,11 +65,14 @@ def make_parameters(model: PreTrainedModel, device: torch.device) -> Iterator[Ta
                 yield WeightSet((stored,), lambda headers: None, partial(_take_buffer, stored.name, buffer))
 
 
-def _weight(name: str, weight: torch.Tensor) -> Weight:
+def _weight(name: str, weight: torch.Tensor, cut: Cut | None, collective: Collective) -> Weight:
     init: Literal["normal", "ones", "zeros"] = (
         "zeros" if name.endswith("bias") else "ones" if weight.ndim == 1 else "normal"
     )
-    return Weight(name, lambda lazy: weight.copy_(lazy[...]), tuple(weight.shape), init)
+    if cut is None:
+        return Weight(name, lambda lazy: weight.copy_(lazy[...]), tuple(weight.shape), init)
+    rank, ranks = collective.rank, collective.size
+    return Weight(name, lambda lazy: cut.take(lazy, weight, rank, ranks), cut.whole(weight.shape, ranks), init)
 
 
 def _take_buffer(name: str, buffer: torch.Tensor, tensors: Mapping[str, LazyTensor]) -> None:

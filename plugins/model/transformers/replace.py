@@ -24,6 +24,7 @@ from dovetail.core.layers import (
     VocabTable,
 )
 from dovetail.core.layers.linear import Part
+from dovetail.core.layers.share import fewer_ranks
 from dovetail.plugins.model.transformers.modules import (
     EmbeddingModule,
     HeadModule,
@@ -55,6 +56,15 @@ def matrix_shapes(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
     return shapes
 
 
+def is_router(model: nn.Module, path: str) -> bool:
+    """Whether the matrix chooses among experts: a small error would choose others. It is beside them, or alone in a
+    module that is (HunYuan, 2024)."""
+    parent, _, name = path.rpartition(".")
+    module, beside = model.get_submodule(parent), model.get_submodule(parent.rpartition(".")[0])
+    alone = all(own.startswith(f"{name}.") for own, _ in module.named_parameters())
+    return hasattr(module, "experts") or (alone and hasattr(beside, "experts"))
+
+
 class Given(Quantizer):
     """Quantizer that returns a method that is made already."""
 
@@ -80,6 +90,8 @@ class Replacement:
         """Weights that the checkpoint stores as [inputs, outputs]."""
         self.kept: dict[str, int] = {}
         """Class of norms that stay the library's -> their number."""
+        # Found before modules are replaced, since it depends on what is beside a matrix.
+        self._routers = {path for path, module in model.named_modules() if is_linear(module) and is_router(model, path)}
         self._methods: dict[str, LinearMethod] = {}
         """Method of each matrix for which the quantizer was asked."""
 
@@ -105,7 +117,8 @@ class Replacement:
             if not tied:
                 table = VocabTable(path, build, vocab, channels, lookup=False, logits=True)
                 self.tables.append(table)
-            layer = LMHead(table, build, None if head.bias is None else f"{path}.bias")
+            name = f"{path}.bias"
+            layer = LMHead(table, build, None if head.bias is None else model.all_tied_weights_keys.get(name, name))
             self.tables.append(layer)
             model.set_submodule(path, HeadModule(layer))
 
@@ -116,7 +129,7 @@ class Replacement:
             modules = [self.model.get_submodule(path) for path in paths]
             share, biased = share_of(self.model, paths[0]), modules[0].bias is not None
             alike = all((m.bias is not None) == biased and type(m) is nn.Linear for m in modules)
-            same = all(share_of(self.model, path) == share and not self._is_router(path) for path in paths)
+            same = all(share_of(self.model, path) == share and path not in self._routers for path in paths)
             if (
                 not alike
                 or not same
@@ -141,14 +154,14 @@ class Replacement:
         """Ask the quantizer, which each matrix asks once."""
         out, inp = shapes[path]
         out //= self.build.collective.size if share == "column" else 1
-        shape = LinearShape(inp, out, (out,), share, self.build.dtype, (path,), self.build.spec.shares(), inp)
+        shape = LinearShape(inp, out, (out,), share, self.build.dtype, (path,), fewer_ranks(self.build), inp)
         method = self._methods[path] = self.build.quantizer.linear(self._short(path), shape)
         return type(method) is PlainLinear
 
     def replace_linears(self, shapes: Mapping[str, tuple[int, int]]) -> None:
         """`shapes`: (outputs, inputs) of the whole matrices, by path."""
         for path, module in list(self.model.named_modules()):
-            if not is_linear(module) or module is self.head or self._is_router(path):
+            if not is_linear(module) or module is self.head or path in self._routers:
                 continue
             out, inp = shapes[path]
             name, bias = self._short(path), module.bias is not None
@@ -199,11 +212,3 @@ class Replacement:
     def _short(self, path: str) -> str:
         """Return the path as quantizers match it: layers.3.self_attn.q_proj."""
         return re.sub(rf"^{re.escape(self.blocks)}\.", "layers.", path)
-
-    def _is_router(self, path: str) -> bool:
-        """Whether the matrix chooses among experts: a small error would choose others. It is beside them, or alone in a
-        module that is (HunYuan, 2024)."""
-        parent, _, name = path.rpartition(".")
-        module, beside = self.model.get_submodule(parent), self.model.get_submodule(parent.rpartition(".")[0])
-        alone = all(own.startswith(f"{name}.") for own, _ in module.named_parameters())
-        return hasattr(module, "experts") or (alone and hasattr(beside, "experts"))

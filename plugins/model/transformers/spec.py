@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +45,8 @@ class Decoder:
 
 
 def spec_of(config: TransformersConfig) -> ModelSpec:
-    return decoder_of(config).spec
+    spec = decoder_of(config).spec
+    return spec if config.load == "dummy" else replace(spec, checkpoint=config.path)
 
 
 def decoder_of(config: TransformersConfig) -> Decoder:
@@ -67,7 +68,8 @@ def _read(text: str, where: str) -> Decoder:
     raw, config = ConfigJson(hf, where), library.config
     # The library's experts have a meta kernel in this dtype.
     model = library.build(TRIAL, torch.bfloat16)
-    calls = trial(library, model)
+    calls = trial(library, model, ids=True)
+    _check_positions(library, model)
     head, call = model.get_output_embeddings(), calls[0]
     if head is None:
         raise library.refused("it has no output embedding")
@@ -125,6 +127,16 @@ def _intermediate(config: Any, model: PreTrainedModel) -> int:
     if isinstance(stated, int) and stated > 0:
         return stated
     return max(inputs for _, inputs in matrix_shapes(model).values())
+
+
+def _check_positions(library: Library, model: PreTrainedModel) -> None:
+    """Refuse positions that begin after the id of padding (RoBERTa, 2019): the engine counts them from 0."""
+    tokens, most = model.get_input_embeddings(), getattr(library.config, "max_position_embeddings", None)
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.Embedding) or module is tokens or module.num_embeddings != most:
+            continue
+        if module.padding_idx is not None:
+            raise library.refused(f"{path} counts positions from the id of its padding")
 
 
 def _max_len(library: Library, raw: ConfigJson) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -156,29 +157,65 @@ def _record_attention(
     return query.new_empty(1, tokens, heads, value.shape[-1]), None
 
 
-def trial(library: Library, model: PreTrainedModel, watch: Watch | None = None) -> tuple[AttentionCall, ...]:
+def trial(
+    library: Library, model: PreTrainedModel, watch: Watch | None = None, *, ids: bool = False
+) -> tuple[AttentionCall, ...]:
     """Run `model`, which was built on the meta device with attention TRIAL, and return its calls in order of layers.
-    Raises ConfigError for what the engine's attention cannot do. `watch`: gets q and k of each call."""
+    Raises ConfigError for what the engine's attention cannot do. `watch`: gets q and k of each call. `ids`: compare
+    with a run on token ids, since the engine gives a model embeddings alone."""
     named = (*model.named_modules(), *model.named_parameters())
     recorder = _Recorder(library, {id(one): path for path, one in named}, watch)
     reset = _recorder.set(recorder)
+    given = _run(library, model, ids=True) if ids else None
+    recorder.calls.clear()
     try:
-        with torch.no_grad(), torch.device("meta"), fixed_rope(model):
-            embeds = model.get_input_embeddings()(torch.zeros(1, TOKENS, dtype=torch.long))
-            # A padding mask keeps transformers from comparing positions, whose values a meta tensor lacks.
+        done = _run(library, model)
+    except ConfigError as error:
+        if given is None or not isinstance(error.__cause__, Exception):
+            raise
+        raise library.refused("it cannot run on embeddings of its tokens, only on their ids") from error.__cause__
+    finally:
+        _recorder.reset(reset)
+    if given is not None and (extra := given - done):
+        raise library.refused(f"it uses token ids for more than its embedding ({', '.join(sorted(extra))})")
+    return _ordered(library, recorder.calls)
+
+
+class _Work(TorchDispatchMode):
+    """Count of the operations that compute something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if not func.is_view and name != "_to_copy":
+            self.count[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _run(library: Library, model: PreTrainedModel, ids: bool = False) -> Counter[str]:
+    """Run the model on token ids, or on what its embedding makes of them, and return the operations."""
+    try:
+        with torch.no_grad(), torch.device("meta"), fixed_rope(model), _Work() as work:
+            tokens = torch.zeros(1, TOKENS, dtype=torch.long)
+            given = {"input_ids": tokens} if ids else {"inputs_embeds": model.get_input_embeddings()(tokens)}
+            # A padding mask keeps transformers from comparing positions, whose values a meta tensor lacks. Hybrid
+            # classes look for padding in it, so that it has values.
             model(
-                inputs_embeds=embeds,
+                **given,
                 position_ids=torch.arange(TOKENS)[None],
-                attention_mask=torch.ones(1, TOKENS, dtype=torch.long),
+                attention_mask=torch.ones(1, TOKENS, dtype=torch.long, device="cpu"),
                 use_cache=False,
             )
     except ConfigError:
         raise
     except Exception as error:  # The library's code fails in its own ways for what it cannot trace.
-        raise library.refused(f"a trial without weights fails: {error_text(error)}") from error
-    finally:
-        _recorder.reset(reset)
-    return _ordered(library, recorder.calls)
+        values = isinstance(error, NotImplementedError) or "meta tensor" in str(error)
+        why = "its code reads values of tensors, and a trial has none" if values else "a trial without weights fails"
+        raise library.refused(f"{why}: {error_text(error)}") from error
+    return work.count
 
 
 def _ordered(library: Library, calls: Sequence[AttentionCall]) -> tuple[AttentionCall, ...]:

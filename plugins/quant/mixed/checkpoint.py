@@ -15,6 +15,8 @@ from dovetail.core.interfaces.checkpoint import StoredMatrix, TensorHeader
 from dovetail.plugins.quant.auto import reader_of
 from dovetail.plugins.quant.parsing import WAYS, read_ignored, unlike_layers, wrong
 
+MIXED = "mixed-precision"
+"""Format of a checkpoint whose groups have unlike ones."""
 Group = TypeVar("Group")
 
 
@@ -23,7 +25,7 @@ def reads(hf: Mapping[str, Any]) -> bool:
     config = hf.get("quantization_config")
     if not isinstance(config, Mapping) or config.get("quant_method") != "compressed-tensors":
         return False
-    return unlike_layers(config)
+    return unlike_layers(config) or config.get("format") == MIXED
 
 
 def split_groups(config: Mapping[str, Any]) -> list[tuple[tuple[str, ...], dict[str, Any]]]:
@@ -36,8 +38,30 @@ def split_groups(config: Mapping[str, Any]) -> list[tuple[tuple[str, ...], dict[
             raise wrong(f"config_groups.{name}", group, "it must have a list of targets")
         alone = {name: {**group, "targets": ["Linear"]}}
         form = group.get("format") or config.get("format")
+        if form == MIXED:
+            form = inferred(group)
         found.append((targets, {**config, "format": form, "config_groups": alone}))
     return found
+
+
+def inferred(group: Mapping[str, Any]) -> str:
+    """Return the format of a group that states none, which compressed-tensors infers from its numbers."""
+    weights, inputs = group.get("weights"), group.get("input_activations")
+    if not isinstance(weights, Mapping):
+        raise wrong("config_groups.weights", weights, "it must be an object, for a group without a format")
+    integers = weights.get("type", "int") == "int"
+    bits, size = weights.get("num_bits", 8), weights.get("group_size")
+    if not integers and bits in _FLOATS.get(size, {}):
+        return _FLOATS[size][bits]
+    if not integers and (bits, size, weights.get("scale_dtype")) == (8, 32, "torch.uint8"):
+        return "mxfp8-quantized"
+    if inputs is None:
+        return "pack-quantized" if integers else "naive-quantized"
+    return "int-quantized" if integers else "float-quantized"
+
+
+_FLOATS = {32: {4: "mxfp4-pack-quantized", 6: "mxfp6-pack-quantized"}, 16: {4: "nvfp4-pack-quantized"}}
+"""Inputs that share a scale -> bits of floats -> format."""
 
 
 def group_of(name: str, groups: Iterable[tuple[tuple[str, ...], Group]], ignored: Iterable[str] = ()) -> Group | None:

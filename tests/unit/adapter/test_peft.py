@@ -84,7 +84,6 @@ def test_a_name_from_the_file_is_escaped_and_shortened(tmp_path: Path) -> None:
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"target_parameters": ["experts.w1"]}, "target_parameters"),
         ({"layer_replication": [[0, 1]]}, "layer_replication"),
-        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
         ({"alora_invocation_tokens": [3]}, "aLoRA"),
         ({"init_lora_weights": "pissa_niter_16"}, "pissa.*path_initial_model_for_weight_conversion"),
         ({"r": 8}, "rank 4 in adapter_model.safetensors and 8 in"),

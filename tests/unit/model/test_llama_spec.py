@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dovetail import LLM
 from dovetail.core.compose import compose
 from dovetail.core.compose.capabilities import Host
 from dovetail.core.errors import ConfigError
@@ -359,6 +360,16 @@ def test_longrope_has_frequencies_for_short_and_for_long_sequences():
     (text,) = notes
     assert "engine.max_len=64 selects" in text
     assert torch.equal(short[:, 0], long[:, 0]) and not torch.equal(short[:, 1], long[:, 1])
+    # Beside the longest sequence, the engine's tables have positions of drafts.
+    assert torch.equal(build_rope(rope, 80, torch.device("cpu"), longest=64).table[:64], short)
+
+
+def test_the_length_that_the_note_names_selects_frequencies_for_short_sequences(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**PHI3, "rope_scaling": LONGROPE}))
+    for length, noted in ((64, False), (65, True)):
+        words = ["engine.device=cpu", f"engine.max_len={length}", "model.load=dummy", "spec_decode=ngram"]
+        with LLM(str(tmp_path), overrides=words) as llm:
+            assert any("rotary frequencies are those for more than 64" in note for note in llm.info.notes) == noted
 
 
 @pytest.mark.parametrize(

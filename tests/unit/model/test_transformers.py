@@ -6,7 +6,6 @@ import io
 import json
 from contextlib import redirect_stdout
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,8 @@ from dovetail import LLM, SamplingParams
 from dovetail.core.compose import compose
 from dovetail.core.compose.cli import main
 from dovetail.core.errors import CapabilityError, ConfigError
-from dovetail.plugins.model.transformers.replace import Replacement
+from dovetail.plugins.model.transformers.plan import Cut
+from dovetail.plugins.model.transformers.replace import is_router
 from dovetail.plugins.model.transformers.spec import read_decoder
 
 PHI: dict[str, Any] = {
@@ -38,6 +38,18 @@ def of(architecture: str, kind: str, **changes: Any) -> dict[str, Any]:
     return {**PHI, "architectures": [architecture], "model_type": kind, **changes}
 
 
+GEMMA3N = of(
+    "Gemma3nForCausalLM",
+    "gemma3n_text",
+    head_dim=8,
+    intermediate_size=[48, 48],
+    layer_types=["sliding_attention", "full_attention"],
+    num_kv_shared_layers=0,
+    vocab_size_per_layer_input=67,
+    hidden_size_per_layer_input=8,
+    laurel_rank=8,
+    activation_sparsity_pattern=[0.0, 0.0],
+)
 LAYERS = {"layer_types": ["full_attention", "chunked_attention"]}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "remote code": (
@@ -57,6 +69,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "contradiction": ({**PHI, "hidden_size": 30}, "PhiForCausalLM: "),
     "state space": (of("MambaForCausalLM", "mamba"), "its layers keep a recurrent state"),
     "hybrid": (of("Lfm2ForCausalLM", "lfm2", layer_types=["conv", "full_attention"]), "layers of the type 'conv'"),
+    "infinity in JSON": (
+        of("Mamba2ForCausalLM", "mamba2", num_heads=8, head_dim=8, time_step_limit=[0.0, {"__float__": "Infinity"}]),
+        "its layers keep a recurrent state",
+    ),
+    "token ids": (GEMMA3N, r"Gemma3nForCausalLM: it uses token ids for more than its embedding \(add, embedding"),
+    "positions": (
+        of("RobertaForCausalLM", "roberta", is_decoder=True, pad_token_id=1),
+        "roberta.embeddings.position_embeddings counts positions from the id of its padding",
+    ),
+    "values of tensors": (
+        of("JetMoeForCausalLM", "jetmoe", kv_channels=8, num_local_experts=2),
+        "its code reads values of tensors, and a trial has none: 'NotImplementedError: Cannot copy",
+    ),
     "cross attention": (of("BartForCausalLM", "bart"), "it has an encoder and cross attention"),
     "linear biases": (of("BloomForCausalLM", "bloom"), "does not let attention be replaced"),
     "images": (
@@ -96,14 +121,14 @@ def test_a_type_may_run_with_the_class_of_another_one() -> None:
 def test_auto_prefers_a_native_family(folder: Any) -> None:
     chosen = {}
     for name, kind in (("PhiForCausalLM", "phi"), ("LlamaForCausalLM", "llama"), ("OlmoeForCausalLM", "olmoe")):
-        chosen[kind] = compose(["model=auto", *folder(of(name, kind))]).part("model").name
+        chosen[kind] = compose(folder(of(name, kind))).part("model").name
     assert chosen == {"phi": "transformers", "llama": "llama", "olmoe": "transformers"}
     with pytest.raises(ConfigError, match="absent"):
         compose(["model=auto", "model.path=/absent"])
 
 
 def test_the_start_up_says_what_runs_and_why(folder: Any) -> None:
-    with LLM(overrides=["model=auto", *folder(PHI)]) as llm:
+    with LLM(overrides=folder(PHI)) as llm:
         (result,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3, ignore_eos=True))
         notes = llm.info.notes
     assert len(result.token_ids) == 3
@@ -154,11 +179,39 @@ def test_buffers_without_values_are_refused() -> None:
     assert torch.equal(model.model.rotary_emb.inv_freq, PhiForCausalLM(model.config).model.rotary_emb.inv_freq)
 
 
-def test_routers_keep_the_dtype_of_the_class() -> None:
+def test_a_hybrid_class_without_hybrid_layers_runs() -> None:
+    """Granite 4.0 Micro, with the names that its published file has."""
+    sizes = {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 48}
+    mamba = {"mamba_n_heads": 4, "mamba_d_head": 16, "position_embedding_type": "rope"}
+    hf = of("GraniteMoeHybridForCausalLM", "granitemoehybrid", **sizes, **mamba)
+    assert read_decoder({**hf, "layer_types": ["attention", "attention"]}, "config.json").spec.layers == 2
+    with pytest.raises(ConfigError, match="its layers keep a recurrent state"):
+        read_decoder({**hf, "layer_types": ["mamba", "attention"]}, "config.json")
+
+
+def test_routers_keep_the_dtype_of_the_class(folder: Any) -> None:
     """Also one that is in a module of its own; the matrices of shared experts are quantized."""
     experts, shared = nn.Linear(2, 2), nn.ModuleDict({"up": nn.Linear(2, 2), "down": nn.Linear(2, 2)})
     layer = nn.ModuleDict({"gate": nn.ModuleDict({"wg": nn.Linear(2, 2)}), "shared": shared, "wg": nn.Linear(2, 2)})
     layer.experts = experts
-    holder = SimpleNamespace(model=nn.ModuleDict({"mlp": layer, "o": nn.Linear(2, 2)}))
-    paths = ("mlp.gate.wg", "mlp.wg", "mlp.shared.up", "o")
-    assert [Replacement._is_router(holder, path) for path in paths] == [True, True, False, False]  # type: ignore[arg-type]
+    model = nn.ModuleDict({"mlp": layer, "o": nn.Linear(2, 2)})
+    assert [is_router(model, path) for path in ("mlp.gate.wg", "mlp.wg", "mlp.shared.up", "o")] == [1, 1, 0, 0]
+    sizes = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    }
+    with LLM(overrides=["model=auto", *folder(of("Qwen2MoeForCausalLM", "qwen2_moe", **sizes))]) as llm:
+        # In each layer q, k, v and o, and three matrices of the shared expert.
+        assert any("with 14 linear layers" in note for note in llm.info.notes)
+
+
+def test_parts_of_packed_tensors() -> None:
+    """A tensor with gate and up in succession: each rank has a part of both."""
+    whole = torch.arange(2 * 8 * 3).view(2, 8, 3)
+    for rank in (0, 1):
+        cut, part = Cut(1, packed=True), torch.zeros(2, 4, 3, dtype=whole.dtype)
+        assert cut.shape(whole.shape, 2) == part.shape and cut.whole(part.shape, 2) == whole.shape
+        cut.take(whole, part, rank, 2)
+        assert torch.equal(part, whole[:, [2 * rank, 2 * rank + 1, 4 + 2 * rank, 5 + 2 * rank]])

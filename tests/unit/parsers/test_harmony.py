@@ -44,6 +44,10 @@ REASONED = Reasoning("Look it up.")
         # The output ends within the call, or its last token is not in the text.
         (ANALYSIS + CALL.removesuffix("<|call|>"), [REASONED, *CALLED]),
         (CALL[: CALL.index("Oslo")], [CALLED[0], ToolCallArguments(0, '{"place": "'), ToolCallEnd(0)]),
+        # Models state other types, and end calls as other messages.
+        (CALL.replace("<|constrain|>json", "code"), CALLED),
+        (CALL.replace("<|call|>", "<|end|>") + FINAL, [*CALLED, Content("Rain <|a|>.")]),
+        (CALL.replace("<|call|>", "<|return|>"), CALLED),
         # Calls of tools that are not offered, and of those of OpenAI's own, are content.
         (CALL.replace("weather", "stop"), [Content(CALL.replace("weather", "stop"))]),
         (CALL.replace("functions.weather", "python"), [Content(CALL.replace("functions.weather", "python"))]),

@@ -15,7 +15,7 @@ from dovetail.core.interfaces import ExpertShape
 from dovetail.core.testing.model_driver import build_context
 from dovetail.plugins.model.config import LlamaConfig
 from dovetail.plugins.model.llama.decoder import Llama
-from dovetail.plugins.quant.mixed.checkpoint import group_of
+from dovetail.plugins.quant.mixed.checkpoint import group_of, inferred
 
 from ...layouts import compressed_tensors, rounded
 from ...numerics.checkpoints import save_random
@@ -121,6 +121,26 @@ def test_groups_of_a_checkpoint(grouped):
     made = model(path=str(grouped / "stored"))
     assert type(made.blocks[0].attention.qkv.method).__name__ == "StackedLinear"
     torch.testing.assert_close(logits(made), logits(load_model(grouped / "plain")), atol=2e-4, rtol=0)
+
+
+def test_groups_without_a_format_have_the_one_that_the_library_infers(grouped):
+    """compressed-tensors 0.20 states mixed-precision for the whole file, and then infers the format of each group."""
+    config = grouped / "stored/config.json"
+    hf = json.loads(config.read_text())
+    config.write_text(json.dumps({**hf, "quantization_config": {**SAID, "format": "mixed-precision"}}))
+    made = model(path=str(grouped / "stored"))
+    torch.testing.assert_close(logits(made), logits(load_model(grouped / "plain")), atol=2e-4, rtol=0)
+    tokens = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+    schemes = {
+        "int-quantized": (weights(8), weights(8)),
+        "float-quantized": ({"num_bits": 8, "type": "float"}, tokens),
+        "naive-quantized": ({"num_bits": 8, "type": "float"}, None),
+        "nvfp4-pack-quantized": ({"num_bits": 4, "type": "float", "group_size": 16}, None),
+        "mxfp4-pack-quantized": ({"num_bits": 4, "type": "float", "group_size": 32}, tokens),
+        "mxfp8-quantized": ({"num_bits": 8, "type": "float", "group_size": 32, "scale_dtype": "torch.uint8"}, tokens),
+    }
+    for form, (each, inputs) in schemes.items():
+        assert inferred({"weights": each, "input_activations": inputs}) == form
 
 
 def test_targets_match_in_the_order_of_compressed_tensors():

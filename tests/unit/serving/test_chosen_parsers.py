@@ -13,6 +13,7 @@ from dovetail.core.errors import ConfigError
 from dovetail.plugins.app.serve.output_parsing import check_chosen
 
 SHAPE = {
+    "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 64,
     "hidden_size": 32,
@@ -31,8 +32,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_parser_of_another_format_ends_the_start(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["app=serve", "model=auto", f"model.path={folder}", "serve.tool_parser=hermes"]) == 2
+@pytest.mark.parametrize("model", ["auto", "transformers"])
+def test_a_parser_of_another_format_ends_the_start(
+    model: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["app=serve", f"model={model}", f"model.path={folder}", "serve.tool_parser=hermes"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"serve.tool_parser=hermes: {folder} has a chat template of the format harmony" in line
     assert "serve.tool_parser=harmony or auto" in line and "serve.chat_template=FILE" in line

@@ -110,6 +110,7 @@ def _read(body: schemas.Message) -> dict[str, str]:
         ("stream", 1),
         ("stream", "yes"),
         ("logit_bias", {"1": "2"}),
+        *(("logit_bias", {key: 1}) for key in ("1.0", "1_0", "+1", " 1", "01", "-1", "", "9999999999")),
         ("stop_token_ids", [True]),
         ("hints", {"a": "1"}),
         ("stream_options", {"include_usage": "true"}),
