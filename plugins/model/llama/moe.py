@@ -91,6 +91,9 @@ def read_qwen3(config: ConfigJson, layers: int) -> Experts:
 
 
 def read_glm4(config: ConfigJson, layers: int) -> Experts:
+    # Published files lack these keys of DeepSeek. Other values would mean other experts.
+    config.choice("scoring_func", ("sigmoid",), "sigmoid")
+    config.choice("topk_method", ("noaux_tc",), "noaux_tc")
     return read_grouped(config, layers, "sigmoid", experts=128, channels=1408, dense=1, shared=1, active=8)
 
 
