@@ -19,6 +19,8 @@ class ExpertNames:
     """Names in the checkpoint, within a layer."""
 
     router: str = "mlp.gate"
+    stacked_router: str | None = None
+    """The router in files of stacked experts; None = as `router`."""
     selection_bias: str | None = None
     """Tensor that is added to the scores by which experts are selected."""
     matrices: tuple[str, str, str] = (
@@ -67,6 +69,7 @@ def read_mixtral(config: ConfigJson, layers: int) -> Experts:
     moe = MoE(experts, active, config.count("intermediate_size", at_most=MOST_CHANNELS))
     names = ExpertNames(
         "block_sparse_moe.gate",
+        "mlp.gate",
         matrices=(
             "block_sparse_moe.experts.{}.w1",
             "block_sparse_moe.experts.{}.w3",
