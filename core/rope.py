@@ -92,8 +92,9 @@ def read_rope(
             options.number(key, default)
             for key, default in (("factor", max_len / trained_len), ("beta_slow", 1.0), ("beta_fast", 32.0))
         )
-        if low >= high:
-            raise options.wrong("beta_slow", f"it must be below beta_fast, which is {high}")
+        # Equal in files of Kimi-K2: the blend is a step.
+        if low > high:
+            raise options.wrong("beta_slow", f"it must be at most beta_fast, which is {high}")
         if theta <= 1:
             stated = options.get("rope_theta") is not None
             raise (options if stated else config).wrong("rope_theta" if stated else theta_key, "yarn needs one above 1")

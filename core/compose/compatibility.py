@@ -27,9 +27,11 @@ def conflicts(composition: Composition, host: Host, model_facts: Mapping[str, ob
 
 
 def layout_conflicts(composition: Composition, host: Host) -> list[str]:
-    """Return the unmet requirements of the model on the engine. They apply even if nothing is built."""
+    """Return the unmet requirements of the model on engine and attention, and of the placement of experts on the model.
+    They apply on any host, even if nothing is built."""
     check = _Check(composition, host, {})
-    demands = [demand for demand in check.demands if demand[0] == "model" and demand[2].kind == "engine"]
+    apply = {("model", "engine"), ("model", "attention"), ("experts", "model")}
+    demands = [demand for demand in check.demands if (demand[0], demand[2].kind) in apply]
     return list(dict.fromkeys(check.unmet(demands)))
 
 

@@ -102,7 +102,7 @@ class Composition:
             raise CapabilityError(found)
 
     def check_layout(self, host: Host) -> None:
-        """Like `check`, but only for the model's requirements on the engine: for an app that builds nothing."""
+        """Like `check`, but only for requirements that apply on any host: for an app that builds nothing."""
         if found := layout_conflicts(self, host):
             raise CapabilityError(found)
 

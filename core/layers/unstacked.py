@@ -53,8 +53,10 @@ def unstacked(tensors: Iterable[tuple[str, Opener]], stacks: Stacks, experts: in
 def unstacked_headers(
     headers: Iterable[tuple[str, TensorHeader]], stacks: Stacks, experts: int
 ) -> Iterator[tuple[str, TensorHeader]]:
-    """Do the same with headers. Raises ConfigError for a shape that is not that of stacked matrices."""
-    for name, header in headers:
+    """Do the same with headers. Raises ConfigError for a shape that is not that of stacked matrices, and for a matrix
+    that is also a tensor of its own."""
+    given = dict(headers)
+    for name, header in given.items():
         if (found := _find(name, stacks)) is None:
             yield name, header
             continue
@@ -65,7 +67,13 @@ def unstacked_headers(
             raise ConfigError(f"{shown(header.file)}: {error}") from None
         for expert in range(experts):
             for part in stack.parts:
-                yield prefix + part.format(expert), replace(header, shape=shape)
+                single = prefix + part.format(expert)
+                if single in given:
+                    raise ConfigError(
+                        f"{shown(header.file)}: tensor {shown(name)} has the matrix of {shown(single)}, which is a "
+                        "tensor of its own in the checkpoint, too. Remove one of them"
+                    )
+                yield single, replace(header, shape=shape)
 
 
 def without(tensors: Iterable[tuple[str, Tensor]], prefixes: frozenset[str]) -> Iterator[tuple[str, Tensor]]:

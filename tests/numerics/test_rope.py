@@ -40,6 +40,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "yarn_mscale": {**YARN, "mscale": 0.707, "mscale_all_dim": 1.0},
     "yarn_mscale_alone": {**YARN, "mscale": 0.707},
     "yarn_betas": {**YARN, "beta_fast": 16.0, "beta_slow": 2.0},
+    "yarn_step": {**YARN, "beta_fast": 1.0, "beta_slow": 1.0},
     "yarn_whole": {**YARN, "truncate": False},
     "yarn_partial": {**YARN, "partial_rotary_factor": 0.5, "rope_theta": 5e5},
 }

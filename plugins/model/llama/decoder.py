@@ -66,7 +66,7 @@ from dovetail.core.ops.rehearsal import rehearsing
 from dovetail.core.startup_notes import note
 from dovetail.plugins.model.config import LlamaConfig
 from dovetail.plugins.model.llama.attention import Attention, defers
-from dovetail.plugins.model.llama.experts import SparseMLP, stacks_of
+from dovetail.plugins.model.llama.experts import SparseMLP, stacks_of, with_router
 from dovetail.plugins.model.llama.families import mtp_layers, read_model, spec_of
 from dovetail.plugins.model.llama.family import Layout, Names
 from dovetail.plugins.model.llama.latent import LatentAttention
@@ -262,6 +262,7 @@ class Llama(Model):
     def check_checkpoint(self, checkpoint: Checkpoint) -> None:
         headers = dict(self._named(checkpoint.tensors().items()))
         if (experts := self.layout.experts) is not None:
+            headers = with_router(headers.items(), experts.names)
             found = unstacked_headers(headers.items(), stacks_of(experts.names), experts.rule.experts)
             headers = dict(without(found, self._elsewhere))
         check_headers(self._weights(), headers, checkpoint, self._ignored, self._ignored_parts)
@@ -272,6 +273,7 @@ class Llama(Model):
             check_tied(named, *(f"{name}.weight" for name in (self.layout.names.embedding, self.layout.names.head)))
         weights = named.items()
         if (experts := self.layout.experts) is not None:
+            weights = with_router(weights, experts.names).items()
             weights = unstacked(weights, stacks_of(experts.names), experts.rule.experts)
             weights = without(weights, self._elsewhere)
         load_weights(self._weights(), weights, self._ignored, self._ignored_parts)

@@ -38,6 +38,7 @@ def read_v2_experts(config: ConfigJson, layers: int) -> Experts:
     _check_every_layer(config)
     if config.flag("norm_topk_prob"):
         raise config.wrong("norm_topk_prob", "scores of DeepSeek V2 are not divided by their sum")
+    config.choice("scoring_func", ("softmax",), "softmax")
     grouped = config.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy") != "greedy"
     return read_grouped(
         config, layers, "softmax", shared=2, normalize=False, grouped=grouped, group_best=1, selection_bias=False
@@ -49,6 +50,7 @@ def read_v3_experts(config: ConfigJson, layers: int) -> Experts:
     scores: Literal["softmax", "sigmoid"] = (
         "softmax" if config.choice("scoring_func", ("sigmoid", "softmax"), "sigmoid") == "softmax" else "sigmoid"
     )
+    config.choice("topk_method", ("noaux_tc",), "noaux_tc")
     # Files without them have transformers' defaults, which are not those of other families.
     config.count("n_group")
     config.number("routed_scaling_factor")

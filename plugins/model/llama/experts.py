@@ -3,10 +3,10 @@ channels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -19,6 +19,8 @@ from dovetail.plugins.model.llama.moe import ExpertNames
 
 SparseCalls = Generator[Callable[[], Any], Any, torch.Tensor | Partial | RowShard]
 """Type of a layer's calls within `Layers`."""
+Tensor = TypeVar("Tensor")
+"""Opener or header of a checkpoint tensor."""
 
 
 class SharedMLP(Protocol):
@@ -107,6 +109,19 @@ class SparseMLP:
     def finish(self) -> None:
         """Call it after the last weight is loaded; `linears` are finished by themselves."""
         self.experts.finish()
+
+
+def with_router(tensors: Iterable[tuple[str, Tensor]], names: ExpertNames) -> dict[str, Tensor]:
+    """Return the tensors, with the routers of files of stacked experts under `names.router`."""
+    found = dict(tensors)
+    if names.stacked_router is None:
+        return found
+    suffix = f".{names.stacked_router}.weight"
+    for name in [name for name in found if name.endswith(suffix)]:
+        new = f"{name.removesuffix(suffix)}.{names.router}.weight"
+        if new not in found:
+            found[new] = found.pop(name)
+    return found
 
 
 def stacks_of(names: ExpertNames) -> dict[str, Stack]:

@@ -19,6 +19,8 @@ class ExpertNames:
     """Names in the checkpoint, within a layer."""
 
     router: str = "mlp.gate"
+    stacked_router: str | None = None
+    """The router in files of stacked experts; None = as `router`."""
     selection_bias: str | None = None
     """Tensor that is added to the scores by which experts are selected."""
     matrices: tuple[str, str, str] = (
@@ -67,6 +69,7 @@ def read_mixtral(config: ConfigJson, layers: int) -> Experts:
     moe = MoE(experts, active, config.count("intermediate_size", at_most=MOST_CHANNELS))
     names = ExpertNames(
         "block_sparse_moe.gate",
+        "mlp.gate",
         matrices=(
             "block_sparse_moe.experts.{}.w1",
             "block_sparse_moe.experts.{}.w3",
@@ -91,6 +94,9 @@ def read_qwen3(config: ConfigJson, layers: int) -> Experts:
 
 
 def read_glm4(config: ConfigJson, layers: int) -> Experts:
+    # Published files lack these keys of DeepSeek. Other values would mean other experts.
+    config.choice("scoring_func", ("sigmoid",), "sigmoid")
+    config.choice("topk_method", ("noaux_tc",), "noaux_tc")
     return read_grouped(config, layers, "sigmoid", experts=128, channels=1408, dense=1, shared=1, active=8)
 
 

@@ -65,7 +65,7 @@ def test_yarn_stretches_the_context_that_the_file_states():
         ({"rope_theta": 1.0, "rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_theta is 1.0; yarn needs"),
         (
             {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": 1.0, "beta_slow": 32.0}},
-            "rope_scaling.beta_slow is 32.0; it must be below beta_fast",
+            "rope_scaling.beta_slow is 32.0; it must be at most beta_fast",
         ),
     ],
 )

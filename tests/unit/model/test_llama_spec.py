@@ -241,7 +241,11 @@ DEEPSEEK = compose(["model=deepseek_v3"], app="generate").part("model").config.h
         (GLM4_MOE, {"n_group": 3}, "n_group is 3; it must divide 8 experts"),
         (GLM4_MOE, {"n_group": 4, "topk_group": 1}, "topk_group is 1; .*fewer than 4 experts"),
         (GLM4_MOE, {"n_group": 4}, "topk_group' is missing"),
+        (GLM4_MOE, {"scoring_func": "softmax"}, "scoring_func is 'softmax'; the options are sigmoid"),
+        (GLM4_MOE, {"topk_method": "greedy"}, "topk_method is 'greedy'; the options are noaux_tc"),
         (DEEPSEEK, {"scoring_func": "relu"}, "scoring_func is 'relu'; the options are sigmoid, softmax"),
+        (DEEPSEEK, {"topk_method": "greedy"}, "topk_method is 'greedy'; the options are noaux_tc"),
+        (DEEPSEEK_V2, {"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid'; the options are softmax"),
     ],
 )
 def test_experts_that_cannot_be_are_refused(hf, change, words):
