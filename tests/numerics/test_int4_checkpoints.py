@@ -149,6 +149,11 @@ def changed(**values: Any) -> dict[str, Any]:
     return config
 
 
+def transformed(location: str) -> dict[str, Any]:
+    scheme = {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": location}]}
+    return {**LAYOUTS["compressed-tensors"][0], "transform_config": {"config_groups": {"R4": scheme}}}
+
+
 @pytest.mark.parametrize(
     ("config", "says"),
     [
@@ -157,6 +162,7 @@ def changed(**values: Any) -> dict[str, Any]:
         (changed(strategy="block"), r"strategy is 'block'"),
         (changed(actorder="sometimes"), r"actorder is 'sometimes'"),
         (changed(num_bits=True), r"num_bits is True"),
+        (transformed("input"), r"R4\.apply\.location is 'input': transforms of activations are not supported"),
         ({**GPTQ, "dynamic": {"-:x": {}}}, r"dynamic.*layers must have the same bits"),
         ({**GPTQ, "bits": 2}, r"bits is 2"),
         ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, r"version is 'gemv'"),
@@ -167,6 +173,10 @@ def changed(**values: Any) -> dict[str, Any]:
 def test_what_is_not_supported_is_an_error(config, says):
     with pytest.raises(ConfigError, match=says):
         read_stored({"quantization_config": config})
+
+
+def test_transforms_of_weights_are_in_the_weights():
+    assert read_stored({"quantization_config": transformed("weight_input")}) is not None
 
 
 @pytest.mark.parametrize(
