@@ -184,6 +184,7 @@ def test_transforms_of_weights_are_in_the_weights():
     [
         ("gptq, 8 bits, order, v2", "g_idx", lambda t: t + 1, r"g_idx' has groups .*; there are \d+"),
         ("gptq, 8 bits, order, v2", "g_idx", lambda t: t * 0, r"g_idx' must have 32 inputs of each group"),
+        ("gptq", "g_idx", lambda t: t.flip(0), r"g_idx' has group \d for input 0, which is in group 0 by config\.json"),
         ("gptq", "qweight", lambda t: t[:-1], r"qweight' has shape .* it must be"),
         ("gptq", "qzeros", lambda t: t.float(), r"qzeros' is float32 in the checkpoint; it must be int32"),
         ("gptq", "scales", lambda t: t * float("nan"), r"NaN|scales' has values that are not finite"),
