@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from pydantic import ValidationError
+
 from dovetail.core.compose.config import Config, part_fields
 from dovetail.core.compose.registry import Registry
 from dovetail.core.compose.selected import Selected
@@ -58,7 +60,16 @@ def _options(kind: str, part: Selected, config: type[Config], name: str, registr
             f"{texts}: {kind}={part.name} chose {kind}={name}, which has no such option. Options of {name}: "
             f"{listing(config.model_fields)}"
         )
-    return _default(config, registry, **given)
+    try:
+        return _default(config, registry, **given)
+    except ValidationError as error:
+        # An option of the choosing component has the values of any that it may choose.
+        faults = [
+            f"{kind}.{'.'.join(map(str, each['loc']))}={show(each['input'])}: {kind}={part.name} chose {kind}={name}, "
+            f"where it {each['msg'].removeprefix('Input ')}"
+            for each in error.errors(include_url=False)
+        ]
+        raise ConfigError("\n".join(faults)) from None
 
 
 def _default(config: type[Config], registry: Registry, **given: Any) -> Config:

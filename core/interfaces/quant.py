@@ -36,7 +36,8 @@ class LinearShape:
     names: tuple[str, ...] = ()
     """Checkpoint prefix of each part, for instance "model.layers.3.mlp.down_proj"."""
     shares: Mapping[int, int] = field(default_factory=dict, hash=False)
-    """ModelSpec.shares() of the model, for fewer ranks than now."""
+    """Numbers of ranks that can share the model, fewer than now -> greatest common divisor of the sides of a rank's
+    matrices: ModelSpec.shares(), and for logits and embedding those of their own sides."""
     whole_inp: int = 0
     """Input width of the whole matrices; 0 = `inp`."""
     first_inp: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from math import gcd
 
 import torch
 
@@ -37,9 +38,8 @@ class VocabTable:
         self.rows = ceil_div(vocab, build.collective.size)
         self.start = min(build.collective.rank * self.rows, vocab)
         self.stop = min(self.start + self.rows, vocab)
-        shape = LinearShape(
-            channels, self.rows, (self.rows,), "column", build.dtype, (name,), fewer_ranks(build), channels
-        )
+        shares = {ranks: gcd(channels, ceil_div(vocab, ranks)) for ranks in fewer_ranks(build)}
+        shape = LinearShape(channels, self.rows, (self.rows,), "column", build.dtype, (name,), shares, channels)
         path = "lm_head" if logits else "embed"
         self.method = build.quantizer.table(path, shape, lookup=lookup) or PlainLinear()
         self.params = self.method.create(shape, build.device)

@@ -47,7 +47,24 @@ def linear_group(config: Mapping[str, Any]) -> Mapping[str, Any]:
     (group,) = groups.values()
     if not isinstance(group, Mapping) or group.get("targets") != ["Linear"]:
         raise wrong("config_groups", groups, 'its targets must be ["Linear"]')
+    _refuse_transforms(config)
     return group
+
+
+def _refuse_transforms(config: Mapping[str, Any]) -> None:
+    """Raise TextError if activations have to be transformed, such as by the Hadamard matrices of QuIP and SpinQuant.
+    The weights of the checkpoint contain those of weights."""
+    schemes = config.get("transform_config") or {}
+    groups = schemes.get("config_groups") or {} if isinstance(schemes, Mapping) else None
+    if not isinstance(groups, Mapping):
+        raise wrong("transform_config", schemes, "it must be an object with config_groups")
+    for name, group in groups.items():
+        places = group.get("apply") if isinstance(group, Mapping) else None
+        for place in places if isinstance(places, list) else [places]:
+            location = place.get("location") if isinstance(place, Mapping) else None
+            if location not in ("weight_input", "weight_output"):
+                reason = "transforms of activations are not supported; there are weight_input, weight_output"
+                raise wrong(f"transform_config.config_groups.{name}.apply.location", location, reason)
 
 
 def read_ignored(config: Mapping[str, Any], key: str) -> tuple[str, ...]:

@@ -149,6 +149,11 @@ def changed(**values: Any) -> dict[str, Any]:
     return config
 
 
+def transformed(location: str) -> dict[str, Any]:
+    scheme = {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": location}]}
+    return {**LAYOUTS["compressed-tensors"][0], "transform_config": {"config_groups": {"R4": scheme}}}
+
+
 @pytest.mark.parametrize(
     ("config", "says"),
     [
@@ -157,6 +162,7 @@ def changed(**values: Any) -> dict[str, Any]:
         (changed(strategy="block"), r"strategy is 'block'"),
         (changed(actorder="sometimes"), r"actorder is 'sometimes'"),
         (changed(num_bits=True), r"num_bits is True"),
+        (transformed("input"), r"R4\.apply\.location is 'input': transforms of activations are not supported"),
         ({**GPTQ, "dynamic": {"-:x": {}}}, r"dynamic.*layers must have the same bits"),
         ({**GPTQ, "bits": 2}, r"bits is 2"),
         ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, r"version is 'gemv'"),
@@ -169,11 +175,16 @@ def test_what_is_not_supported_is_an_error(config, says):
         read_stored({"quantization_config": config})
 
 
+def test_transforms_of_weights_are_in_the_weights():
+    assert read_stored({"quantization_config": transformed("weight_input")}) is not None
+
+
 @pytest.mark.parametrize(
     ("layout", "name", "wrong", "says"),
     [
         ("gptq, 8 bits, order, v2", "g_idx", lambda t: t + 1, r"g_idx' has groups .*; there are \d+"),
         ("gptq, 8 bits, order, v2", "g_idx", lambda t: t * 0, r"g_idx' must have 32 inputs of each group"),
+        ("gptq", "g_idx", lambda t: t.flip(0), r"g_idx' has group \d for input 0, which is in group 0 by config\.json"),
         ("gptq", "qweight", lambda t: t[:-1], r"qweight' has shape .* it must be"),
         ("gptq", "qzeros", lambda t: t.float(), r"qzeros' is float32 in the checkpoint; it must be int32"),
         ("gptq", "scales", lambda t: t * float("nan"), r"NaN|scales' has values that are not finite"),

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from dovetail.core.errors import CapabilityError
 from dovetail.core.interfaces import (
     PLAIN,
     Activation,
@@ -100,7 +101,14 @@ def fp8_head(head: str, path: str, shape: LinearShape, config: FP8Config | None 
     checkpoint. `config`: options of the matmul; None = the defaults."""
     if head != "fp8" or path != "lm_head":
         return None
-    shape.check_multiple(MULTIPLE, "quant.head=fp8", path, None)
+    if shape.inp % MULTIPLE or shape.out % MULTIPLE:
+        works = [f"engine.tp={ranks}" for ranks, divisor in shape.shares.items() if divisor % MULTIPLE == 0]
+        raise CapabilityError(
+            [
+                f"quant.head=fp8: {path} is {shape.inp} x {shape.out} on each rank; both must divide by {MULTIPLE}. "
+                f"Would work: {' or '.join([*works, 'quant.head=auto'])}"
+            ]
+        )
     return FP8Linear(config or FP8Config())
 
 

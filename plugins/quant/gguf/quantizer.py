@@ -86,7 +86,8 @@ class BlockLinear(PackedLinear):
         first, last = before // self.group, -(-(before + self.shape.inp) // self.group)
         scale_OG, zero_OG = codes.scales_RG[:, first:last], None
         if codes.minimums_RG is not None:
-            codes_OI, scale_OG, zero_OG = _with_zeros(codes_OI, scale_OG, codes.minimums_RG[:, first:last], self.group)
+            minimum_OG, largest = codes.minimums_RG[:, first:last], torch.finfo(self.zero_dtype).max
+            codes_OI, scale_OG, zero_OG = _with_zeros(codes_OI, scale_OG, minimum_OG, self.group, largest)
         spread = self.shape.spread_groups
         self.store(
             params,
@@ -98,11 +99,12 @@ class BlockLinear(PackedLinear):
 
 
 def _with_zeros(
-    codes_OI: torch.Tensor, scale_OG: torch.Tensor, minimum_OG: torch.Tensor, group: int
+    codes_OI: torch.Tensor, scale_OG: torch.Tensor, minimum_OG: torch.Tensor, group: int, largest: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return codes, scales and zeros with scale * (code - zero) = scale * code - minimum. In a group with scale 0,
-    whose values are all -minimum, codes are 0, zero is 1 and the scale is the minimum."""
-    constant_OG = scale_OG == 0
+    whose values are all -minimum, codes are 0, zero is 1 and the scale is the minimum. So they are where zero would
+    exceed `largest`, since values then differ from -minimum by less than their dtype resolves."""
+    constant_OG = (scale_OG == 0) | (minimum_OG.abs() > largest * scale_OG.abs())
     zero_OG = torch.where(constant_OG, 1.0, minimum_OG / scale_OG)
     if constant_OG.any():
         inside = constant_OG.repeat_interleave(group, 1)[:, : codes_OI.shape[1]]

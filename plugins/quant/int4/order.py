@@ -55,6 +55,20 @@ class GroupOrder:
         return places, torch.nn.functional.pad(groups, (0, self.width // STEP - len(groups)))
 
 
+def check_consecutive(name: str, group_I: torch.Tensor, group: int, shape: LinearShape) -> None:
+    """Raise TensorError if the tensor `name` has this rank's columns in other groups than those of consecutive columns,
+    as a config without act-order states. `group`: 0 = one for all."""
+    columns = torch.arange(shape.first_inp, shape.first_inp + shape.inp)
+    wanted_I = columns // (group or shape.whole_inp)
+    if len(unlike := (group_I.cpu() != wanted_I).nonzero()):
+        at = int(unlike[0])
+        raise TensorError(
+            name,
+            f"has group {int(group_I[at])} for input {int(columns[at])}, which is in group {int(wanted_I[at])} by "
+            "config.json: without act-order, groups are consecutive inputs",
+        )
+
+
 def with_order(fmt: ActFormat, width: int, device: torch.device) -> ActFormat:
     """Return the format of inputs whose columns are in an order that `set_order` sets."""
     order = torch.arange(width, device=device)

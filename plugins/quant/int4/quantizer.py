@@ -21,7 +21,7 @@ from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 from dovetail.plugins.quant.fp8.quantizer import fp8_head
 from dovetail.plugins.quant.int4.checkpoint import Stored, read_stored
 from dovetail.plugins.quant.int4.checkpoint import stored as measure
-from dovetail.plugins.quant.int4.order import GroupOrder, set_order, with_order
+from dovetail.plugins.quant.int4.order import GroupOrder, check_consecutive, set_order, with_order
 from dovetail.plugins.quant.int4.rounding import round_to_nearest
 from dovetail.plugins.quant.int4.tensors import RECORDS, codes_of
 
@@ -88,6 +88,8 @@ class StoredLinear(PackedLinear):
         if not scale_OG.isfinite().all():
             raise TensorError(self.stored.scale_name, "has values that are not finite")
         if self.order is None:
+            if group_I is not None:
+                check_consecutive(self.stored.order_name, group_I, self.group, self.shape)
             spread = self.shape.spread_groups
             scale_OG, zero_OG = (None if x is None else spread(x, self.group) for x in (scale_OG, zero_OG))
         else:

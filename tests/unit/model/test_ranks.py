@@ -12,6 +12,7 @@ from dovetail.core.errors import CapabilityError, ConfigError
 from dovetail.core.host import model_facts
 from dovetail.core.interfaces import ModelSpec
 from dovetail.core.layers import ColumnParallel
+from dovetail.core.layers.embedding import VocabTable
 from dovetail.core.testing.model_driver import Alone, build_context
 from dovetail.plugins.model.llama.decoder import Llama
 from dovetail.plugins.model.llama.families import spec_of
@@ -84,6 +85,21 @@ def test_a_quantizer_refuses_shares_with_what_would_work(kind, options, works):
         assert ": layers.0.mlp." in told
         assert told.endswith(f"Would work: {ranks}, quant.skip=['layers.9.*', 'layers.*.mlp.*'], quant=none")
         build(kind(options(skip=("layers.9.*", "layers.*.mlp.*"))), tp)
+
+
+def test_logits_that_do_not_fit_are_refused_with_what_would_work():
+    """The vocabulary decides: 208 rows are 13 times 16, and half of them are not a multiple of 16."""
+    spec = ModelSpec("any", 208, 1, 64, 4, 4, 16, 64, 16, "float32")
+
+    def head(vocab, tp):
+        build = build_context(spec, quantizer=FP8(FP8Config(head="fp8")), collective=Rank(tp))
+        return VocabTable("lm_head", build, vocab, 64, lookup=False, logits=True)
+
+    assert head(208, 1).method.input.dtype is torch.float8_e4m3fn
+    with pytest.raises(CapabilityError, match=r"lm_head is 64 x 104 .* work: engine\.tp=1 or quant\.head=auto$"):
+        head(208, 2)
+    with pytest.raises(CapabilityError, match=r"lm_head is 64 x 209 .* work: quant\.head=auto$"):
+        head(209, 1)
 
 
 class Read:

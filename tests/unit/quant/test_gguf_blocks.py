@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from dovetail.core.errors import ConfigError
+from dovetail.core.interfaces import PLAIN, LinearShape
 from dovetail.plugins.quant.gguf.blocks import FORMATS, decode_blocks
+from dovetail.plugins.quant.gguf.quantizer import BlockLinear
 
 SCALES = {"Q4_0": (0,), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 """Positions of the float16 numbers of a block."""
@@ -53,6 +55,19 @@ def test_blocks_of_columns_decode_alone() -> None:
     whole = random_blocks("Q6_K", 8, 6)
     part = whole[:, 210 * 2 : 210 * 5]
     assert torch.equal(decode_blocks("Q6_K", part).values_RC(), expected("Q6_K", whole)[:, 512:1280])
+
+
+def test_groups_that_hardly_vary_are_finite_in_a_16_bit_model() -> None:
+    """Their minimum is more steps of the scale than a zero in float16 can be."""
+    block = np.full((2, 144), 0x35, np.uint8)
+    block[:, :4] = np.array([6e-8, 0.5], np.float16).view(np.uint8)
+    block[:, 4:16] = 1
+    shape = LinearShape(256, 2, (2,), dtype=torch.bfloat16, names=("a",))
+    method = BlockLinear("Q4_K", shape, PLAIN)
+    params = method.create(shape, torch.device("cpu"))
+    method.load(params, slice(0, 2), {"weight": torch.from_numpy(block)})
+    values = method.rows(params, torch.arange(2)).float()
+    torch.testing.assert_close(values, expected("Q4_K", torch.from_numpy(block)), rtol=2**-8, atol=0)
 
 
 def test_an_unknown_type_names_the_others() -> None:
