@@ -263,9 +263,9 @@ def _matrix(rows: list[Choice], columns: list[Choice]) -> list[str]:
         where = [host for host, found in refusals.items() if not found]
         return (f"on a {' or '.join(where)}" if where else "no") + f" ({', '.join(map(str, notes))})"
 
-    table = [[f"`{row.name}`", *(cell(row, column) for column in columns)] for row in rows]
+    cells = [[f"`{row.name}`", *(cell(row, column) for column in columns)] for row in rows]
     head = (rows[0].kind, *(f"`{column.name}`" for column in columns))
-    lines = [f"## {rows[0].kind} and {columns[0].kind}", table(head, table)]
+    lines = [f"## {rows[0].kind} and {columns[0].kind}", table(head, cells)]
     if reasons:
         lines.append("\n".join(f"{number}. {_prose(reason)}" for reason, number in reasons.items()))
     return lines

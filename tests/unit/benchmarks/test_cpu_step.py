@@ -103,7 +103,7 @@ def test_a_plan_on_its_way_to_the_ranks(
     words = ["--plans", "20", "--gap", "0.1"]
     cpu_step.main(["--plan", "1", "4", "--readers", "1", *words])
     printed = capsys.readouterr().out
-    assert re.findall(r"^(\d+) decode rows, (\d+) bytes", printed, re.M) == [("1", "160"), ("4", "328")]
+    assert re.findall(r"^(\d+) decode rows, (\d+) bytes", printed, re.M) == [("1", "176"), ("4", "344")]
     line = r"^  ring, readers: (\d), 0.1 ms between plans: send (\S+) \(\S+\), received (\S+) \(\S+\)$"
     ring = re.findall(line, printed, re.M)
     assert [readers for readers, *_ in ring] == ["1", "1"]
