@@ -45,8 +45,12 @@ WITH_FP8 = {
     "dovetail.core.ops.kernels.experts:_multiply_block",
 }
 """Functions that convert to E4M3 in hardware, or multiply in it."""
-FROM_HOPPER = {"dovetail.core.ops.kernels.launch:prefetch"}
-"""Functions used only where kernels start before the preceding one ends."""
+FROM_HOPPER = {
+    "dovetail.core.ops.kernels.launch:prefetch",
+    "dovetail.core.ops.kernels.expert_pairs:_gather_rows",
+    "dovetail.core.ops.kernels.decoders:scaled_e2m1_words",
+}
+"""Functions used only where kernels start before the preceding one ends, and by Hopper's kernel for experts."""
 
 
 def chosen(fp8: bool) -> Iterator[Callable[[], object]]:
