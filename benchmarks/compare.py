@@ -27,7 +27,8 @@ have the same requests, settings and GPU:
     python benchmarks/compare.py vllm --reuse vllm.json --workloads chat --out both.json -- +preset=h200_fp8_tp1
 
 `--lock FILE` lets several comparisons use one GPU: their engines start at the same time, which takes longest, but only
-one of them runs requests. Each engine then has the memory that its workloads need by the cost model, in place of all.
+one of them runs requests. Each engine then has the memory that its workloads need by the cost model, in place of all,
+unless options set it.
 
 Workloads whose requests all arrive at once run in the engines themselves (peers/offline.py). Workloads with rates, such
 as online, go to the servers of both (peers/served.py), one after the other. `--set` gives one workload an option that
@@ -51,6 +52,7 @@ from peers.drafting import drafting_of
 from peers.jobs import Job, make_jobs, words_of
 
 from dovetail import Composition, ConfigError, DovetailError, compose
+from dovetail.core.host import detect_host
 from dovetail.core.interfaces import ModelSpec
 from dovetail.plugins.app.bench.record import describe, machine
 
@@ -200,6 +202,8 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--workloads {','.join(over_time)}: --only and --reuse are for requests that arrive at once")
     if over_time and args.lock:
         raise ConfigError(f"--workloads {','.join(over_time)}: --lock is for requests that arrive at once")
+    if args.lock and not args.lock.absolute().parent.is_dir():
+        raise ConfigError(f"--lock {args.lock}: there is no folder {args.lock.absolute().parent}")
     if over_time and not server_script(args.peer).exists():
         script = server_script(args.peer).name
         raise ConfigError(f"--workloads {','.join(over_time)}: requests arrive over time, and there is no {script}")
@@ -227,6 +231,13 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def part_of_memory(share: offline.Share, overrides: Sequence[str]) -> dict[str, float]:
+    """Return the options that give Dovetail its share of a GPU, without those that `overrides` set."""
+    options = {"engine.memory_fraction": share.fraction, "engine.kv_pages": share.pages}
+    given = {word.partition("=")[0].lstrip("+") for word in overrides}
+    return {name: value for name, value in options.items() if name not in given}
+
+
 def compare_engines(
     args: argparse.Namespace, composition: Composition, shared: Shared, jobs: dict[str, list[Job]], save: Save
 ) -> None:
@@ -236,10 +247,11 @@ def compare_engines(
     if shared.grammars and model_folder.has_shapes_alone(composition):
         overrides = model_folder.loading(composition, overrides, Path(shared.model))
     peer_args = args.args
-    if args.lock and composition.engine.device != "cpu":
+    if args.lock and detect_host(composition.engine.device).device != "cpu":
         share = offline.share_of(composition, jobs)
-        shared = replace(shared, memory_fraction=share.fraction)
-        overrides += [f"engine.memory_fraction={share.fraction}", f"engine.kv_pages={share.pages}"]
+        part = part_of_memory(share, composition.overrides)
+        overrides += [f"{name}={value}" for name, value in part.items()]
+        shared = replace(shared, memory_fraction=part.get("engine.memory_fraction", shared.memory_fraction))
         if args.peer == "vllm":
             peer_args = {"kv_cache_memory_bytes": round(SPARE * share.kv_bytes)} | peer_args
     fit = args.order == "auto" and not args.lock and offline.both_fit(composition, jobs)

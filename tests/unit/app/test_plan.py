@@ -204,17 +204,17 @@ def test_a_layout_that_the_model_cannot_have_is_refused_as_at_start(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["model=deepseek_v2_lite", "attention=flashinfer"], "attention with mla among kinds .*attention=triton"),
         (["model=llama3_8b", "experts=whole"], "model with expert_placement true .*Would work: experts=tensor"),
     ],
 )
 def test_parts_that_no_host_can_join_are_refused(
-    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["app=plan", "cost=h200", *words]) == 2
-    assert re.search(told, capsys.readouterr().err)
+    assert re.search(message, capsys.readouterr().err)
 
 
 THREES = [

@@ -150,7 +150,10 @@ def test_what_an_engine_needs_of_a_gpu_that_it_shares(compare: ModuleType) -> No
     assert share.tokens <= 32 * (share.pages - 64) < share.tokens + 32
     gigabytes = share.fraction * share.plan.device_bytes / 1e9
     assert 8 + 5 < gigabytes < 20, "weights of 8 GB, and the rest of a small load"
-    assert compare.offline.share_of(compose([*words, "engine.memory_fraction=0.05"], app="bench"), {}).fraction == 0.05
+    part = {"engine.memory_fraction": share.fraction, "engine.kv_pages": share.pages}
+    assert compare.part_of_memory(share, words) == part
+    assert set(compare.part_of_memory(share, [*words, "engine.memory_fraction=0.3"])) == {"engine.kv_pages"}
+    assert compare.part_of_memory(share, [*words, "engine.kv_pages=9", "engine.memory_fraction=0.3"]) == {}
 
 
 def test_a_peer_gets_our_settings_and_an_environment(race: Race) -> None:

@@ -57,8 +57,8 @@ def test_options_are_passed_on(folder):
         compose([*folder(), "quant.activations=plain"])
     with pytest.raises(ConfigError) as caught:
         compose([*folder(FP8), "quant.activations=int3"])
-    told = "quant.activations=int3: quant=auto chose quant=fp8, where it should be 'auto', 'fp8' or 'plain'"
-    assert str(caught.value).endswith(told)
+    message = "quant.activations=int3: quant=auto chose quant=fp8, where it should be 'auto', 'fp8' or 'plain'"
+    assert str(caught.value).endswith(message)
 
 
 def test_composing_the_same_words_again_gives_the_same(folder):
