@@ -237,11 +237,11 @@ def _tile(
     # Each tile reads and converts the row's latents, so few large ones are fastest, even half empty, and three quarters
     # empty with the kernel for Hopper. But the ranges of a row are joined by one program a tile: where few tiles fill
     # the GPU with ranges, small ones join in parallel.
-    many, rows = FEW * tiles >= _processors(device), layer.heads * tokens
-    if many and rows >= LEAST_TILE_ROWS and hopper and not tree and _fits_hopper(layer.mla, dtype, kv_dtype):
+    many, width = FEW * tiles >= _processors(device), layer.heads * tokens
+    if many and width >= LEAST_TILE_ROWS and hopper and not tree and _fits_hopper(layer.mla, dtype, kv_dtype):
         return LatentTile(MOST_TILE_ROWS, HOPPER_KEYS, 4, 2, 1, hopper=True)
     # The fastest on an H200 (benchmarks/NOTES.md, Experts).
-    large = many and rows > LEAST_TILE_ROWS
+    large = many and width > LEAST_TILE_ROWS
     rows, warps = (MOST_TILE_ROWS, 8) if large else (LEAST_TILE_ROWS, 8 if kv_dtype.itemsize == 1 else 4)
     keys = 32 if large and tree else 64
     tile = LatentTile(rows, keys, warps, 2, 1)

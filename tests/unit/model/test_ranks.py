@@ -13,6 +13,7 @@ from dovetail.core.host import model_facts
 from dovetail.core.interfaces import ModelSpec
 from dovetail.core.layers import ColumnParallel
 from dovetail.core.layers.embedding import VocabTable
+from dovetail.core.layers.share import fewer_ranks
 from dovetail.core.testing.model_driver import Alone, build_context
 from dovetail.plugins.model.llama.decoder import Llama
 from dovetail.plugins.model.llama.families import spec_of
@@ -87,6 +88,13 @@ def test_a_quantizer_refuses_shares_with_what_would_work(kind, options, works):
         build(kind(options(skip=("layers.9.*", "layers.*.mlp.*"))), tp)
 
 
+def test_fewer_ranks_than_now_are_proposed():
+    spec = ModelSpec("any", 208, 1, 64, 4, 4, 16, 64, 16, "float32")
+    found = {tp: fewer_ranks(build_context(spec, collective=Rank(tp))) for tp in (1, 2, 4)}
+    assert found[1] == {}, "what fails now does not work with as many ranks"
+    assert set(found[2]) == {1} and set(found[4]) == {1, 2}
+
+
 def test_logits_that_do_not_fit_are_refused_with_what_would_work():
     """The vocabulary decides: 208 rows are 13 times 16, and half of them are not a multiple of 16."""
     spec = ModelSpec("any", 208, 1, 64, 4, 4, 16, 64, 16, "float32")
@@ -98,8 +106,9 @@ def test_logits_that_do_not_fit_are_refused_with_what_would_work():
     assert head(208, 1).method.input.dtype is torch.float8_e4m3fn
     with pytest.raises(CapabilityError, match=r"lm_head is 64 x 104 .* work: engine\.tp=1 or quant\.head=auto$"):
         head(208, 2)
-    with pytest.raises(CapabilityError, match=r"lm_head is 64 x 209 .* work: quant\.head=auto$"):
-        head(209, 1)
+    for tp, rows in ((1, 209), (2, 105)):
+        with pytest.raises(CapabilityError, match=rf"lm_head is 64 x {rows} .* work: quant\.head=auto$"):
+            head(209, tp)
 
 
 class Read:
