@@ -29,13 +29,13 @@ class Trials:
     runs: Sequence[Callable[[], torch.Tensor]]
     """Each runs the operation as a step does, with the choices that are installed (core.ops.choices). Capturable."""
     exact: Callable[[], torch.Tensor]
-    """Returns the result of the first run in float32."""
+    """Returns the result of the first run: numbers in float32, or whole numbers that are names, such as tokens."""
     before: Callable[[], object]
     """Launches a kernel like the one that precedes the operation in a step. A choice may gain by overlapping it."""
     reset: Callable[[], object] = lambda: None
     """Clears what a wrong choice may have left behind, such as counters."""
     tolerance: float = 1e-2
-    """Maximum of ||y - exact|| / ||exact||."""
+    """Maximum of ||y - exact|| / ||exact||; of the share of names that differ."""
 
 
 class Tunable(ABC):

@@ -86,7 +86,7 @@ def trials_on(tunable: DrawTunable, count: int, device: torch.device) -> Trials:
 
     def exact() -> torch.Tensor:
         least_N = least_kept_reference(logits[0], *filters) if tunable.op == FILTER else None
-        return best_reference(logits[0], position_N, temperature_N, key_N, True, least_N)[1].float()
+        return best_reference(logits[0], position_N, temperature_N, key_N, True, least_N)[1]
 
     x_NC = torch.randn(rows, 1024, device=device).to(tunable.dtype)
     weight_CO = torch.randn(1024, 1024, device=device).to(tunable.dtype)

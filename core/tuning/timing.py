@@ -209,10 +209,14 @@ def _compile_share(
 
 def fault_of(run: Callable[[], torch.Tensor], exact: torch.Tensor, tolerance: float) -> str | None:
     """Run twice and return the fault in the results, None if there is none. The second run also finds counters that the
-    first one did not leave at zero."""
+    first one did not leave at zero. The error of numbers is relative, in the 2-norm; that of whole numbers, which are
+    names (of tokens), is the share of those that differ."""
     first, second = run(), run()
     for result in (first, second):
-        error = float((result.float() - exact).norm() / exact.norm())
+        if result.is_floating_point():
+            error = float((result.float() - exact).norm() / exact.norm())
+        else:
+            error = float((result != exact).float().mean())
         if not error < tolerance:
             return f"off by {error:.1e}"
     return None if torch.equal(first, second) else "not the same bits twice"
