@@ -284,7 +284,8 @@ class Engine:
         self._check(plan, bool(late))
         blobs = self._join_blobs(plan)
         if self._lanes is not None:
-            plan.shape = self._lanes.agree(StepShape.of(plan.rows, follows=plan.follows), active=True)
+            own = StepShape.of(plan.rows, follows=plan.follows, catch_up=plan.catch_up)
+            plan.shape = self._lanes.agree(own, active=True)
         decided = self._now()
         self.executor.submit(plan, blobs)
         self.counters.schedule_seconds += decided - began

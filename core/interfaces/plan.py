@@ -71,10 +71,12 @@ class StepShape(NamedTuple):
     """1 = a row with late inputs may verify drafts, so that the host reads drafts before the layers end."""
     follows: int = 1
     """StepPlan.follows; 0 without rows."""
+    caught_up: int = 0
+    """Tokens of all chunks with which the drafter catches up (StepPlan.catch_up)."""
 
     @staticmethod
-    def of(rows: Sequence[Row], *, follows: bool = True) -> StepShape:
-        """Return the shape of rows in canonical order. `follows`: StepPlan.follows."""
+    def of(rows: Sequence[Row], *, follows: bool = True, catch_up: Sequence[CatchUp] = ()) -> StepShape:
+        """Return the shape of rows in canonical order. `follows`, `catch_up`: those of the StepPlan."""
         if not rows:
             return StepShape(0, 0, 0, 0, 0, 0, 0)
         decodes = sum(1 for row in rows if row.flags & DECODE)
@@ -89,6 +91,7 @@ class StepShape(NamedTuple):
             pairs,
             int(late),
             int(follows),
+            sum(chunk.count for chunk in catch_up),
         )
 
     @staticmethod

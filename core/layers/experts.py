@@ -106,6 +106,7 @@ class Experts:
         parts = size // groups
         ids: Sequence[int] = range(len(names))
         if self.placement is not None:
+            self.placement.layers += 1
             layouts = layouts_of(self.placement, len(names), groups)
             moves = self.placement.rebalance > 0
             self.slots = slots_of(layouts, len(names), rank, parts, build.device, most=groups if moves else 1)

@@ -49,6 +49,7 @@ from dovetail.core.worker.graph_sizes import Capacity, DrawSize, batch_sizes, ra
 from dovetail.core.worker.row_sections import (
     GraphSections,
     advance_chunks,
+    draft_padding,
     pack_samples,
     sample_padding,
     view_samples,
@@ -214,7 +215,7 @@ class StepGraphs:
         drawn = sorted(self.draw_sizes, key=lambda size: -(size.tokens or size.rows * size.width))
         share = 1 / (len(ordered) + len(drawn))
         for rows in reversed(self._draft_sizes):
-            draft_rows_2D = self._draft_padding(rows)
+            draft_rows_2D = draft_padding(rows, self.state.scratch, self.state.device).view(2, -1)
             replay, _ = record(partial(self._draft, draft_rows_2D))
             self._drafting[rows] = replay, draft_rows_2D
         for done, capacity in enumerate(ordered):
@@ -249,7 +250,7 @@ class StepGraphs:
             for draw in self.draws:
                 self.launch_draw(size, draw)
         for rows in self._draft_sizes:
-            self._draft(self._draft_padding(rows))
+            self._draft(draft_padding(rows, self.state.scratch, self.state.device).view(2, -1))
         for capacity in sorted(self.capacities, key=lambda c: between(c.tokens if c.chunks or c.ragged else c.decodes)):
             self._run(capacity, self._padding(capacity))
 
@@ -262,19 +263,13 @@ class StepGraphs:
         """Numbers of decode rows for which drafting before a mixed step has a graph."""
         return self.sizes if self.drafts.on_device and self._most_tokens else ()
 
-    def _draft_padding(self, rows: int) -> torch.Tensor:
-        """Return draft rows that are all padding, [2, rows]."""
-        draft_rows_2D = torch.zeros(2, rows, dtype=torch.int64, device=self.state.device)
-        draft_rows_2D[0] = self.state.scratch
-        return draft_rows_2D
-
     def _draft(self, draft_rows_2D: torch.Tensor) -> None:
         slots_D, most_D = draft_rows_2D.unbind(0)
         self.drafts.propose(slots_D, most_D, self.drafts.lookahead, bound=self.max_len)
 
-    def draft_size(self, rows: Rows) -> int:
+    def draft_size(self, decodes: int) -> int:
         """Return the number of draft rows of a step whose graph does not draft, padding included."""
-        return self._size(rows.decodes)
+        return self._size(decodes)
 
     def draft(self, draft_rows_N: torch.Tensor) -> None:
         """Draft before a step whose graph does not. `draft_rows_N`: `draft_size` rows, as

@@ -188,7 +188,11 @@ def _build_parts(
             note(f"engine.overlap_tokens={engine.overlap_tokens} gains nothing: {why}")
     phases.end("build model")
     target = target_view(composition, model)
+    layers = 0 if build.placement is None else build.placement.layers
     drafter.bind(target)
+    drafts_together = False
+    if build.placement is not None and connection.lane_ranks is not None:
+        drafts_together = build.placement.layers > (0 if drafter.on_target_pages else layers)
     if drafter.verify == "typical":
         note("spec_decode.verify=typical is not lossless: sampled text is less random than without drafts")
     if drafter.simulated_rates:
@@ -226,6 +230,7 @@ def _build_parts(
         host_pools=make_host_pools(groups, host_pages, device),
         adapters=adapters,
         balancer=balancer,
+        drafts_together=drafts_together,
         overlapped=overlapped,
         graph_tokens=_graph_tokens(composition, device),
     )
