@@ -41,7 +41,8 @@ from dovetail.core.worker.expert_moves import ExpertBalancer
 from dovetail.core.worker.fill import fill
 from dovetail.core.worker.graph_support import reason_against_graphs
 from dovetail.core.worker.graphs import Recorder, StepGraphs
-from dovetail.core.worker.runner import RankParts, Runner
+from dovetail.core.worker.rank_parts import RankParts
+from dovetail.core.worker.runner import Runner
 from dovetail.core.worker.two_batch_overlap import OverlappedForward, why_useless
 from dovetail.core.worker.warmup import compile_kernels, failed_capture, report_unwarmed_kernels, run_warmup_steps
 

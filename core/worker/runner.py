@@ -4,45 +4,36 @@ each half can be captured separately. Neither waits for the device."""
 
 from __future__ import annotations
 
-import logging
-import os
 import threading
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from dovetail.core.errors import RequestError, shown
 from dovetail.core.interfaces import (
-    Adapters,
-    AttentionBackend,
     Blobs,
     CatchUp,
-    Drafter,
     ForwardContext,
     Hidden,
-    KVGroup,
     LateInputs,
-    LogitsProcessor,
-    Model,
     Row,
     StepPlan,
     StepResult,
     StepShape,
 )
 from dovetail.core.interfaces.rows import shard_rows
-from dovetail.core.memory.pools import HostPool, apply_page_ops, make_pools
+from dovetail.core.memory.pools import apply_page_ops, make_pools
+from dovetail.core.worker.adapter_reader import AdapterReader
 from dovetail.core.worker.batch import Batch, Rows, adapting, build_batch
-from dovetail.core.worker.connection import Connection
 from dovetail.core.worker.device_state import DeviceState
 from dovetail.core.worker.draft_copies import DraftCopies
 from dovetail.core.worker.drafts import Drafts
-from dovetail.core.worker.expert_moves import ExpertBalancer
-from dovetail.core.worker.graphs import ForwardGraph, Recorder, StepGraphs
+from dovetail.core.worker.graphs import ForwardGraph, StepGraphs
+from dovetail.core.worker.rank_parts import RankParts
 from dovetail.core.worker.result_copies import Mark, ResultCopies, pooled_states, prompt_logprobs
 from dovetail.core.worker.row_sections import (
     StepSections,
@@ -57,51 +48,9 @@ from dovetail.core.worker.row_sections import (
 )
 from dovetail.core.worker.sampling import SampledRows, sample_step, upload_masks
 from dovetail.core.worker.slots import SlotInfo, Slots
-from dovetail.core.worker.two_batch_overlap import OverlappedForward
 
 if TYPE_CHECKING:
-    from dovetail.core.compose import EngineConfig
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class RankParts:
-    """Parts of a rank that exist before the number of its KV pages is known. Built by `load_rank`."""
-
-    engine: EngineConfig
-    connection: Connection
-    max_len: int
-    model: Model
-    attention: AttentionBackend
-    drafter: Drafter
-    processors: Mapping[str, LogitsProcessor]
-    groups: tuple[KVGroup, ...]
-    host_pools: Mapping[int, HostPool]
-    adapters: Adapters | None
-    """None = this engine has none."""
-    overlapped: OverlappedForward | None
-    """Runs the layers of steps without a graph; None = `Model.forward` does."""
-    graph_tokens: int
-    """Tokens of the largest mixed step that gets a graph, if steps run as graphs; 0 = mixed steps get none."""
-    balancer: ExpertBalancer | None = None
-    """None = experts do not move."""
-    drafts_together: bool = False
-    """The drafter runs layers whose experts all lanes share, so all lanes draft in the same steps."""
-    recorder: Recorder | None = None
-    """Owner of the captured graphs."""
-
-    def close(self) -> None:
-        """Free device memory, even if something still refers to this object, and close the connection."""
-        self.release()
-        self.connection.close()
-
-    def release(self) -> None:
-        """Drop everything but the connection."""
-        if self.recorder is not None:
-            self.recorder.forget()
-        self.recorder = self.overlapped = self.adapters = self.model = self.drafter = self.attention = None
-        self.processors, self.host_pools, self.balancer = {}, {}, None
+    pass
 
 
 @dataclass(slots=True)
@@ -136,8 +85,7 @@ class Runner:
         """The latest plan, while its late inputs are missing."""
         self._drafted: DraftCopies | None = None
         """Drafts of that plan's rows with late inputs, on rank 0."""
-        self._reader = ThreadPoolExecutor(1, "dovetail-adapter")
-        """Reads adapters, one at a time."""
+        self._reader = AdapterReader()
         self.slots = Slots(name for name, processor in parts.processors.items() if not processor.graph_safe)
         self.pools = make_pools(parts.groups, num_pages, device)
         parts.attention.bind(self.pools)
@@ -427,23 +375,7 @@ class Runner:
 
     def load_adapter(self, key: str, folder: str) -> Future[None]:
         """Read this rank's share of an adapter while steps go on. The future raises RequestError."""
-        return self._reader.submit(self._read_adapter, key, Path(folder))
-
-    def _read_adapter(self, key: str, folder: Path) -> None:
-        try:
-            folder = folder.expanduser()
-            self.parts.adapters.read(key, folder)
-        except RequestError as error:
-            # Clients see the message, and where the folder is concerns the operator alone.
-            message = str(error)
-            if folder.is_absolute() and folder != Path(folder.anchor):
-                message = message.replace(f"{folder}{os.sep}", "").replace(str(folder), "the folder")
-            raise RequestError(message, status=error.status) from None
-        except Exception as error:  # A folder may hold anything; the error concerns this adapter only.
-            log.exception("adapter %s cannot be read from %s", key, shown(folder))
-            raise RequestError(
-                f"adapter: it cannot be read ({type(error).__name__}; the log has the reason)"
-            ) from error
+        return self._reader.read(self.parts.adapters, key, Path(folder))
 
     def unload_adapter(self, key: str) -> None:
         """Forget the adapter after the plans executed so far."""
@@ -453,7 +385,7 @@ class Runner:
 
     def close(self) -> None:
         """Free device memory, even if something still refers to this object, and close the connection."""
-        self._reader.shutdown(wait=False, cancel_futures=True)
+        self._reader.close()
         self.release()
         self.parts.close()
 
