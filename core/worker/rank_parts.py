@@ -1,4 +1,4 @@
-"""What a rank has before the number of its KV pages is known."""
+"""The parts of a rank that exist before the number of its KV pages is known."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class RankParts:
-    """Parts of a rank that exist before the number of its KV pages is known. Built by `load_rank`."""
+    """Built by `load_rank`."""
 
     engine: EngineConfig
     connection: Connection
