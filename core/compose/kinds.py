@@ -81,7 +81,7 @@ KINDS: dict[str, Kind] = {
             "proposes tokens that the model then verifies",
             api="0.8",
         ),
-        _kind("executor", "one", "Executor", "executor:ExecutorContract", "runs plans on one or many ranks", api="0.3"),
+        _kind("executor", "one", "Executor", "executor:ExecutorContract", "runs plans on one or many ranks", api="0.2"),
         _kind("router", "one", "Router", "router:RouterContract", "which data-parallel replica runs a request"),
         _kind(
             "collective",

@@ -75,8 +75,8 @@ class StepShape(NamedTuple):
     """Tokens of all chunks with which the drafter catches up (StepPlan.catch_up)."""
 
     @staticmethod
-    def of(rows: Sequence[Row], *, follows: bool = True, catch_up: Sequence[CatchUp] = ()) -> StepShape:
-        """Return the shape of rows in canonical order. `follows`, `catch_up`: those of the StepPlan."""
+    def of(rows: Sequence[Row], *, follows: bool = True) -> StepShape:
+        """Return the shape of rows in canonical order. `follows`: StepPlan.follows."""
         if not rows:
             return StepShape(0, 0, 0, 0, 0, 0, 0)
         decodes = sum(1 for row in rows if row.flags & DECODE)
@@ -91,7 +91,6 @@ class StepShape(NamedTuple):
             pairs,
             int(late),
             int(follows),
-            sum(chunk.count for chunk in catch_up),
         )
 
     @staticmethod

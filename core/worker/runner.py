@@ -201,7 +201,7 @@ class Runner:
         if chunks_N is not None or (parts.drafts_together and shape.caught_up):
             self._catch_up(plan.catch_up, chunks_N, shape)
         if drafts:
-            self._draft(rows, sent.pop(), captured=graph is not None)
+            self._draft(rows, sent.pop(), drafting.width - 1, captured=graph is not None)
         if host_drafts is not None:
             self.drafts.take_host(host_drafts)
         drafted = self.results.clock.mark() if drafts or plan.catch_up else None
@@ -256,7 +256,7 @@ class Runner:
                     self._catch_up((), None, shape)
                 if self._drafts_before(graph, shape):
                     padding_N = draft_padding(self._draft_size(graph, shape), self.state.scratch, self.state.device)
-                    self._draft(none, padding_N, captured=graph is not None)
+                    self._draft(none, padding_N, shape.width - 1, captured=graph is not None)
             self._pad_lanes(shape, graph)
             if graph is not None:
                 self.graphs.forward_padding(graph)
@@ -300,20 +300,19 @@ class Runner:
         self._set_lane_tokens(shape.caught_up or None)
         self.drafts.catch_up(chunks, chunks_N)
 
-    def _draft(self, rows: Rows, draft_rows_N: torch.Tensor, *, captured: bool) -> None:
-        """Draft for the decode rows."""
+    def _draft(self, rows: Rows, draft_rows_N: torch.Tensor, most: int, *, captured: bool) -> None:
+        """Draft for the decode rows, of which one verifies `most` drafts."""
         if captured:
-            self.graphs.draft(draft_rows_N)
+            self.graphs.draft(draft_rows_N, most)
             return
         # Padding gives every lane that drafts equally many rows.
         self._set_lane_tokens(None)
         slots_B, most_B = draft_rows_N.view(2, -1).unbind(0)
         slots, bound = rows.slots[: rows.decodes], max(rows.bounds[: rows.decodes], default=1)
         random, filtered = (not kind.isdisjoint(slots) for kind in (self.slots.random, self.slots.filtered))
-        # As many as graphs draft: further numbers would compile kernels while requests wait.
-        most = self.drafts.lookahead
         kinds = {"random": random, "filtered": filtered, "adapted": not self.slots.adapted.isdisjoint(slots)}
-        self.drafts.propose(slots_B, most_B, most, bound=bound, **kinds)
+        # As many as graphs draft: further numbers would compile kernels while requests wait.
+        self.drafts.propose(slots_B, most_B, self.drafts.count(most), bound=bound, **kinds)
 
     def _join(self, plan: StepPlan, blobs: Blobs) -> list[SlotInfo]:
         """Apply the plan's leaves and joins on the host. Return the record of each join."""

@@ -4,14 +4,14 @@ from dovetail.plugins import builtin
 from dovetail.plugins.executor.config import InprocConfig, MultiprocConfig, SimulatedConfig
 
 COMPONENTS = (
-    builtin("executor", "inproc", InprocConfig, "inproc:InprocExecutor", capabilities="capabilities:inproc", api="0.3"),
+    builtin("executor", "inproc", InprocConfig, "inproc:InprocExecutor", capabilities="capabilities:inproc", api="0.2"),
     builtin(
         "executor",
         "multiproc",
         MultiprocConfig,
         "multiproc:MultiprocExecutor",
         capabilities="capabilities:multiproc",
-        api="0.3",
+        api="0.2",
     ),
     builtin(
         "executor",
@@ -19,6 +19,6 @@ COMPONENTS = (
         SimulatedConfig,
         "simulated:SimulatedExecutor",
         capabilities="capabilities:simulated",
-        api="0.3",
+        api="0.2",
     ),
 )
