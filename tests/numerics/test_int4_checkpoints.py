@@ -165,6 +165,7 @@ def transformed(location: str) -> dict[str, Any]:
         (transformed("input"), r"R4\.apply\.location is 'input': transforms of activations are not supported"),
         ({**GPTQ, "dynamic": {"-:x": {}}}, r"dynamic.*layers must have the same bits"),
         ({**GPTQ, "bits": 2}, r"bits is 2"),
+        ({**GPTQ, "is_marlin_format": True}, r"is_marlin_format is True: tensors in the layout of the Marlin kernels"),
         ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, r"version is 'gemv'"),
         ({"quant_method": "gguf"}, r"quant=int4 reads compressed-tensors"),
         ([], r"it must be an object"),

@@ -8,8 +8,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from dovetail.core.compose.choice import readers
-from dovetail.core.compose.discovery import installed
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import (
     Checkpoint,
@@ -23,9 +21,10 @@ from dovetail.core.interfaces.checkpoint import WeightSource
 from dovetail.core.layers.plain import PlainLinear
 from dovetail.core.layers.plain_experts import PlainExperts
 from dovetail.core.layers.stacked import StackedLinear
-from dovetail.plugins.quant.auto import reader_of
+from dovetail.core.startup_notes import note
 from dovetail.plugins.quant.config import MixedConfig
-from dovetail.plugins.quant.mixed.checkpoint import group_of, reads, split_groups
+from dovetail.plugins.quant.fp8.quantizer import fp8_head
+from dovetail.plugins.quant.mixed.checkpoint import config_groups, group_of, reads
 from dovetail.plugins.quant.parsing import read_ignored
 
 
@@ -38,27 +37,52 @@ class Mixed(Quantizer):
         self.rest: Quantizer = config.rest.build()
         self.groups: list[tuple[tuple[str, ...], Quantizer]] = []
         """Targets and quantizer of each group of a checkpoint."""
+        self.with_head: list[Quantizer] = []
+        """Quantizers of groups with the option `head`."""
         self.ignored: tuple[str, ...] = ()
         """Matrices that a checkpoint with groups leaves plain."""
 
     def read_checkpoint(self, checkpoint: Checkpoint) -> None:
-        hf = checkpoint.config()
+        hf, options = checkpoint.config(), self._options()
         if not reads(hf):
+            for name, value in options.items():
+                raise ConfigError(
+                    f"quant.{name}={value} is for a checkpoint with several config_groups: set quant.rest.{name} or "
+                    f"quant.those.{name}"
+                )
             for quantizer in (self.those, self.rest):
                 quantizer.read_checkpoint(checkpoint)
             return
         if self.config.layers:
             raise ConfigError("quant.layers is set, but this checkpoint states the format of each layer: leave it out")
-        registry = installed()
         self.ignored = read_ignored(hf["quantization_config"], "ignore")
-        for targets, config in split_groups(hf["quantization_config"]):
-            view = _OneGroup(checkpoint, {**hf, "quantization_config": config})
-            name = reader_of(view.config(), readers("quant", registry))
-            component = registry.get("quant", name)
-            quantizer = component.target()(component.component.config())
-            quantizer.read_checkpoint(view)
-            self.groups.append((targets, quantizer))
+        without = []
+        for group in config_groups(hf):
+            selected, taken = group.selected(options)
+            quantizer = selected.build()
+            quantizer.read_checkpoint(_OneGroup(checkpoint, group.hf))
+            self.groups.append((group.targets, quantizer))
             self.kv_scale_tensors = self.kv_scale_tensors or quantizer.kv_scale_tensors
+            if "head" in taken:
+                self.with_head.append(quantizer)
+            if "activations" in options.keys() - taken:
+                without.append(f"{group.name} (quant={selected.name})")
+        if without:
+            self._cannot(without)
+
+    def _options(self) -> dict[str, str]:
+        """Return the options for the quantizers of groups that are set."""
+        found = {"activations": self.config.activations, "head": self.config.head}
+        return {name: value for name, value in found.items() if value != "auto"}
+
+    def _cannot(self, groups: list[str]) -> None:
+        """Note that `activations` does not apply to these groups. Raise ConfigError if it applies to none."""
+        reason = (
+            f"quant.activations={self.config.activations} does not apply to {' and '.join(groups)} of config_groups"
+        )
+        if len(groups) == len(self.groups):
+            raise ConfigError(f"{reason}, and there are no others: leave it out")
+        note(f"{reason}: inputs of these layers are as the checkpoint states")
 
     def linear(self, path: str, shape: LinearShape) -> LinearMethod:
         if not self.groups:
@@ -83,8 +107,15 @@ class Mixed(Quantizer):
         return PlainExperts() if quantizer is None else quantizer.experts(path, shape)
 
     def table(self, path: str, shape: LinearShape, *, lookup: bool) -> LinearMethod | None:
-        quantizer = self._of(shape.names[0]) if self.groups else self.rest
-        return None if quantizer is None else quantizer.table(path, shape, lookup=lookup)
+        if not self.groups:
+            return self.rest.table(path, shape, lookup=lookup)
+        quantizer, head = self._of(shape.names[0]), self.config.head
+        method = None if quantizer is None else quantizer.table(path, shape, lookup=lookup)
+        if path != "lm_head" or head == "auto" or quantizer in self.with_head:
+            return method
+        if method is not None:
+            raise ConfigError(f"quant.head={head}: the checkpoint has quantized logits; set quant.head=auto")
+        return fp8_head(head, path, shape)
 
     def kv_scales(self, layer: int) -> tuple[float, float]:
         return self.rest.kv_scales(layer)
