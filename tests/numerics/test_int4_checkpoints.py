@@ -130,6 +130,18 @@ def test_it_is_chosen_and_generates(tmp_path):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_processes_generate_what_one_does(layout, tmp_path):
+    save_random(tmp_path, "gqa", hidden_size=128)
+    quantize(tmp_path, LAYOUTS[layout])
+    texts = []
+    for overrides in ([], ["engine.tp=2", "executor=multiproc"]):
+        with LLM(str(tmp_path / "stored"), overrides=["engine.device=cpu", "engine.kv_pages=64", *overrides]) as llm:
+            texts.append(llm.generate([TOKENS], SamplingParams(max_tokens=12, temperature=0))[0].token_ids)
+    assert texts[0] == texts[1]
+
+
 def test_a_file_beside_the_config_may_describe_it(tmp_path):
     """AutoGPTQ's first versions wrote quantize_config.json."""
     save_random(tmp_path, "gqa", hidden_size=128)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -37,6 +38,8 @@ class Mixed(Quantizer):
         self.rest: Quantizer = config.rest.build()
         self.groups: list[tuple[tuple[str, ...], Quantizer]] = []
         """Targets and quantizer of each group of a checkpoint."""
+        self.with_plain_inputs: dict[int, Quantizer] = {}
+        """Id of a group's quantizer -> the same with quant.activations=model, for those that have this value."""
         self.with_head: list[Quantizer] = []
         """Quantizers of groups with the option `head`."""
         self.ignored: tuple[str, ...] = ()
@@ -59,8 +62,12 @@ class Mixed(Quantizer):
         without = []
         for group in config_groups(hf):
             selected, taken = group.selected(options)
-            quantizer = selected.build()
-            quantizer.read_checkpoint(_OneGroup(checkpoint, group.hf))
+            quantizer, view = selected.build(), _OneGroup(checkpoint, group.hf)
+            quantizer.read_checkpoint(view)
+            plain, taken_too = group.selected({**options, "activations": "model"})
+            if "activations" in taken_too:
+                self.with_plain_inputs[id(quantizer)] = plain.build()
+                self.with_plain_inputs[id(quantizer)].read_checkpoint(view)
             self.groups.append((group.targets, quantizer))
             self.kv_scale_tensors = self.kv_scale_tensors or quantizer.kv_scale_tensors
             if "head" in taken:
@@ -88,10 +95,16 @@ class Mixed(Quantizer):
         if not self.groups:
             chosen = any(fnmatch(path, pattern) for pattern in self.config.layers)
             return (self.those if chosen else self.rest).linear(path, shape)
-        methods = [(self._of(part.names[0]), part) for part in _parts(shape)]
-        if len({id(quantizer) for quantizer, _ in methods}) == 1:
-            return _method(methods[0][0], path, shape)
-        return StackedLinear(path, shape, [(_method(quantizer, path, part), 1) for quantizer, part in methods])
+        parts = [(self._of(part.names[0]), part) for part in _parts(shape)]
+        if len({id(quantizer) for quantizer, _ in parts}) == 1:
+            return _method(parts[0][0], path, shape)
+        methods = [_method(quantizer, path, part) for quantizer, part in parts]
+        if len(formats := {method.input for method in methods}) > 1:
+            plain = self.with_plain_inputs
+            methods = [_method(plain.get(id(quantizer), quantizer), path, part) for quantizer, part in parts]
+            layers, names = re.sub(r"\.\d+\.", ".*.", path), " and ".join(sorted(each.name for each in formats))
+            note(f"{layers} merges matrices with inputs in {names}, so they have the model's dtype where they can")
+        return StackedLinear(path, shape, [(method, 1) for method in methods])
 
     def experts(self, path: str, shape: ExpertShape) -> ExpertMethod | None:
         """Ask the quantizer of all matrices of the layer; None if there are several."""

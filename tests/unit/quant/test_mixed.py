@@ -177,6 +177,14 @@ def test_a_part_of_a_merged_layer_may_be_plain(grouped):
     save_file(kept, grouped / "stored/model.safetensors")
     made = model(path=str(grouped / "stored"))
     torch.testing.assert_close(logits(made), logits(load_model(grouped / "plain")), atol=2e-4, rtol=0)
+    with collect_notes() as notes:
+        eight = model("quant.activations=fp8", path=str(grouped / "stored"))
+    inputs = {linear.path: linear.method.input.name for linear in eight._linears()}
+    assert (inputs["layers.0.attn.qkv"], inputs["layers.0.attn.o"]) == ("plain", "fp8_token")
+    (said,) = notes
+    assert said.startswith(
+        "layers.*.attn.qkv merges matrices with inputs in fp8_token and plain, so they have the model"
+    )
 
 
 def test_patterns_beside_groups_are_an_error(grouped):
