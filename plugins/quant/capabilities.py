@@ -18,8 +18,17 @@ from dovetail.plugins.quant.config import (
 
 def _provides(config: FP8Config | FP4Config | Int4Config | NF4Config, bits: float, host: Host) -> dict[str, Any]:
     """Return what a quantizer with the options `activations` and `head` provides."""
-    head = {"head_bits": 8, "head_product": "model" if _old(host) else "fp8"} if config.head == "fp8" else {}
-    return {"weight_bits": bits, "product": "fp8" if config.activations == "fp8" else "model", **head}
+    return {"weight_bits": bits, **_product(config.activations), **_head(config.head, host)}
+
+
+def _head(head: str, host: Host) -> dict[str, Any]:
+    """Return the capabilities that a value of the option `head` sets."""
+    return {"head_bits": 8, "head_product": "model" if _old(host) else "fp8"} if head == "fp8" else {}
+
+
+def _product(activations: str) -> dict[str, Any]:
+    """Return the capabilities that a value of the option `activations` sets; auto = the checkpoint does."""
+    return {"product": "fp8" if activations == "fp8" else "model", "fixed_product": activations != "auto"}
 
 
 def _old(host: Host) -> bool:
@@ -50,8 +59,14 @@ def nf4(config: NF4Config, host: Host) -> Capabilities:
 def mixed(config: MixedConfig, host: Host) -> Capabilities:
     """The requirements of both; weights and products are those of the layers that no pattern matches."""
     those, rest = config.those.capabilities(host), config.rest.capabilities(host)
-    requires = tuple(dict.fromkeys((*those.requires, *rest.requires)))
-    return Capabilities(provides=rest.provides, requires=requires, lacks=(*those.lacks, *rest.lacks))
+    requires = [*those.requires, *rest.requires]
+    provides = {**rest.provides, **_head(config.head, host)}
+    if config.activations != "auto":
+        provides |= _product(config.activations)
+    if config.activations == "fp8" and _old(host):
+        requires.append(_multiplies_fp8())
+    lacks = (*those.lacks, *rest.lacks)
+    return Capabilities(provides=provides, requires=tuple(dict.fromkeys(requires)), lacks=lacks)
 
 
 def gguf(config: GGUFConfig, host: Host) -> Capabilities:
@@ -66,9 +81,12 @@ def fp8(config: FP8Config, host: Host) -> Capabilities:
     provides = _provides(config, 8.25 if config.scales == "block" else 8, host)
     if config.scales == "block":
         provides["expert_bits"] = 8
-    if config.activations == "plain" or (config.activations == "auto" and old):
+    if config.plain_inputs or (config.activations == "auto" and old):
         head = {"head_product": "model"} if config.head == "fp8" else {}
         return Capabilities(provides={**provides, **head})
-    reason = "quant.activations=fp8 multiplies in FP8, as Ada and Hopper do; quant.activations=plain runs on this GPU"
-    demand = Requires(kind="host", key="compute_capability", at_least=FP8_HARDWARE, reason=reason)
-    return Capabilities(provides={**provides, "product": "fp8"}, requires=(demand,) if old else ())
+    return Capabilities(provides={**provides, "product": "fp8"}, requires=(_multiplies_fp8(),) if old else ())
+
+
+def _multiplies_fp8() -> Requires:
+    reason = "quant.activations=fp8 multiplies in FP8, as Ada and Hopper do; quant.activations=model runs on this GPU"
+    return Requires(kind="host", key="compute_capability", at_least=FP8_HARDWARE, reason=reason)
