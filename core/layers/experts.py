@@ -220,7 +220,9 @@ class Experts:
         for slot in slots:
             if part != "down":
                 gate, up = bias.up[slot].chunk(2)
-                (gate if part == "gate" else up)[: self.shape.intermediate].copy_(lazy[self.channels])
+                first = self.method.before(self.shape)
+                own = (gate if part == "gate" else up)[first : first + self.shape.intermediate]
+                own.copy_(lazy[self.channels])
             elif self.loads_down_bias:
                 bias.down[slot].copy_(lazy[:])
 
