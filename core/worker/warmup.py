@@ -46,10 +46,11 @@ MOST_STEPS = 256
 def warmup_steps(budget: int, most: int, longest: int, lookahead: int = 0) -> list[WarmupStep]:
     """Return the warm-up steps of a rank whose steps have at most `budget` tokens and `most` rows, and whose sequences
     have at most `longest` tokens. The most expensive come first: all tokens in as few chunks as can hold them, then
-    every slot sampling, then, with a drafter, every slot sampling after each of `lookahead` drafts. Then come mixed
-    steps, to compile their kernels: few and many decode rows, long and short ones, short and long chunks. Last are
-    single chunks: of 1 token, of as many as the installed choices of operations serve (core.ops.choices; smaller ones
-    than 64 run in graphs), and of the longest length."""
+    every slot sampling, then, with a drafter, every slot sampling after each of `lookahead` drafts, and few rows after
+    fewer drafts, each number of which has kernels of its own. Then come mixed steps, to compile their kernels: few and
+    many decode rows, long and short ones, short and long chunks. Last are single chunks: of 1 token, of as many as the
+    installed choices of operations serve (core.ops.choices; smaller ones than 64 run in graphs), and of the longest
+    length."""
     tokens = min(budget, most * longest)
     longest = min(longest, tokens)
     chunks = ceil_div(tokens, longest)
@@ -62,6 +63,8 @@ def warmup_steps(budget: int, most: int, longest: int, lookahead: int = 0) -> li
     drafts = min(lookahead, budget - 1, longest - short)
     rows = min(most, budget // (1 + drafts))
     drafted = [(rows * (1 + drafts), rows, rows, short, drafts)] if drafts > 0 else []
+    few_rows = [(count, fewer) for fewer in range(1, drafts + 1) for count in (1, 2) if count < rows]
+    drafted += [(count * (1 + fewer), count, count, short, fewer) for count, fewer in few_rows]
     return [WarmupStep(*step) for step in ((tokens, chunks), (tokens, most), *drafted, *mixed, *alone)]
 
 

@@ -14,7 +14,7 @@ from dovetail.core.ops.samples import SampleInputs
 from dovetail.core.ops.step import Accepted, PageLayout, TokenLayout
 
 
-@triton.jit(do_not_specialize=["rows", "decodes", "total", "padding"])
+@triton.jit(do_not_specialize=["rows", "decodes", "total", "parts", "padding"])
 def _lay_out_tokens(
     slots_ptr,
     row_start_ptr,

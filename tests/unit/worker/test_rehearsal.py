@@ -103,9 +103,13 @@ def test_ranks_run_the_same_steps() -> None:
         assert found == [*mine[0], WarmupStep(9, 3)]
 
 
-def random_steps(rng: random.Random, limits: StepLimits, count: int) -> Iterator[WarmupStep]:
+def random_steps(rng: random.Random, limits: StepLimits, count: int, lookahead: int) -> Iterator[WarmupStep]:
     for _ in range(count):
         rows = rng.randint(1, rng.choice((1, 3, limits.rows)))
+        if lookahead and rng.random() < 0.5:
+            drafts = rng.randint(1, lookahead)
+            yield WarmupStep(rows * (1 + drafts), rows, rows, rng.randint(1, limits.longest - drafts), drafts)
+            continue
         tokens = rng.randint(rows, min(limits.tokens, rows * rng.choice((2, 40, limits.longest // 2))))
         decodes = rng.choice((0, rng.randint(0, rows - 1)))
         cached = rng.choice((0, rng.randint(0, limits.longest - -(-(tokens - decodes) // (rows - decodes)))))
@@ -120,6 +124,12 @@ SIZES = [
 MODELS = {
     "latents": ["model=small_mtp", "model.hf.kv_lora_rank=64", "engine.kv_dtype=fp8_e4m3"],
     "latents in 16 bits": ["model=small_mtp"],
+    "drafts over latents": ["model=small_mtp", "spec_decode=mtp", "spec_decode.lookahead=4"],
+    "trees over latents": ["model=small_mtp", "spec_decode=mtp", "spec_decode.lookahead=3", "spec_decode.tree=6"],
+    "drafts": [
+        *("model=llama32_1b", "model.hf.num_hidden_layers=2", "spec_decode=draft_model", "spec_decode.lookahead=5"),
+        *("model@spec_decode.model=llama32_1b", "spec_decode.model.hf.num_hidden_layers=1"),
+    ],
     "experts": ["model=small_moe", "quant=fp8"],
     "llama": ["model=qwen3_8b", "model.hf.num_hidden_layers=2", "quant=int8"],
     "adapters": ["model=qwen3_8b", "model.hf.num_hidden_layers=2", "quant=fp8", "adapter=lora"],
@@ -157,11 +167,11 @@ def test_no_random_step_launches_a_kernel_that_start_up_did_not(name: str, monke
     limits = StepLimits(1024, 24, 999)
     with triton.knobs.compilation.scope(), no_gpu(machine_code=False) as compiled:
         rank = load_rank(compose([*SIZES, *MODELS[name]]), quiet)
-        ready = len(compiled.variants)
+        ready, lookahead = len(compiled.variants), rank.parts.drafter.lookahead
         for adapted in (True, False):
-            warmup._run_steps(rank.parts, random_steps(random.Random(1), limits, 20), adapted)
+            warmup._run_steps(rank.parts, random_steps(random.Random(1), limits, 20, lookahead), adapted)
         assert list(compiled.variants)[ready:] == []
-    assert ready > alone[0] or name == "adapters", "general steps launch fewer kernels, which this test would find"
+    assert ready > alone[0] or name in ("adapters", "drafts"), "general steps launch fewer kernels, which this test would find"
 
 
 def test_matmuls_report_their_rule_in_rehearsals_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,8 +39,11 @@ def test_warm_up_steps_are_possible(budget: int, most: int, longest: int, lookah
     drafts = min(lookahead, budget - 1, min(longest, full) - 2)
     if drafts > 0:
         drafted = [plan for plan in plans if plan.rows[0].draft]
-        assert [len(plan.rows) for plan in drafted] == [min(most, budget // (1 + drafts))]
-        assert all(row.draft == row.count - 1 == drafts for row in drafted[0].rows)
+        rows = min(most, budget // (1 + drafts))
+        assert len(drafted[0].rows) == rows and drafted[0].rows[0].draft == drafts
+        found = {(len(plan.rows), plan.rows[0].draft) for plan in drafted[1:]}
+        assert found == {(count, fewer) for fewer in range(1, drafts + 1) for count in (1, 2) if count < rows}
+        assert all(row.draft == row.count - 1 == plan.rows[0].draft for plan in drafted for row in plan.rows)
     alone = {plan.rows[0].count for plan in plans if len(plan.rows) == 1}
     assert {1, min(longest, full)} <= alone, "single chunks, the shortest and the longest"
     assert {64, 128} <= set(tuned_rows())
