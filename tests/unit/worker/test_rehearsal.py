@@ -171,7 +171,9 @@ def test_no_random_step_launches_a_kernel_that_start_up_did_not(name: str, monke
         for adapted in (True, False):
             warmup._run_steps(rank.parts, random_steps(random.Random(1), limits, 20, lookahead), adapted)
         assert list(compiled.variants)[ready:] == []
-    assert ready > alone[0] or name in ("adapters", "drafts"), "general steps launch fewer kernels, which this test would find"
+    assert ready > alone[0] or name in ("adapters", "drafts"), (
+        "general steps launch fewer kernels, which this test would find"
+    )
 
 
 def test_matmuls_report_their_rule_in_rehearsals_alone(monkeypatch: pytest.MonkeyPatch) -> None:
