@@ -16,15 +16,17 @@ class Levels:
         means = (*(mean for mean in MEANS if mean < lookahead), lookahead)
         pairs = ((mean, each) for mean in means for each in (self._count(mean), lookahead))
         self._all = [(0.0, 0), *dict.fromkeys(pairs)]
+        self._of: dict[int, list[int]] = {}
 
     def of(self, rows: int) -> list[int]:
         """Return level 0, and those that have drafts for so many rows. No row needs to be allowed more drafts than the
         step has."""
-        found = [0]
-        for level in range(1, len(self._all)):
-            drafts, each = self.drafts(level, rows)
-            if drafts and each <= self._count(min(drafts, self._lookahead)):
-                found.append(level)
+        if (found := self._of.get(rows)) is None:
+            found = self._of[rows] = [0]
+            for level in range(1, len(self._all)):
+                drafts, each = self.drafts(level, rows)
+                if drafts and each <= self._count(min(drafts, self._lookahead)):
+                    found.append(level)
         return found
 
     def drafts(self, level: int, rows: int) -> tuple[int, int]:
