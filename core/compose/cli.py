@@ -20,9 +20,10 @@ from dovetail.core.compose.composer import compose
 from dovetail.core.compose.discovery import installed, not_installed
 from dovetail.core.compose.kinds import KINDS, PRESET
 from dovetail.core.compose.probe import check_packages
+from dovetail.core.compose.registry import Package
 from dovetail.core.compose.sources import Repository, hydra_1_3, open_sources
 from dovetail.core.compose.wording import listing, program
-from dovetail.core.errors import ConfigError, DovetailDeprecationWarning, DovetailError
+from dovetail.core.errors import ConfigError, DovetailDeprecationWarning, DovetailError, PluginError, one_line
 
 DEBUG = "DOVETAIL_DEBUG"
 _SIGPIPE, _SIGTERM = 141, 143
@@ -40,11 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()  # flush here, where a closed pipe can be distinguished from a bug
         return code
     except DovetailError as error:
-        if os.environ.get(DEBUG):
-            traceback.print_exception(error)
-        hidden = isinstance(error.__cause__, Exception) and not os.environ.get(DEBUG)
-        print(f"dovetail: {error}" + (f" ({DEBUG}=1 shows the traceback)" if hidden else ""), file=sys.stderr)
-        return 2
+        return _fail(error)
     except BrokenPipeError:
         if not _reader_is_gone():
             raise
@@ -58,6 +55,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _SIGTERM
     except KeyboardInterrupt:
         return 130
+    except Exception as error:
+        if (package := _package_at_fault(error)) is None:
+            raise  # a bug of ours keeps its traceback
+        found = PluginError(str(package), f"{type(error).__name__}: {one_line(str(error))}")
+        found.__cause__ = error
+        return _fail(found)
+
+
+def _fail(error: DovetailError) -> int:
+    """Print the message, and return the exit code."""
+    if os.environ.get(DEBUG):
+        traceback.print_exception(error)
+    hidden = isinstance(error.__cause__, Exception) and not os.environ.get(DEBUG)
+    print(f"dovetail: {error}" + (f" ({DEBUG}=1 shows the traceback)" if hidden else ""), file=sys.stderr)
+    return 2
+
+
+def _package_at_fault(error: Exception) -> Package | None:
+    """Return the package in whose code an error was raised, such as that of a checkpoint reader; None = it was in ours.
+    Frames of libraries do not count."""
+    registry = installed()
+    referred = [(found.package, found.component.target) for found in registry.registered.values()]
+    homes = {reference.partition(".")[0]: package for package, reference in (*referred, *registry.checkpoint_readers)}
+    names = [str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    ours_or_theirs = [homes[home] for name in names if (home := name.partition(".")[0]) in homes]
+    package = ours_or_theirs[-1] if ours_or_theirs else None
+    return None if package is None or package.is_builtin else package
 
 
 @contextmanager

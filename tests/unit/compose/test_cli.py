@@ -12,6 +12,7 @@ import pytest
 
 import dovetail
 from dovetail.core.compose import AppConfig, Registry, Selected, cli, compose, composer
+from dovetail.core.compose.registry import Package
 from dovetail.core.errors import ConfigError, PluginError
 from dovetail.core.interfaces.app import App
 
@@ -174,6 +175,24 @@ def test_a_bug_of_ours_keeps_its_traceback(seen, monkeypatch):
     monkeypatch.setattr(composer, "validate", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         cli.main([])
+
+
+@pytest.mark.parametrize("debug", ["", "1"])
+def test_an_error_in_the_code_of_a_package_names_it(seen, monkeypatch, capsys, debug):
+    """Not only in components: here in a checkpoint reader, which calls a library."""
+    module = ModuleType("acme_reader.files")
+    exec("import json\ndef read(*_):\n    return json.loads('no JSON')", vars(module))
+    registry = composer.installed()
+    reader = (Package("acme", "2.1"), "acme_reader.files:Reader")
+    found = Registry(registry.registered.values(), config_dirs=registry.config_dirs, checkpoint_readers=[reader])
+    for each in (composer, cli):
+        monkeypatch.setattr(each, "installed", lambda: found)
+    monkeypatch.setattr(composer, "validate", module.read)
+    monkeypatch.setenv("DOVETAIL_DEBUG", debug)
+    assert cli.main([]) == 2
+    err = capsys.readouterr().err
+    assert "dovetail: package acme 2.1: JSONDecodeError: Expecting value" in err
+    assert ("Traceback" in err, "DOVETAIL_DEBUG=1 shows" in err) == (bool(debug), not debug)
 
 
 def test_cfg_prints_the_composed_config_and_runs_nothing(seen, capsys):
