@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dovetail.core.compose import discovery
+from dovetail.core.compose.cli import main
 from dovetail.core.testing.package import PackageContract
 from dovetail.core.testing.suite import failures
 
@@ -130,6 +132,21 @@ def test_the_suite_rejects(name: str, installed: Installed) -> None:
 
 def test_the_unbroken_one_passes(installed: Installed) -> None:
     assert failures(installed(SOUND, VARIANT)) == {}
+
+
+def test_a_package_of_a_table_alone_passes_and_is_listed(installed: Installed, capsys) -> None:
+    hook = SOUND[
+        SOUND.index("@hookimpl\ndef dovetail_tuning_tables") : SOUND.index("@hookimpl\ndef dovetail_checkpoint")
+    ]
+    assert failures(installed(f"from dovetail import hookimpl\n\n\n{hook}", VARIANT)) == {}
+    assert main(["app=plugins", "plugins.package=acme", "plugins.format=json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    entries = {"X": {"matmul": 1}}
+    assert found["tuning_tables"] == [
+        {"package": "acme 1.0", "table": "pkg://acme_conf/tiles.json", "entries": entries}
+    ]
+    assert not found["components"] and not found["presets"] and not found["problems"]
+    assert main(["app=plugins", "plugins.package=acme"]) == 0 and "X: matmul 1" in capsys.readouterr().out
 
 
 def test_one_component_is_tested_without_the_rest_of_its_package(installed: Installed) -> None:
