@@ -56,8 +56,17 @@ def dovetail_tuning_tables():
 
 @hookimpl
 def dovetail_checkpoint_readers():
-    return ["dovetail.core.checkpoint:FolderCheckpoint"]
+    return ["acme_reader:Scroll"]
 '''
+READER = """
+from dovetail.core.checkpoint import Checkpoint, FolderCheckpoint
+
+
+class Scroll(FolderCheckpoint):
+    @classmethod
+    def recognizes(cls, path):
+        return path.suffix == ".scroll"
+"""
 TABLE = """{"schema": "dovetail.tuning/1", "entries": [{"op": "matmul", "gpu": "X", "key": {"weight": "fp8",
 "outputs": 64, "inputs": 64}, "rows": {"1": {"tokens": 16, "outputs": 64, "inputs": 64}}}]}"""
 TABLES = "test_tuning_tables_can_be_used"
@@ -85,8 +94,8 @@ BROKEN: dict[str, tuple[tuple[str, str], str]] = {
     ),
     "a tuning table with a field that is not there": (("pkg://acme_conf/tiles", "pkg://acme_conf/wrong"), TABLES),
     "a tuning table without entries": (("pkg://acme_conf/tiles", "pkg://acme_conf/empty"), TABLES),
-    "a checkpoint reader that is not there": ((":FolderCheckpoint", ":Folder"), READERS),
-    "an abstract checkpoint reader": ((":FolderCheckpoint", ":Checkpoint"), READERS),
+    "a checkpoint reader that is not there": ((":Scroll", ":Folder"), READERS),
+    "an abstract checkpoint reader": ((":Scroll", ":Checkpoint"), READERS),
     "a variant with an option that is not there": (("factor: 3.0", "factr: 3.0"), "test_presets_and_variants_compose"),
 }
 
@@ -101,6 +110,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Insta
 
     def install(module: str, variant: str) -> PackageContract:
         (tmp_path / "acme.py").write_text(module)
+        (tmp_path / "acme_reader.py").write_text(READER)
         info, variants = tmp_path / "acme-1.0.dist-info", tmp_path / "acme_conf" / "router"
         variants.mkdir(parents=True)
         (variants / "acme_wide.yaml").write_text(variant)
@@ -116,7 +126,8 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Insta
         return suite
 
     yield install
-    sys.modules.pop("acme", None)
+    for name in ("acme", "acme_reader"):
+        sys.modules.pop(name, None)
     discovery.installed.cache_clear()
 
 
