@@ -22,6 +22,23 @@ def _provides(config: FP8Config | FP4Config | Int4Config | NF4Config, bits: floa
     return {"weight_bits": bits, "product": "fp8" if config.activations == "fp8" else "model", **head}
 
 
+def _fp8_products(plain: str, host: Host) -> tuple[Requires, ...]:
+    """Return what activations in FP8 require: kernels that encode E4M3 do not compile for older GPUs. `plain`: the
+    value of quant.activations that runs there."""
+    reason = (
+        f"quant.activations=fp8 multiplies in FP8, as Ada and Hopper do; quant.activations={plain} runs on this GPU"
+    )
+    demand = Requires(kind="host", key="compute_capability", at_least=FP8_HARDWARE, reason=reason)
+    return (demand,) if _old(host) else ()
+
+
+def _with_activations(
+    config: FP4Config | GGUFConfig | Int4Config | NF4Config, provides: dict[str, Any], host: Host
+) -> Capabilities:
+    requires = _fp8_products("model", host) if config.activations == "fp8" else ()
+    return Capabilities(provides=provides, requires=requires)
+
+
 def _old(host: Host) -> bool:
     """Whether the host has a GPU without FP8 matmuls."""
     return bool(host.device_count) and host.compute_capability < FP8_HARDWARE
@@ -33,18 +50,18 @@ def int8(config: Int8Config, host: Host) -> Capabilities:
 
 def int4(config: Int4Config, host: Host) -> Capabilities:
     bits = config.bits + ((16 if config.symmetric else 24) / config.group if config.group else 0)
-    return Capabilities(provides=_provides(config, bits, host))
+    return _with_activations(config, _provides(config, bits, host), host)
 
 
 def fp4(config: FP4Config, host: Host) -> Capabilities:
     # Scales of NVFP4 have 8 bits. Those of MXFP4 have 8 in experts, and 16 in other matrices.
     experts = {"expert_bits": 4.25 if config.block == 32 else 4.5}
     plain = {"weight_bits": "model"} if config.layers == "experts" else {}
-    return Capabilities(provides={**_provides(config, 4.5, host), **experts, **plain})
+    return _with_activations(config, {**_provides(config, 4.5, host), **experts, **plain}, host)
 
 
 def nf4(config: NF4Config, host: Host) -> Capabilities:
-    return Capabilities(provides=_provides(config, 4.5, host))
+    return _with_activations(config, _provides(config, 4.5, host), host)
 
 
 def mixed(config: MixedConfig, host: Host) -> Capabilities:
@@ -57,18 +74,15 @@ def mixed(config: MixedConfig, host: Host) -> Capabilities:
 def gguf(config: GGUFConfig, host: Host) -> Capabilities:
     # Of Q4_K_M, the most common mixture: 4.5 bits, and a zero for each scale.
     product = "fp8" if config.activations == "fp8" else "model"
-    return Capabilities(provides={"weight_bits": 5.5, "product": product, "plain_weights": False})
+    return _with_activations(config, {"weight_bits": 5.5, "product": product, "plain_weights": False}, host)
 
 
 def fp8(config: FP8Config, host: Host) -> Capabilities:
-    old = _old(host)
     # A float32 scale for each 128 inputs of a row; experts have one for each block.
     provides = _provides(config, 8.25 if config.scales == "block" else 8, host)
     if config.scales == "block":
         provides["expert_bits"] = 8
-    if config.activations == "plain" or (config.activations == "auto" and old):
+    if config.activations == "plain" or (config.activations == "auto" and _old(host)):
         head = {"head_product": "model"} if config.head == "fp8" else {}
         return Capabilities(provides={**provides, **head})
-    reason = "quant.activations=fp8 multiplies in FP8, as Ada and Hopper do; quant.activations=plain runs on this GPU"
-    demand = Requires(kind="host", key="compute_capability", at_least=FP8_HARDWARE, reason=reason)
-    return Capabilities(provides={**provides, "product": "fp8"}, requires=(demand,) if old else ())
+    return Capabilities(provides={**provides, "product": "fp8"}, requires=_fp8_products("plain", host))
