@@ -154,12 +154,12 @@ def read_table(path: Path, origin: str, checks: Mapping[str, Check] | None = Non
     """Read a table, or raise ConfigError naming the file and what is wrong with it. `checks`: by operation; choices of
     other operations are only checked to be flat objects."""
     try:
-        with path.open("rb") as file:
+        with path.expanduser().open("rb") as file:
             data = file.read(MOST_BYTES + 1)  # A device may have no end.
         if len(data) > MOST_BYTES:
             raise ConfigError(f"{shown(path)}: a tuning table has at most {MOST_BYTES >> 20} MiB")
         text = data.decode()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, RuntimeError) as error:
         raise ConfigError(f"{shown(path)}: cannot be read ({shown(error)})") from None
     return parse_table(text, str(path), origin, checks)
 
