@@ -59,16 +59,25 @@ def test_picks_are_near_the_fastest_measured_tiles(script, monkeypatch, capsys, 
     assert gpu == Gpu() and sorted(one.shape for one in exported) == sorted(one.shape for one in points)
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp8"])
-def test_timings_of_other_shapes_correct_predictions(script, kind):
-    """Each shape is judged by the timings of all others."""
+@pytest.mark.parametrize(("kind", "wrong"), [("bf16", 0.015), ("fp8", 0.105)])
+def test_timings_of_other_shapes_correct_predictions(script, kind, wrong):
+    """Each shape is judged by the timings of all others. `wrong`: share of picks that take more than a tenth longer."""
     gpu, measured = read_measured(SHIPPED.read_text())
     corrections = Corrections(gpu, measured)
     points = [one for one in measured if one.shape[3] == kind]
     alone = [script.pick(one, gpu, script.FIT)[0] for one in points]
     corrected = [script.corrected_pick(one, gpu, corrections) for one in points]
     assert script.geometric_mean(corrected) < 1.04 < script.geometric_mean(alone)
-    assert sum(ratio > 1.1 for ratio in corrected) < 0.12 * len(points) < sum(ratio > 1.1 for ratio in alone)
+    assert sum(ratio > 1.1 for ratio in corrected) < wrong * len(points) < sum(ratio > 1.1 for ratio in alone)
+
+
+def test_timings_of_one_gpu_correct_predictions_for_another(script):
+    """Those of an H100 for an H200, without the shape that is judged."""
+    corrections, points = hopper_corrections(), script.read([TIMINGS])
+    corrected = [script.corrected_pick(one, Gpu(), corrections) for one in points]
+    alone = [script.pick(one, Gpu(), script.FIT)[0] for one in points]
+    assert script.geometric_mean(corrected) < 1.04 < script.geometric_mean(alone)
+    assert sum(ratio > 1.1 for ratio in corrected) < sum(ratio > 1.1 for ratio in alone)
 
 
 def test_a_tile_that_was_slow_nearby_is_not_picked():
