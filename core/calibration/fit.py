@@ -54,14 +54,15 @@ class Fit:
     uncalibrated: Errors
 
 
-def fit(steps: Sequence[Step], cost: CostModel, lookahead: int) -> Fit:
-    """Fit to all steps. Raises ConfigError if they are too few or the cost model has no terms."""
+def fit(steps: Sequence[Step], cost: CostModel, passes: Callable[[int], int]) -> Fit:
+    """Fit to all steps. `passes`: Drafter.passes. Raises ConfigError if they are too few, or the cost model has no
+    terms."""
     if len(steps) < LEAST_STEPS:
         raise ConfigError(
             f"{len(steps)} measured steps are too few to fit: at least {LEAST_STEPS} are needed. Raise the workload's "
             "requests or output tokens, or bench.runs"
         )
-    predicted = np.array([_predicted(step, cost, lookahead) for step in steps])
+    predicted = np.array([_predicted(step, cost, passes) for step in steps])
     measured = np.maximum([step.seconds for step in steps], LEAST_SECONDS)
     ones = np.ones(len(NAMES))
     shares = _taken(predicted) / total(predicted, ones)[:, None]
@@ -83,11 +84,11 @@ def fit(steps: Sequence[Step], cost: CostModel, lookahead: int) -> Fit:
     return Fit(terms, _ranges(steps), _gap(steps), len(steps), *errors)
 
 
-def _predicted(step: Step, cost: CostModel, lookahead: int) -> list[float]:
+def _predicted(step: Step, cost: CostModel, passes: Callable[[int], int]) -> list[float]:
     terms = cost.terms(step.works)
     if terms is None:
         raise ConfigError(f"{type(cost).__name__} has no terms, so it cannot be calibrated: choose cost=roofline")
-    return [*terms, draft_seconds(step, cost, lookahead)]
+    return [*terms, draft_seconds(step, cost, passes)]
 
 
 def total(predicted: NDArray[np.float64], factors: NDArray[np.float64]) -> NDArray[np.float64]:

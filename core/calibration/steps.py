@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from dovetail.core.interfaces import CostModel, Row, RowWork
@@ -19,8 +19,9 @@ class Step:
     works: tuple[RowWork, ...]
     seconds: float
     """Device time, and the time before it in which the device waited for the host although the engine had work."""
-    drafts: tuple[int, int]
-    """Rows that draft, and the longest context of a row with drafts; (0, 0) = no row verifies drafts."""
+    drafts: tuple[int, int, int]
+    """Rows that draft, the longest context of a row with drafts, and the most drafts of a row; (0, 0, 0) = no row
+    verifies drafts."""
     launch_seconds: float = 0.0
     """Host time of the decision and the launch; 0 = the recording has none. A CPU runs the step in its launch, and the
     time of the step is not counted twice."""
@@ -62,12 +63,14 @@ def _launch_seconds(plan: Planned, result: Resulted, on_host: bool) -> float:
     return plan.seconds + max(plan.launch_seconds - step, 0.0)
 
 
-def _drafts(rows: list[Row]) -> tuple[int, int]:
+def _drafts(rows: list[Row]) -> tuple[int, int, int]:
     longest = max((row.bound for row in rows if row.draft), default=0)
-    return (sum(row.flags & DECODE != 0 for row in rows), longest) if longest else (0, 0)
+    if not longest:
+        return 0, 0, 0
+    return sum(row.flags & DECODE != 0 for row in rows), longest, max(row.draft for row in rows)
 
 
-def draft_seconds(step: Step, cost: CostModel, lookahead: int) -> float:
-    """Return the time of the drafter's model as the cost model predicts it."""
-    rows, longest = step.drafts
-    return cost.draft_seconds(rows, lookahead, longest) if rows else 0.0
+def draft_seconds(step: Step, cost: CostModel, passes: Callable[[int], int]) -> float:
+    """Return the time of the drafter's model as the cost model predicts it. `passes`: Drafter.passes."""
+    rows, longest, most = step.drafts
+    return cost.draft_seconds(rows, passes(most), longest) if rows else 0.0

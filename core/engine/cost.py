@@ -36,6 +36,8 @@ def bind_cost(
     engine = with_expert_ranks(composition)
     cost.bind(spec, engine, bound)
     facts = drafter_facts(composition, spec) if "spec_decode" in composition.parts else None
+    if facts is not None:
+        cost.draft_window = composition.build("spec_decode").window
     if facts is not None and facts.target_share and spec.parameters is not None:
         cost.drafter = composition.build("cost")
         cost.drafter.bind(_part_of(spec, facts.target_share), engine, bound)

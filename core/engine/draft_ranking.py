@@ -34,21 +34,34 @@ class Ranking:
             self._most_R = np.where(able_R, [_most_drafts(seq, lookahead, depth) for seq in rows], 0)
         self._last_R = acceptance.last_drafted(slots_R, uids_R)
         wanted_RK = np.arange(lookahead) < self._most_R[:, None]
-        survival_N = np.where(wanted_RK, acceptance.survival(slots_R, uids_R), 0.0).reshape(-1)
-        self._order_N = np.argsort(-survival_N, kind="stable")
-        self._gain_N: NDArray[np.float64] = np.cumsum(survival_N[self._order_N])
-        self.possible = int(self._most_R.sum())
+        self._survival_N = np.where(wanted_RK, acceptance.survival(slots_R, uids_R), 0.0).reshape(-1)
+        self._order_N = np.argsort(-self._survival_N, kind="stable")[: self._most_R.sum()]
+        self._within: dict[int, tuple[NDArray[np.int64], NDArray[np.float64]]] = {}
+        self.possible = len(self._order_N)
         """Number of drafts that the rows may have."""
 
-    def gain(self, drafts: int) -> float:
-        """Return the expected number of accepted drafts among the first `drafts`."""
-        return float(self._gain_N[min(drafts, self.possible) - 1]) if drafts and self.possible else 0.0
+    def _each_at_most(self, each: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Return the drafts in their order, and the expected number of accepted ones among the first 0, 1, ... of them,
+        if a row has at most `each`."""
+        if (found := self._within.get(each)) is None:
+            order_M = self._order_N
+            if each < self._lookahead:
+                order_M = order_M[order_M % self._lookahead < each]
+            found = self._within[each] = order_M, np.concatenate(([0.0], self._survival_N[order_M].cumsum()))
+        return found
 
-    def first(self, drafts: int) -> Mapping[int, int]:
-        """Return the number of drafts of each row that is among the first `drafts`, by uid."""
-        if not (drafts := min(drafts, self.possible)):
+    def gain(self, drafts: int, each: int) -> float:
+        """Return the expected number of accepted drafts among the first `drafts`, with at most `each` of a row."""
+        gain_M1 = self._each_at_most(each)[1]
+        return float(gain_M1[min(drafts, len(gain_M1) - 1)])
+
+    def first(self, drafts: int, each: int) -> Mapping[int, int]:
+        """Return the number of drafts of each row that is among the first `drafts`, by uid, with at most `each` of a
+        row."""
+        order_M = self._each_at_most(each)[0][:drafts]
+        if not len(order_M):
             return {}
-        counts_R = np.bincount(self._order_N[:drafts] // self._lookahead, minlength=len(self._most_R))
+        counts_R = np.bincount(order_M // self._lookahead, minlength=len(self._most_R))
         return {uid: count for uid, count in zip(self._uids, counts_R.tolist(), strict=True) if count}
 
     def least_known(self, drafts: int) -> Mapping[int, int]:

@@ -1,12 +1,12 @@
 """Decides how many drafts each row of a step verifies: as many as should raise the tokens per second of the step.
 
 Drafts of all rows are ranked by the probability that they are accepted (`Acceptance`), and a step takes the first of
-them, up to one of a few levels: mean drafts per row. The time of each level comes from the cost model, the drafter's
-passes included, corrected by measured step times. After SmartSpec (Liu et al. 2024), with drafts chosen by row and
-position. Levels that are not in use are tried from time to time, at growing intervals, and so rarely that the trials
-cost at most a fixed share of the time. Where drafts would not pay, a drafter with layers of its own does not follow
-prompts either, but for those whose rows the next trial needs. Rows that it has left behind are caught up with where
-drafts pay, or for a trial (CatchingUp)."""
+them, up to one of a few levels (`Levels`): mean drafts per row, and the most of a row. The time of each level comes
+from the cost model, the drafter's passes included, corrected by measured step times. After SmartSpec (Liu et al. 2024),
+with drafts chosen by row and position. Levels that are not in use are tried from time to time, at growing intervals,
+and so rarely that the trials cost at most a fixed share of the time. Where drafts would not pay, a drafter with layers
+of its own does not follow prompts either, but for those whose rows the next trial needs. Rows that it has left behind
+are caught up with where drafts pay, or for a trial (CatchingUp)."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ import numpy as np
 
 from dovetail.core.engine.acceptance import Acceptance, TreeAcceptance
 from dovetail.core.engine.catching_up import LATER, CatchingUp
+from dovetail.core.engine.draft_levels import Levels
 from dovetail.core.engine.draft_ranking import Ranking
 from dovetail.core.engine.following import Following
 from dovetail.core.interfaces import CostModel, Row, RowWork, SchedulerLimits, Sequence, StepPlan, StepResult
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 
     from dovetail.core.interfaces import KVGroup
 
-MEANS = 0.5, 1, 2, 3, 4, 6, 8, 12, 16
-"""Mean drafts per row of the levels between none and all."""
 MIN_INTERVAL, MAX_INTERVAL = 16, 128
 """Steps between two trials, at first and at most."""
 TRIAL_ROWS = 32
@@ -50,7 +49,7 @@ accepted few drafts."""
 HOLD = 8
 """Steps for which the choice of no drafts stands: nothing is learnt in them."""
 BETTER = 1.01
-"""A level replaces no drafts, or the one in use, if it should yield this many times their tokens per second."""
+"""Drafts replace none if they should yield this many times the tokens per second."""
 WORSE = 1.03
 """No drafts replace some if they should yield this many times their tokens per second and the drafter cannot catch up:
 the rows have no drafts later either, when fewer of them run and drafts would pay."""
@@ -120,8 +119,8 @@ class Drafting:
         self._lookahead = lookahead = limits.lookahead
         self._following, self._max_seqs = Following(limits, group), limits.max_seqs
         self._catching_up = CatchingUp(limits, self._following) if limits.draft_catches_up else None
-        self._means = (0, *(mean for mean in MEANS if mean < lookahead), lookahead)
         self._depth = lookahead if limits.draft_depth is None else limits.draft_depth
+        self._levels = Levels(lookahead, limits.draft_counts)
         self._may_lose = LEFT_BEHIND if limits.draft_resumes else 0.0
         kind = TreeAcceptance if self._depth < lookahead else Acceptance
         self.acceptance = kind(limits.max_seqs, lookahead, *(STRONG_PRIOR if self._following.needed else ()))
@@ -173,12 +172,12 @@ class Drafting:
             self._trial_rows = 0
         if self._trial_rows > 0 and (bucket.level or not level):
             self._trial_rows -= rows
-            drafts = self._drafts(self._trial_level, rows)
-            seconds = self._seconds(rows, length, drafts, cost) * bucket.ratio(self._trial_level)
+            drafts = self._levels.drafts(self._trial_level, rows)
+            seconds = self._seconds(rows, length, *drafts, cost) * bucket.ratio(self._trial_level)
             # Of drafts that are not in use, none may be accepted.
-            lost = seconds / token_seconds - rows - (ranking.gain(drafts) if bucket.level else 0.0)
+            lost = seconds / token_seconds - rows - (ranking.gain(*drafts) if bucket.level else 0.0)
             bucket.left += max(lost, 0.0) / (TRIAL_SHARE * rows)
-            return ranking.first(drafts) if bucket.level else ranking.least_known(drafts)
+            return ranking.first(*drafts) if bucket.level else ranking.least_known(drafts[0])
         self._trial_rows = 0
         if (level > 0) is not (bucket.level > 0):
             bucket.interval = bucket.left = MIN_INTERVAL
@@ -202,7 +201,7 @@ class Drafting:
             bucket.hold = 0
         if level and (prompt_tokens := _tokens(prompts, budget - rows)):
             level = self._beside_prompts(bucket, rows, length, prompt_tokens, ranking, cost, token_seconds)
-        return ranking.first(self._drafts(level, rows))
+        return ranking.first(*self._levels.drafts(level, rows))
 
     def launched(self, plan: StepPlan | None, sequences: Mapping[int, Sequence] | None = None) -> None:
         """Take the plan that the last choice was made for; None = nothing could run. Write StepPlan.follows,
@@ -236,9 +235,10 @@ class Drafting:
             if bucket.level:
                 # That of the other rows alone.
                 saved = self._best(bucket, rows, length, self._rank(decoding), cost)[2]
+            saved = min(saved, self._saved_at(rows, length, cost, -1.0))
             catching_up.where_it_pays(decoding, saved, cost, proposals=bucket.level > 0)
         if bucket.left <= 0 and not ranking.possible and not catching_up.wanted:
-            step = self._seconds(rows, length, 0, cost)
+            step = self._seconds(rows, length, 0, 0, cost)
             if (seconds := catching_up.for_trial(decoding, step, cost)) is not None:
                 bucket.left = max(bucket.left, 0) + MIN_INTERVAL + seconds / TRIAL_SHARE / step
 
@@ -261,7 +261,7 @@ class Drafting:
             self._prepared = plan.joins[0].uid
         length = 0 if self._chosen is None else self._chosen[1]
         lost = self._cost.follow_seconds(map(RowWork.of, prompts)) / TRIAL_SHARE
-        bucket.left = max(bucket.left, 0) + MIN_INTERVAL + lost / self._seconds(rows, length, 0, self._cost)
+        bucket.left = max(bucket.left, 0) + MIN_INTERVAL + lost / self._seconds(rows, length, 0, 0, self._cost)
         bucket.skip = max(bucket.skip, 0) + lost / self._cost.step_seconds(map(RowWork.of, plan.rows))
         bucket.prepared = True
 
@@ -275,7 +275,9 @@ class Drafting:
         saved = bucket.saved
         if bucket.level < 0 and self.acceptance.evidence >= FRUITLESS_ROWS:
             # No step had about as many rows yet, but others have measured the acceptance.
-            saved = self._saved_at(rows, max(row.bound for row in prompts), self._cost)
+            # Rows that are left behind by chance have no drafts later either if the drafter cannot catch up.
+            errors = 1.0 if self._catching_up is None else 0.0
+            saved = self._saved_at(rows, max(row.bound for row in prompts), self._cost, errors)
         if saved in (0.0, float("inf")) or sequences is None:
             return saved > 0
         shares = (
@@ -284,34 +286,20 @@ class Drafting:
         worth = saved * sum(shares) / (1.0 if self._catching_up is None else LATER)
         return worth > self._cost.follow_seconds(map(RowWork.of, prompts))
 
-    def _saved_at(self, rows: int, length: int, cost: CostModel) -> float:
-        """Return the seconds that drafts save per token of so many rows, if these accept what others did, or one
-        standard error more if the drafter cannot catch up: rows that are left behind by chance have no drafts later
-        either."""
-        errors = 1.0 if self._catching_up is None else 0.0
+    def _saved_at(self, rows: int, length: int, cost: CostModel, errors: float) -> float:
+        """Return the seconds that drafts save per token of so many rows, if these accept what others did, or so many
+        standard errors more."""
         gain_K = rows * np.cumsum(self.acceptance.expected(errors))
         each = {}
-        for level in self._levels(rows):
-            drafts = self._drafts(level, rows)
-            gain = np.interp(drafts / rows, np.arange(len(gain_K) + 1), [0.0, *gain_K])
-            each[level] = self._seconds(rows, length, drafts, cost) / (rows + float(gain))
+        for level in self._levels.of(rows):
+            drafts = self._levels.drafts(level, rows)
+            gain = np.interp(drafts[0] / rows, np.arange(len(gain_K) + 1), [0.0, *gain_K])
+            each[level] = self._seconds(rows, length, *drafts, cost) / (rows + float(gain))
         best = min(each.values())
         return each[0] - best if each[0] > BETTER * best else 0.0
 
     def _rank(self, decoding: list[Sequence], able_R: NDArray[np.bool_] | None = None) -> Ranking:
         return Ranking(self.acceptance, decoding, self._lookahead, self._depth, able_R)
-
-    def _drafts(self, level: int, rows: int) -> int:
-        """Return the number of drafts of a step."""
-        return int(self._means[level] * rows)
-
-    def _levels(self, rows: int) -> list[int]:
-        """Return the levels that differ from each other for so many rows."""
-        return [level for level in range(len(self._means)) if not level or self._drafts(level, rows)]
-
-    def _level(self, drafts: int, rows: int) -> int:
-        """Return the lowest level that has so many drafts."""
-        return next(level for level, mean in enumerate(self._means) if int(mean * rows) >= drafts)
 
     def _begin_trial(self, bucket: _Bucket, decoding: list[Sequence]) -> None:
         """Let the next steps try another level: after steps without drafts the lowest that drafts for enough rows, or
@@ -323,7 +311,7 @@ class Drafting:
         bucket.interval = MIN_INTERVAL if bucket.trials == 1 else min(2 * bucket.interval, MAX_INTERVAL)
         bucket.left = bucket.interval + max(bucket.left, 0)
         if bucket.level:
-            others = [level for level in self._levels(rows) if level not in (0, bucket.level)]
+            others = [level for level in self._levels.of(rows) if level not in (0, bucket.level)]
             turn, plain = divmod(bucket.trials, 2)
             self._trial_level = 0 if plain or not others else others[turn % len(others)]
             measured = bucket.times[self._trial_level].samples > 1
@@ -331,7 +319,7 @@ class Drafting:
         else:
             # A prompt that was followed for the trial makes a single row able.
             trial_rows = TRIAL_ROWS // 2 if bucket.prepared else TRIAL_ROWS
-            self._trial_level, self._trial_rows = self._level(min(rows, TRIAL_ROWS), rows), trial_rows
+            self._trial_level, self._trial_rows = self._levels.lowest(min(rows, TRIAL_ROWS), 1, rows), trial_rows
         bucket.prepared = False
         self._fruitless = 0
 
@@ -341,10 +329,10 @@ class Drafting:
         """Return the level with the most tokens per second, its seconds per token, and those that it saves: more than
         0 for any level but 0."""
         each = {}
-        for level in self._levels(rows):
-            drafts = self._drafts(level, rows)
-            seconds = self._seconds(rows, length, drafts, cost) * bucket.ratio(level)
-            each[level] = seconds / (rows + ranking.gain(drafts))
+        for level in self._levels.of(rows):
+            drafts = self._levels.drafts(level, rows)
+            seconds = self._seconds(rows, length, *drafts, cost) * bucket.ratio(level)
+            each[level] = seconds / (rows + ranking.gain(*drafts))
         best = min(each, key=each.__getitem__)
         if bucket.level and self._following.needed and not self._may_lose:
             best = min(list(each)[1:], key=each.__getitem__)
@@ -353,8 +341,6 @@ class Drafting:
             keep = each[0] > BETTER * each[best]
         if not keep:
             best = 0
-        elif each.get(bucket.level, float("inf")) <= BETTER * each[best]:
-            best = bucket.level
         return best, each[best], max(each[0] - each[best], 1e-9) if best else 0.0
 
     def _beside_prompts(
@@ -371,24 +357,26 @@ class Drafting:
         later steps, and each draft delays the prompts."""
 
         def saved(level: int) -> float:
-            drafts = self._drafts(level, rows)
-            seconds = self._seconds(rows, length, drafts, cost, prompt_tokens) * bucket.ratio(level)
-            return ranking.gain(drafts) * token_seconds - seconds
+            drafts = self._levels.drafts(level, rows)
+            seconds = self._seconds(rows, length, *drafts, cost, prompt_tokens) * bucket.ratio(level)
+            return ranking.gain(*drafts) * token_seconds - seconds
 
         # A step without drafts would leave rows behind.
-        return max(self._levels(rows)[self._following.needed :], key=saved)
+        return max(self._levels.of(rows)[self._following.needed :], key=saved)
 
-    def _seconds(self, rows: int, length: int, drafts: int, cost: CostModel, prompt_tokens: int = 0) -> float:
-        """Return the predicted step time, drafting included. Between multiples of LENGTH_BUCKET it is interpolated: a
-        time ratio measured at one length holds at others."""
+    def _seconds(
+        self, rows: int, length: int, drafts: int, each: int, cost: CostModel, prompt_tokens: int = 0
+    ) -> float:
+        """Return the predicted step time, drafting included; `each`: most drafts of a row. Between multiples of
+        LENGTH_BUCKET it is interpolated: a time ratio measured at one length holds at others."""
         prompt_tokens = -(-prompt_tokens // PROMPT_BUCKET) * PROMPT_BUCKET
         buckets, more = divmod(length, LENGTH_BUCKET)
-        shorter = self._predict(rows, buckets, drafts, cost, prompt_tokens)
-        longer = self._predict(rows, buckets + 1, drafts, cost, prompt_tokens)
+        shorter = self._predict(rows, buckets, drafts, each, cost, prompt_tokens)
+        longer = self._predict(rows, buckets + 1, drafts, each, cost, prompt_tokens)
         return shorter + (longer - shorter) * more / LENGTH_BUCKET
 
-    def _predict(self, rows: int, buckets: int, drafts: int, cost: CostModel, prompt_tokens: int) -> float:
-        key = rows, buckets, drafts, prompt_tokens
+    def _predict(self, rows: int, buckets: int, drafts: int, each: int, cost: CostModel, prompt_tokens: int) -> float:
+        key = rows, buckets, drafts, each, prompt_tokens
         if (found := self._predicted.get(key)) is None:
             if len(self._predicted) > 1 << 14:
                 self._predicted.clear()
@@ -399,31 +387,35 @@ class Drafting:
                 works.append(RowWork(prompt_tokens, prompt_tokens))
             found = cost.step_seconds(work for work in works if work.times)
             if drafts:
-                found += cost.draft_seconds(rows, self._depth, length)
+                found += cost.draft_seconds(rows, min(each, self._depth), length)
             self._predicted[key] = found
         return found
 
     def update(self, plan: StepPlan, result: StepResult) -> None:
         """Take the result of the oldest launched plan."""
         launched = self._launched.popleft()
-        drafts = self._learn(plan, result)
+        drafts, most = self._learn(plan, result)
         # The time of a step with prefill chunks, or chunks of the drafter, is not that of its decode rows.
         if launched is None or self._cost is None or not result.device_seconds:
             return
         if plan.catch_up or not plan.rows[-1].flags & DECODE:
             return
         rows, length = launched
-        if (predicted := self._seconds(rows, length, drafts, self._cost)) <= 0:
+        level = self._levels.lowest(drafts, most, rows)
+        each = self._levels.drafts(level, rows)[1]
+        if (predicted := self._seconds(rows, length, drafts, each, self._cost)) <= 0:
             return
         bucket = self._buckets[rows.bit_length()]
         # All rows ran before this step, so idle time before it was host time: drafting on the host, for one.
         measured = result.device_seconds + result.idle_seconds
-        bucket.times[self._level(drafts, rows)].add(measured / predicted)
+        bucket.times[level].add(measured / predicted)
 
-    def _learn(self, plan: StepPlan, result: StepResult) -> int:
-        """Count accepted drafts. Return the number of drafts that the plan has."""
-        if not (planned := sum(row.draft for row in plan.rows)):
-            return 0
+    def _learn(self, plan: StepPlan, result: StepResult) -> tuple[int, int]:
+        """Count accepted drafts. Return the number of drafts that the plan has, and the most of a row."""
+        counts = [row.draft for row in plan.rows]
+        if not (most := max(counts)):
+            return 0, 0
+        planned = sum(counts), most
         drafted = [
             (row.slot, row.uid, row.draft, max(len(out.tokens) - 1, 0))
             for row, out in zip(plan.rows, result.rows, strict=True)

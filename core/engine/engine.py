@@ -284,7 +284,8 @@ class Engine:
         self._check(plan, bool(late))
         blobs = self._join_blobs(plan)
         if self._lanes is not None:
-            plan.shape = self._lanes.agree(StepShape.of(plan.rows, follows=plan.follows), active=True)
+            own, caught_up = StepShape.of(plan.rows, follows=plan.follows), sum(one.count for one in plan.catch_up)
+            plan.shape = self._lanes.agree(own._replace(caught_up=caught_up), active=True)
         decided = self._now()
         self.executor.submit(plan, blobs)
         self.counters.schedule_seconds += decided - began

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from dovetail.core.compose import Host, Selected
-from dovetail.core.compose.composition import selected_in
 from dovetail.core.errors import DovetailError
 
 if TYPE_CHECKING:
@@ -21,7 +20,6 @@ def lane_conflicts(composition: Composition, here: Host) -> list[str]:
         *placement_conflicts(composition),
         *_option_conflicts(composition),
         *_executor_conflicts(composition, here),
-        *_drafter_conflicts(composition, here),
     ]
 
 
@@ -79,17 +77,4 @@ def _executor_conflicts(composition: Composition, here: Host) -> Iterator[str]:
             f"executor={executor.name} with its options does not run lanes, which exchange rows within each step. "
             "Would work: executor=inproc without delay, executor=multiproc, executor=simulated with "
             "executor.clock=virtual."
-        )
-
-
-def _drafter_conflicts(composition: Composition, here: Host) -> Iterator[str]:
-    """Yield the conflict of a drafter with routed experts: only some lanes draft in a step."""
-    part = composition.part("spec_decode")
-    # Layers of the target, or its layer for multi-token prediction.
-    runs_target = any(demand.key in ("skips_layers", "mtp_layers") for demand in part.capabilities(here).requires)
-    models = [one for one in selected_in(vars(part.config)) if one.component.kind == "model"]
-    if runs_target or any(one.target().spec(one.config).moe is not None for one in models):
-        yield (
-            f"spec_decode={part.name} runs layers with routed experts to draft, and the lanes that share them need "
-            "not draft in the same step. Would work: spec_decode=none, a drafter without routed experts."
         )

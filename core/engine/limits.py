@@ -21,6 +21,7 @@ def scheduler_limits(engine: EngineConfig, info: ExecutorInfo, drafter: Drafter)
         weighs_drafts=engine.drafts == "paying",
         draft_window=drafter.window,
         draft_resumes=drafter.resumes,
+        draft_counts=drafter.draft_counts,
         draft_catches_up=drafter.catches_up,
         again=int(info.lookahead > 0 and drafter.follows_features),
     )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from dovetail.core.checkpoint import located, open_checkpoint
+from dovetail.core.compose.capabilities import Host
 from dovetail.core.interfaces.checkpoint import StoredMatrix, TensorHeader
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def stored_formats(quant: Selected, spec: ModelSpec, plain_bits: float) -> Store
     if spec.checkpoint is None or quant.component.stored is None or not quantized:
         return None
     measure = quant.registered.load(quant.component.stored)
+    fixed = quant.capabilities(Host(device="cuda")).provides.get("fixed_product")
     weights: Counter[str | None] = Counter()
     # Weights and their bits, of routed experts and of others.
     sums = {True: [0, 0.0], False: [0, 0.0]}
@@ -69,6 +71,8 @@ def stored_formats(quant: Selected, spec: ModelSpec, plain_bits: float) -> Store
     for prefix, headers in _matrices(checkpoint.tensors()).items():
         with located(checkpoint):
             found: StoredMatrix | None = measure(spec.hf, prefix, headers)
+        if fixed and found is not None:
+            found = replace(found, product=None)
         if not _LAYER.search(f"{prefix}."):
             tables[prefix.rpartition(".")[2]] = found
             continue

@@ -50,7 +50,8 @@ class StoredMatrix:
     bits: float
     """Bits of a weight, its share of scales included."""
     product: str | None = None
-    """Number format of its matmuls, as the capability `product`; None = the one that the component states."""
+    """Number format of its matmuls, as the capability `product`; None = the one that the component states. A component
+    whose options set it states `fixed_product=True`, and then its `product` holds instead."""
 
 
 QUANTIZATION_FILES = {"quantize_config.json": "gptq", "hf_quant_config.json": "modelopt"}

@@ -129,6 +129,10 @@ class CostModel(ABC):
     drafts_in_one_pass = False
     """DrafterFacts.one_pass. Written by the engine together with `drafter`."""
 
+    draft_window: int | None = None
+    """Drafter.window: tokens of a row that the first pass of a proposal feeds. Written by the engine together with
+    `drafter`. None = each pass feeds one."""
+
     def __init__(self, config: object) -> None:
         self.config = config
 
@@ -181,13 +185,13 @@ class CostModel(ABC):
 
     def draft_seconds(self, rows: int, drafts: int, context: int) -> float:
         """Device time of drafting `drafts` tokens for each of `rows` sequences of length `context`, before the step
-        that verifies them. Default: the passes of the model inside the drafter, of which the first feeds the tokens
-        that the step before accepted; 0.0 for a drafter without a model."""
+        that verifies them. Default: the passes of the model inside the drafter, of which the first feeds
+        `draft_window` tokens; 0.0 for a drafter without a model."""
         if self.drafter is None or not rows or not drafts:
             return 0.0
         if self.drafts_in_one_pass:
             return self.drafter.decode_seconds(rows, context)
-        first = self.drafter.step_seconds([RowWork(1 + drafts, context, 1, rows)])
+        first = self.drafter.step_seconds([RowWork(self.draft_window or 1, context, 1, rows)])
         return first + (drafts - 1) * self.drafter.decode_seconds(rows, context)
 
     def follow_seconds(self, rows: Iterable[RowWork]) -> float:

@@ -149,6 +149,11 @@ class ExpertMethod(ABC):
         added."""
         return shape.intermediate
 
+    def before(self, shape: ExpertShape) -> int:
+        """Return how many of the channels that are added come before those of the shape, as where a block of values
+        with one scale begins in another rank's channels."""
+        return 0
+
     @abstractmethod
     def create(self, shape: ExpertShape, device: torch.device) -> dict[str, torch.Tensor]:
         """Allocate this rank's uninitialized tensors by name. The layer owns them and passes them back as `params`."""

@@ -91,6 +91,8 @@ class ExpertPlacement(ABC):
         `bind`."""
         self.size = 1
         """Number of expert ranks. Written by `bind`."""
+        self.layers = 0
+        """Number of layers with experts that have been built for this placement, which they count themselves."""
         self.lane_rows: int | None = None
         """Written by the engine before each step without a graph: the greatest number of own rows of any rank, to which
         `Experts` pads those that it gives to `dispatch`. None = every rank has as many."""

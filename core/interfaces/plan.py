@@ -71,6 +71,8 @@ class StepShape(NamedTuple):
     """1 = a row with late inputs may verify drafts, so that the host reads drafts before the layers end."""
     follows: int = 1
     """StepPlan.follows; 0 without rows."""
+    caught_up: int = 0
+    """Tokens of all chunks with which the drafter catches up (StepPlan.catch_up)."""
 
     @staticmethod
     def of(rows: Sequence[Row], *, follows: bool = True) -> StepShape:

@@ -38,6 +38,8 @@ class SchedulerLimits:
     draft_window: int | None = None
     draft_resumes: bool = True
     """Drafter.window and Drafter.resumes."""
+    draft_counts: tuple[int, ...] = ()
+    """Drafter.draft_counts; () = lookahead alone."""
     draft_catches_up: bool = False
     """Whether it also feeds chunks of earlier tokens (Drafter.catch_up, StepPlan.catch_up)."""
     again: int = 0

@@ -265,6 +265,9 @@ class Drafter(ABC):
     on_target_pages: bool = False
     """True = `propose` runs layers of the target over its pages, which hold the KV of all tokens before position
     `length` - 1. What it writes from there on is replaced by the step that verifies. Rows use their adapter."""
+    autoregressive: bool = False
+    """True = each draft takes a pass, after those before it, so fewer drafts take less time (`draft_counts`). False =
+    `propose` is always asked for `lookahead` drafts. Trees are not cut off, so it has no effect on them."""
     verify: Verify = "draws"
     """How its drafts are verified."""
     simulated_rates: tuple[float, ...] = ()
@@ -285,6 +288,19 @@ class Drafter(ABC):
         tree of up to 64 (SpecInfer, Miao et al. 2024), which needs an attention backend with capability `tree` and
         a `verify` that is not "typical". The default is a chain."""
         return self.lookahead
+
+    @property
+    def draft_counts(self) -> tuple[int, ...]:
+        """Numbers of drafts that `propose` is asked for (DraftContext.k), the smallest first and `lookahead` last: of a
+        step the first that is not less than the most drafts of a row. They are few (1, 2, 3, 4, 6, 8, 12, ...), as each
+        has CUDA graphs."""
+        if not self.autoregressive or self.depth < self.lookahead:
+            return (self.lookahead,) if self.lookahead else ()
+        return (*(n for n in range(1, self.lookahead) if n.bit_count() == 1 or n == 3 * (n & -n)), self.lookahead)
+
+    def passes(self, most: int) -> int:
+        """Return the length of the longest path that `propose` drafts where a row verifies at most `most`."""
+        return self.depth if self.depth < self.lookahead else next(n for n in self.draft_counts if n >= most)
 
     @property
     def catches_up(self) -> bool:

@@ -106,6 +106,7 @@ class Experts:
         parts = size // groups
         ids: Sequence[int] = range(len(names))
         if self.placement is not None:
+            self.placement.layers += 1
             layouts = layouts_of(self.placement, len(names), groups)
             moves = self.placement.rebalance > 0
             self.slots = slots_of(layouts, len(names), rank, parts, build.device, most=groups if moves else 1)
@@ -219,7 +220,9 @@ class Experts:
         for slot in slots:
             if part != "down":
                 gate, up = bias.up[slot].chunk(2)
-                (gate if part == "gate" else up)[: self.shape.intermediate].copy_(lazy[self.channels])
+                first = self.method.before(self.shape)
+                own = (gate if part == "gate" else up)[first : first + self.shape.intermediate]
+                own.copy_(lazy[self.channels])
             elif self.loads_down_bias:
                 bias.down[slot].copy_(lazy[:])
 

@@ -42,7 +42,7 @@ from dovetail.core.interfaces import (
     StepShape,
 )
 
-VERSION = 9
+VERSION = 10
 PLAN_MAGIC, BLOB_MAGIC, LATE_MAGIC = b"DVTP", b"DVTB", b"DVTL"
 
 _PREFIX = struct.Struct("<4sHHII")

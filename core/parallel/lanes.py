@@ -19,6 +19,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.interfaces import StepShape
 from dovetail.core.parallel.channel import ChannelClosed
 from dovetail.core.parallel.ring import anonymous_file, wait_until
@@ -29,9 +30,9 @@ _LINE = 8
 """Words between two lanes' counters: 64 bytes, so that no two share a cache line."""
 _ENDED, _FIRST = 0, _LINE
 _FIELDS = 1 + len(StepShape._fields)
-_ENTRIES = 3 * _LINE
+_ENTRY = ceil_div(_FIELDS, _LINE) * _LINE
+_ENTRIES = _LINE + 2 * _ENTRY
 """Words of a lane: its counter, and two entries."""
-assert 2 * _FIELDS <= 2 * _LINE
 
 
 class _Memory:
@@ -48,7 +49,7 @@ class _Memory:
         return _FIRST + lane * _ENTRIES
 
     def _entry(self, lane: int, round: int) -> slice:
-        first = self._counter(lane) + _LINE + round % 2 * _LINE
+        first = self._counter(lane) + _LINE + round % 2 * _ENTRY
         return slice(first, first + _FIELDS)
 
     def _order(self) -> None:

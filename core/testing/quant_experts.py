@@ -63,8 +63,11 @@ class _Matrices:
 def _with_added_channels(layer: Experts, bias: ExpertBias) -> ExpertBias:
     """Return the biases as a layer gives them (ExpertMethod.channels): zero for channels that the method adds."""
     own, stored = layer.shape.intermediate, layer.method.channels(layer.shape)
-    assert stored >= own, f"the method stores {stored} channels of an expert, and this rank has {own}"
-    halves = [torch.nn.functional.pad(half, (0, stored - own)) for half in bias.up.chunk(2, dim=1)]
+    before = layer.method.before(layer.shape)
+    assert stored >= before + own, (
+        f"the method stores {stored} channels of an expert; this rank has {own}, with {before} before them"
+    )
+    halves = [torch.nn.functional.pad(half, (before, stored - own - before)) for half in bias.up.chunk(2, dim=1)]
     return ExpertBias(torch.cat(halves, 1), bias.down)
 
 

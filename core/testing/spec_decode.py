@@ -101,6 +101,15 @@ class DrafterContract:
             assert bench.drafter.lookahead == lookahead, "a step changed lookahead"
         assert self.make().lookahead == lookahead, "two equal drafters must have the same lookahead"
 
+    def test_the_last_of_its_counts_is_all_drafts(self) -> None:
+        drafter = self.make()
+        counts, lookahead = drafter.draft_counts, drafter.lookahead
+        expected = not counts if not lookahead else counts[0] > 0 and counts[-1] == lookahead
+        ascending = all(a < b for a, b in zip(counts, counts[1:], strict=False))
+        assert expected and ascending, f"draft_counts must ascend to lookahead = {lookahead}, got {counts}"
+        whole = counts == (lookahead,) or drafter.depth == lookahead
+        assert whole, f"a tree is not cut off: draft_counts must be ({lookahead},), got {counts}"
+
     def test_files_are_checked_before_it_is_bound(self) -> None:
         drafter, view = self.make(), self.target(self.slots)
         drafter.check_files(replace(view, build=replace(view.build, device=torch.device("meta"))))

@@ -425,6 +425,7 @@ class ToyComposition:
             depth=lookahead,
             needs_host_tokens=False,
             follows_features=self._device.again > 0,
+            draft_counts=(lookahead,),
             catches_up=False,
             window=None,
             resumes=True,

@@ -69,7 +69,7 @@ class Drafts:
         self._first_S = torch.zeros_like(state.computed_S)
         """Index of the first token of each slot in a pass that catches up."""
         self._collective = collective if collective is not None and collective.size > 1 else None
-        self.lookahead, self.taps = drafter.lookahead, drafter.taps
+        self.lookahead, self.taps, self.counts = drafter.lookahead, drafter.taps, drafter.draft_counts
         self.on_device = self.lookahead > 0 and not drafter.needs_host_tokens
         """Whether `propose` drafts; otherwise nothing does, or the host."""
         self.takes_leave = self.on_device and type(drafter).leave is not Drafter.leave
@@ -80,6 +80,10 @@ class Drafts:
         target's: the drafter feeds sampled tokens in its next proposal, so steps without drafts do not pay for it."""
         own = {group.id for group in self.groups}
         return groups if follow else [group for group in groups if group.id not in own]
+
+    def count(self, most: int) -> int:
+        """Return the number of drafts to propose where a row verifies at most `most`."""
+        return next(count for count in self.counts if count >= most)
 
     def propose(
         self,

@@ -49,6 +49,7 @@ from dovetail.core.worker.graph_sizes import Capacity, DrawSize, batch_sizes, ra
 from dovetail.core.worker.row_sections import (
     GraphSections,
     advance_chunks,
+    draft_padding,
     pack_samples,
     sample_padding,
     view_samples,
@@ -173,8 +174,8 @@ class StepGraphs:
         self._forward: list[ForwardGraph] = []
         """Smallest first."""
         self._draws: dict[tuple[DrawSize, Draw], tuple[Replay, SampledRows]] = {}
-        self._drafting: dict[int, tuple[Replay, torch.Tensor]] = {}
-        """Drafting before mixed steps, and its draft rows, by number of rows."""
+        self._drafting: dict[tuple[int, int], tuple[Replay, torch.Tensor]] = {}
+        """Drafting before steps whose graph does not draft, and its draft rows, by numbers of rows and of drafts."""
 
     def _mixed(self, tokens: int) -> Capacity:
         """Return the capacity of a mixed step. Padding rows cost a little in every layer, so a graph has only the rows
@@ -214,9 +215,10 @@ class StepGraphs:
         drawn = sorted(self.draw_sizes, key=lambda size: -(size.tokens or size.rows * size.width))
         share = 1 / (len(ordered) + len(drawn))
         for rows in reversed(self._draft_sizes):
-            draft_rows_2D = self._draft_padding(rows)
-            replay, _ = record(partial(self._draft, draft_rows_2D))
-            self._drafting[rows] = replay, draft_rows_2D
+            draft_rows_2D = draft_padding(rows, self.state.scratch, self.state.device).view(2, -1)
+            for count in reversed(self.drafts.counts):
+                replay, _ = record(partial(self._draft, draft_rows_2D, count))
+                self._drafting[rows, count] = replay, draft_rows_2D
         for done, capacity in enumerate(ordered):
             progress("capture graphs", done * share)
             sections, input_N = capacity.sections, self._padding(capacity)
@@ -249,7 +251,8 @@ class StepGraphs:
             for draw in self.draws:
                 self.launch_draw(size, draw)
         for rows in self._draft_sizes:
-            self._draft(self._draft_padding(rows))
+            for count in self.drafts.counts:
+                self._draft(draft_padding(rows, self.state.scratch, self.state.device).view(2, -1), count)
         for capacity in sorted(self.capacities, key=lambda c: between(c.tokens if c.chunks or c.ragged else c.decodes)):
             self._run(capacity, self._padding(capacity))
 
@@ -262,24 +265,18 @@ class StepGraphs:
         """Numbers of decode rows for which drafting before a mixed step has a graph."""
         return self.sizes if self.drafts.on_device and self._most_tokens else ()
 
-    def _draft_padding(self, rows: int) -> torch.Tensor:
-        """Return draft rows that are all padding, [2, rows]."""
-        draft_rows_2D = torch.zeros(2, rows, dtype=torch.int64, device=self.state.device)
-        draft_rows_2D[0] = self.state.scratch
-        return draft_rows_2D
-
-    def _draft(self, draft_rows_2D: torch.Tensor) -> None:
+    def _draft(self, draft_rows_2D: torch.Tensor, count: int) -> None:
         slots_D, most_D = draft_rows_2D.unbind(0)
-        self.drafts.propose(slots_D, most_D, self.drafts.lookahead, bound=self.max_len)
+        self.drafts.propose(slots_D, most_D, count, bound=self.max_len)
 
-    def draft_size(self, rows: Rows) -> int:
+    def draft_size(self, decodes: int) -> int:
         """Return the number of draft rows of a step whose graph does not draft, padding included."""
-        return self._size(rows.decodes)
+        return self._size(decodes)
 
-    def draft(self, draft_rows_N: torch.Tensor) -> None:
+    def draft(self, draft_rows_N: torch.Tensor, most: int) -> None:
         """Draft before a step whose graph does not. `draft_rows_N`: `draft_size` rows, as
-        row_sections.pack_draft_rows packs them."""
-        replay, draft_rows_2D = self._drafting[len(draft_rows_N) // 2]
+        row_sections.pack_draft_rows packs them. `most`: most drafts of a row."""
+        replay, draft_rows_2D = self._drafting[len(draft_rows_N) // 2, self.drafts.count(most)]
         draft_rows_2D.copy_(draft_rows_N.view(2, -1))
         replay()
 

@@ -41,7 +41,8 @@ from dovetail.core.worker.expert_moves import ExpertBalancer
 from dovetail.core.worker.fill import fill
 from dovetail.core.worker.graph_support import reason_against_graphs
 from dovetail.core.worker.graphs import Recorder, StepGraphs
-from dovetail.core.worker.runner import RankParts, Runner
+from dovetail.core.worker.rank_parts import RankParts
+from dovetail.core.worker.runner import Runner
 from dovetail.core.worker.two_batch_overlap import OverlappedForward, why_useless
 from dovetail.core.worker.warmup import compile_kernels, failed_capture, report_unwarmed_kernels, run_warmup_steps
 
@@ -188,7 +189,11 @@ def _build_parts(
             note(f"engine.overlap_tokens={engine.overlap_tokens} gains nothing: {why}")
     phases.end("build model")
     target = target_view(composition, model)
+    layers = 0 if build.placement is None else build.placement.layers
     drafter.bind(target)
+    drafts_together = False
+    if build.placement is not None and connection.lane_ranks is not None:
+        drafts_together = build.placement.layers > (0 if drafter.on_target_pages else layers)
     if drafter.verify == "typical":
         note("spec_decode.verify=typical is not lossless: sampled text is less random than without drafts")
     if drafter.simulated_rates:
@@ -226,6 +231,7 @@ def _build_parts(
         host_pools=make_host_pools(groups, host_pages, device),
         adapters=adapters,
         balancer=balancer,
+        drafts_together=drafts_together,
         overlapped=overlapped,
         graph_tokens=_graph_tokens(composition, device),
     )

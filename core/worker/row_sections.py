@@ -111,6 +111,13 @@ def pack_draft_rows(rows: Rows, size: int, scratch: int) -> list[int]:
     return [*rows.slots[: rows.decodes], *[scratch] * padding, *rows.drafts[: rows.decodes], *[0] * padding]
 
 
+def draft_padding(size: int, scratch: int, device: torch.device) -> torch.Tensor:
+    """Return draft rows that are all padding, int64 [2 * size], as `pack_draft_rows` packs them."""
+    padding_2D = torch.zeros(2, size, dtype=torch.int64, device=device)
+    padding_2D[0] = scratch
+    return padding_2D.flatten()
+
+
 def pack_joins(joins: Seq[Join]) -> list[int]:
     """Return the joins as the drafter needs them, flat."""
     return [*(join.slot for join in joins), *(join.computed - join.lacking for join in joins)]

@@ -4,48 +4,41 @@ each half can be captured separately. Neither waits for the device."""
 
 from __future__ import annotations
 
-import logging
-import os
 import threading
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from dovetail.core.errors import RequestError, shown
 from dovetail.core.interfaces import (
-    Adapters,
-    AttentionBackend,
     Blobs,
-    Drafter,
+    CatchUp,
     ForwardContext,
     Hidden,
-    KVGroup,
     LateInputs,
-    LogitsProcessor,
-    Model,
     Row,
     StepPlan,
     StepResult,
     StepShape,
 )
 from dovetail.core.interfaces.rows import shard_rows
-from dovetail.core.memory.pools import HostPool, apply_page_ops, make_pools
+from dovetail.core.memory.pools import apply_page_ops, make_pools
+from dovetail.core.worker.adapter_reader import AdapterReader
 from dovetail.core.worker.batch import Batch, Rows, adapting, build_batch
-from dovetail.core.worker.connection import Connection
 from dovetail.core.worker.device_state import DeviceState
 from dovetail.core.worker.draft_copies import DraftCopies
 from dovetail.core.worker.drafts import Drafts
-from dovetail.core.worker.expert_moves import ExpertBalancer
-from dovetail.core.worker.graphs import ForwardGraph, Recorder, StepGraphs
+from dovetail.core.worker.graphs import ForwardGraph, StepGraphs
+from dovetail.core.worker.rank_parts import RankParts
 from dovetail.core.worker.result_copies import Mark, ResultCopies, pooled_states, prompt_logprobs
 from dovetail.core.worker.row_sections import (
     StepSections,
     advance_chunks,
+    draft_padding,
     pack_catch_up,
     pack_draft_rows,
     pack_host_drafts,
@@ -55,49 +48,9 @@ from dovetail.core.worker.row_sections import (
 )
 from dovetail.core.worker.sampling import SampledRows, sample_step, upload_masks
 from dovetail.core.worker.slots import SlotInfo, Slots
-from dovetail.core.worker.two_batch_overlap import OverlappedForward
 
 if TYPE_CHECKING:
-    from dovetail.core.compose import EngineConfig
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class RankParts:
-    """Parts of a rank that exist before the number of its KV pages is known. Built by `load_rank`."""
-
-    engine: EngineConfig
-    connection: Connection
-    max_len: int
-    model: Model
-    attention: AttentionBackend
-    drafter: Drafter
-    processors: Mapping[str, LogitsProcessor]
-    groups: tuple[KVGroup, ...]
-    host_pools: Mapping[int, HostPool]
-    adapters: Adapters | None
-    """None = this engine has none."""
-    overlapped: OverlappedForward | None
-    """Runs the layers of steps without a graph; None = `Model.forward` does."""
-    graph_tokens: int
-    """Tokens of the largest mixed step that gets a graph, if steps run as graphs; 0 = mixed steps get none."""
-    balancer: ExpertBalancer | None = None
-    """None = experts do not move."""
-    recorder: Recorder | None = None
-    """Owner of the captured graphs."""
-
-    def close(self) -> None:
-        """Free device memory, even if something still refers to this object, and close the connection."""
-        self.release()
-        self.connection.close()
-
-    def release(self) -> None:
-        """Drop everything but the connection."""
-        if self.recorder is not None:
-            self.recorder.forget()
-        self.recorder = self.overlapped = self.adapters = self.model = self.drafter = self.attention = None
-        self.processors, self.host_pools, self.balancer = {}, {}, None
+    pass
 
 
 @dataclass(slots=True)
@@ -132,8 +85,7 @@ class Runner:
         """The latest plan, while its late inputs are missing."""
         self._drafted: DraftCopies | None = None
         """Drafts of that plan's rows with late inputs, on rank 0."""
-        self._reader = ThreadPoolExecutor(1, "dovetail-adapter")
-        """Reads adapters, one at a time."""
+        self._reader = AdapterReader()
         self.slots = Slots(name for name, processor in parts.processors.items() if not processor.graph_safe)
         self.pools = make_pools(parts.groups, num_pages, device)
         parts.attention.bind(self.pools)
@@ -158,7 +110,7 @@ class Runner:
             parts.connection.collective,
         )
         self.results = ResultCopies(device)
-        self._set_lane_rows(None)
+        self._set_lane_tokens(None)
         self.graphs: StepGraphs | None = None
         if capture is not None:
             self.graphs = make_graphs(parts, self.state, self.drafts)
@@ -214,7 +166,10 @@ class Runner:
         adapted = not self.slots.adapted.isdisjoint(rows.slots)
         guided = plan.late and rows.width > 1
         follows = plan.follows if plan.shape is None else bool(plan.shape.follows)
-        graph = self._pick(plan.shape or rows.shape, adapted, guided, follows)
+        shape = plan.shape or rows.shape
+        graph = self._pick(shape, adapted, guided, follows)
+        # Bounds of the drafter's work: all lanes' where they draft together.
+        drafting = shape if plan.shape is None or parts.drafts_together else rows.shape
         if graph is not None:
             starts = graphs.starts(graph, rows)
             sections = [graphs.section(graph, rows, starts)]
@@ -222,10 +177,9 @@ class Runner:
             starts = rows.starts
             samples = pack_samples(rows, starts).reshape(-1) if graphs is None else graphs.samples(rows, starts)
             sections = StepSections.pack(rows, starts, samples)
-        drafts = self.drafts.on_device and rows.width > 1 and (graph is None or not graph.capacity.drafts)
+        drafts = self._drafts_before(graph, drafting)
         if drafts:
-            size = rows.decodes if graph is None else graphs.draft_size(rows)
-            sections.append(pack_draft_rows(rows, size, state.scratch))
+            sections.append(pack_draft_rows(rows, self._draft_size(graph, drafting), state.scratch))
         if joins := bool(plan.joins) and self.drafts.on_device:
             sections.append(pack_joins(plan.joins))
         if plan.catch_up:
@@ -244,21 +198,22 @@ class Runner:
         chunks_N = sent.pop() if plan.catch_up else None
         if joins:
             self.drafts.join(sent.pop())
-        if chunks_N is not None:
-            self.drafts.catch_up(plan.catch_up, chunks_N)
+        if chunks_N is not None or (parts.drafts_together and shape.caught_up):
+            self._catch_up(plan.catch_up, chunks_N, shape)
         if drafts:
-            self._draft(rows, sent.pop(), captured=graph is not None)
+            self._draft(rows, sent.pop(), drafting.width - 1, captured=graph is not None)
         if host_drafts is not None:
             self.drafts.take_host(host_drafts)
         drafted = self.results.clock.mark() if drafts or plan.catch_up else None
         self._drafted = DraftCopies.of(rows, state) if guided and parts.connection.rank == 0 else None
+        self._pad_lanes(shape, graph)
         if graph is not None:
             batch, hidden = graphs.forward(graph, rows, sent[0])
             return _ForwardedStep(
                 began, batch, hidden, starts, sent[0][graph.sections.before_samples :], graph, drafted
             )
         step = StepSections(*sent)
-        follow = follows and rows.decodes < len(rows)
+        follow = follows and drafting.chunks > 0
         groups = self.drafts.groups_to_lay_out(parts.groups, follow=follow)
         batch = build_batch(
             rows, step.slots_B, step.row_start_B1, state, groups, parts.attention, self.drafts.lookahead
@@ -278,51 +233,86 @@ class Runner:
         """Return the graph that runs the layers, if any: on all lanes alike."""
         # The host reads drafts of rows with masks before the layers end, so no graph may do both.
         drafts = not (guided or shape.guided)
-        graph = None if self.graphs is None else self.graphs.pick(shape, adapted, drafts=drafts, follows=follows)
-        # Ranks with the same graph have equally many rows.
-        rows = None if graph is not None else shard_rows(max(shape.tokens, 1), self.parts.connection.size)
-        self._set_lane_rows(rows)
-        return graph
+        return None if self.graphs is None else self.graphs.pick(shape, adapted, drafts=drafts, follows=follows)
 
-    def _set_lane_rows(self, rows: int | None) -> None:
-        """Set ExpertPlacement.lane_rows if there are other lanes."""
+    def _pad_lanes(self, shape: StepShape, graph: ForwardGraph | None) -> None:
+        """Let layers that follow get as many rows on each lane as on the one with the most."""
+        # Ranks with the same graph have equally many rows.
+        self._set_lane_tokens(None if graph is not None else max(shape.tokens, 1))
+
+    def _set_lane_tokens(self, tokens: int | None) -> None:
+        """Set ExpertPlacement.lane_rows if there are other lanes. `tokens`: most of any lane, None = all have as
+        many."""
         if self.parts.connection.lane_ranks is not None and (placement := self.parts.model.build.placement) is not None:
-            placement.lane_rows = rows
+            placement.lane_rows = None if tokens is None else shard_rows(tokens, self.parts.connection.size)
 
     def _serve_experts(self, plan: StepPlan) -> None:
         """Run the layers of a plan without rows: this lane's experts get rows of other lanes."""
         began, none = self.results.clock.mark(), Rows(())
-        if plan.shape is not None:
-            graph = self._pick(plan.shape, follows=bool(plan.shape.follows))
+        if (shape := plan.shape) is not None:
+            graph = self._pick(shape, follows=bool(shape.follows))
+            if self.parts.drafts_together:
+                if shape.caught_up:
+                    self._catch_up((), None, shape)
+                if self._drafts_before(graph, shape):
+                    padding_N = draft_padding(self._draft_size(graph, shape), self.state.scratch, self.state.device)
+                    self._draft(none, padding_N, shape.width - 1, captured=graph is not None)
+            self._pad_lanes(shape, graph)
             if graph is not None:
                 self.graphs.forward_padding(graph)
             else:
-                self._forward_padding()
+                self._forward_padding(shape)
         if self.parts.connection.rank == 0:
             self.results.send(plan.step, began, none, {}, None, {}, None)
 
-    def _forward_padding(self) -> None:
+    def _forward_padding(self, shape: StepShape) -> None:
         """Run the layers with one token of the scratch slot."""
         parts, state = self.parts, self.state
         rows = Rows((Row(state.scratch, 0, 0, 1, 1, 0, 0),))
         slots_B = torch.full((1,), state.scratch, device=state.device)
         row_start_B1 = torch.arange(2, device=state.device)
-        batch = build_batch(rows, slots_B, row_start_B1, state, parts.groups, parts.attention)
+        follow = parts.drafts_together and bool(shape.follows and shape.chunks)
+        groups = self.drafts.groups_to_lay_out(parts.groups, follow=follow)
+        batch = build_batch(rows, slots_B, row_start_B1, state, groups, parts.attention)
         ctx = ForwardContext(batch.tokens.positions_T, batch.attn, batch.tokens.live_T)
-        parts.model.forward(parts.model.embed(batch.tokens.ids_T), ctx, parts.drafter.taps)
+        hidden = parts.model.forward(parts.model.embed(batch.tokens.ids_T), ctx, parts.drafter.taps)
+        if parts.drafts_together:
+            observed = slots_B, row_start_B1.int(), rows.decodes, batch.tokens, batch.attn, hidden
+            self.drafts.observe(*observed, follow=follow)
 
-    def _draft(self, rows: Rows, draft_rows_N: torch.Tensor, *, captured: bool) -> None:
-        """Draft for the decode rows."""
+    # The drafter's work before the layers.
+
+    def _drafts_before(self, graph: ForwardGraph | None, shape: StepShape) -> bool:
+        """Return whether drafting precedes the layers and is not in their graph. `shape`: bounds of the drafter's
+        work."""
+        return self.drafts.on_device and shape.width > 1 and (graph is None or not graph.capacity.drafts)
+
+    def _draft_size(self, graph: ForwardGraph | None, shape: StepShape) -> int:
+        """Return the number of rows for which to draft, padding included."""
+        return shape.decodes if graph is None else self.graphs.draft_size(shape.decodes)
+
+    def _catch_up(self, chunks: Seq[CatchUp], chunks_N: torch.Tensor | None, shape: StepShape) -> None:
+        """Let the drafter feed earlier tokens. `chunks_N`: None = no row of this lane has any."""
+        if chunks_N is None:
+            chunks = (CatchUp(self.state.scratch, 0, 1),)
+            chunks_N = torch.zeros(3, dtype=torch.int64, device=self.state.device)
+            chunks_N[0], chunks_N[2] = self.state.scratch, 1
+        self._set_lane_tokens(shape.caught_up or None)
+        self.drafts.catch_up(chunks, chunks_N)
+
+    def _draft(self, rows: Rows, draft_rows_N: torch.Tensor, most: int, *, captured: bool) -> None:
+        """Draft for the decode rows, of which one verifies `most` drafts."""
         if captured:
-            self.graphs.draft(draft_rows_N)
+            self.graphs.draft(draft_rows_N, most)
             return
+        # Padding gives every lane that drafts equally many rows.
+        self._set_lane_tokens(None)
         slots_B, most_B = draft_rows_N.view(2, -1).unbind(0)
-        slots, bound = rows.slots[: rows.decodes], max(rows.bounds[: rows.decodes])
+        slots, bound = rows.slots[: rows.decodes], max(rows.bounds[: rows.decodes], default=1)
         random, filtered = (not kind.isdisjoint(slots) for kind in (self.slots.random, self.slots.filtered))
-        # As many as graphs draft: further numbers would compile kernels while requests wait.
-        most = self.drafts.lookahead
         kinds = {"random": random, "filtered": filtered, "adapted": not self.slots.adapted.isdisjoint(slots)}
-        self.drafts.propose(slots_B, most_B, most, bound=bound, **kinds)
+        # As many as graphs draft: further numbers would compile kernels while requests wait.
+        self.drafts.propose(slots_B, most_B, self.drafts.count(most), bound=bound, **kinds)
 
     def _join(self, plan: StepPlan, blobs: Blobs) -> list[SlotInfo]:
         """Apply the plan's leaves and joins on the host. Return the record of each join."""
@@ -384,23 +374,7 @@ class Runner:
 
     def load_adapter(self, key: str, folder: str) -> Future[None]:
         """Read this rank's share of an adapter while steps go on. The future raises RequestError."""
-        return self._reader.submit(self._read_adapter, key, Path(folder))
-
-    def _read_adapter(self, key: str, folder: Path) -> None:
-        try:
-            folder = folder.expanduser()
-            self.parts.adapters.read(key, folder)
-        except RequestError as error:
-            # Clients see the message, and where the folder is concerns the operator alone.
-            message = str(error)
-            if folder.is_absolute() and folder != Path(folder.anchor):
-                message = message.replace(f"{folder}{os.sep}", "").replace(str(folder), "the folder")
-            raise RequestError(message, status=error.status) from None
-        except Exception as error:  # A folder may hold anything; the error concerns this adapter only.
-            log.exception("adapter %s cannot be read from %s", key, shown(folder))
-            raise RequestError(
-                f"adapter: it cannot be read ({type(error).__name__}; the log has the reason)"
-            ) from error
+        return self._reader.read(self.parts.adapters, key, Path(folder))
 
     def unload_adapter(self, key: str) -> None:
         """Forget the adapter after the plans executed so far."""
@@ -410,7 +384,7 @@ class Runner:
 
     def close(self) -> None:
         """Free device memory, even if something still refers to this object, and close the connection."""
-        self._reader.shutdown(wait=False, cancel_futures=True)
+        self._reader.close()
         self.release()
         self.parts.close()
 

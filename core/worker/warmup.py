@@ -32,7 +32,8 @@ from dovetail.core.ops.compile_server import CompileServer
 from dovetail.core.ops.rehearsal import Rehearsal, StepLimits, WarmupStep, rehearsal, running
 from dovetail.core.worker.connection import Connection
 from dovetail.core.worker.graphs import Record
-from dovetail.core.worker.runner import RankParts, Runner, make_graphs
+from dovetail.core.worker.rank_parts import RankParts
+from dovetail.core.worker.runner import Runner, make_graphs
 from dovetail.core.worker.sampler import warm_up_float32
 from dovetail.core.worker.sampling import warm_up_processors
 

@@ -91,7 +91,7 @@ class SimulatedExecutor(Executor):
         self._vocab, self._hidden, self._ends = spec.vocab, spec.hidden, frozenset(spec.eos_ids)
         self._cost = bind_cost(composition, spec, "simulated")
         drafter: Drafter = composition.build("spec_decode")
-        self._lookahead, self._draft_depth = drafter.lookahead, drafter.depth
+        self._lookahead, self._drafter = drafter.lookahead, drafter
         self._follows = drafter.lookahead > 0 and drafter.window is not None
         if drafter.simulated_rates:
             raise ConfigError(
@@ -163,7 +163,8 @@ class SimulatedExecutor(Executor):
         if not drafted:
             return seconds
         decodes = sum(row.flags & DECODE != 0 for row in plan.rows)
-        return seconds + cost.draft_seconds(decodes, self._draft_depth, max(row.bound for row in drafted))
+        passes = self._drafter.passes(max(row.draft for row in drafted))
+        return seconds + cost.draft_seconds(decodes, passes, max(row.bound for row in drafted))
 
     def complete(self, late: LateInputs) -> None:
         self._ledger.complete(late)
@@ -211,7 +212,7 @@ class SimulatedExecutor(Executor):
         if row.flags & SAMPLE and (mask is not None or not row.flags & LATE):
             if not row.flags & DECODE:
                 slot.length = row.bound
-            tokens = self._sample(slot, min(drafts, self._draft_depth), mask)
+            tokens = self._sample(slot, min(drafts, self._drafter.depth), mask)
         if row.flags & DECODE and params.logprobs is None:
             return RowResult(index, row.uid, row.epoch, tokens, drafted=drafts)
         before = 0 if row.flags & DECODE else len(slot.request.prompt_ids) - 1 - (row.bound - row.count)

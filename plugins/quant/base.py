@@ -8,10 +8,22 @@ from fnmatch import fnmatch
 from typing import Any, Generic, Protocol, TypeVar
 
 from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces import Checkpoint, ExpertMethod, ExpertShape, LinearMethod, LinearShape, Quantizer
+from dovetail.core.interfaces import (
+    PLAIN,
+    ActFormat,
+    Checkpoint,
+    ExpertMethod,
+    ExpertShape,
+    LinearMethod,
+    LinearShape,
+    Quantizer,
+)
 from dovetail.core.interfaces.checkpoint import StoredMatrix, TensorHeader
 from dovetail.core.layers.plain import PlainLinear
 from dovetail.core.layers.plain_experts import PlainExperts
+from dovetail.core.startup_notes import note
+from dovetail.plugins.quant.compressed import Inputs
+from dovetail.plugins.quant.fp8.format import FP8_TOKEN, multiplies_fp8
 from dovetail.plugins.quant.parsing import kv_scale_names, stored_config
 
 
@@ -22,6 +34,25 @@ class StoredLayers(Protocol):
 
 
 Stored = TypeVar("Stored", bound=StoredLayers)
+
+
+def input_format(quant: str, activations: str, stated: Inputs | None) -> ActFormat:
+    """Return the input format for a value of the option `activations`. auto: FP8 if the checkpoint states floats of 8
+    bits, and otherwise the model's dtype, which is at least as precise. `quant`: name of the quantizer."""
+    if activations != "auto":
+        return FP8_TOKEN if activations == "fp8" else PLAIN
+    return FP8_TOKEN if stated is not None and stated.is_fp8 and multiplies_fp8(quant=quant) else PLAIN
+
+
+def note_inputs(quant: str, activations: str, stated: Inputs | None) -> None:
+    """Note inputs that `input_format` selects in another format than the checkpoint states."""
+    if activations != "auto" or stated is None or (stated.is_fp8 and stated.strategy == "token"):
+        return
+    have, other = ("FP8 with a scale per token", "model") if stated.is_fp8 else ("the model's dtype", "fp8")
+    note(
+        f"quant={quant}: config.json states {stated} as inputs of layers; they are in {have}, unless "
+        f"quant.activations={other} is set"
+    )
 
 
 class StoredOrRounded(Quantizer, Generic[Stored]):

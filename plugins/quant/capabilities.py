@@ -18,25 +18,26 @@ from dovetail.plugins.quant.config import (
 
 def _provides(config: FP8Config | FP4Config | Int4Config | NF4Config, bits: float, host: Host) -> dict[str, Any]:
     """Return what a quantizer with the options `activations` and `head` provides."""
-    head = {"head_bits": 8, "head_product": "model" if _old(host) else "fp8"} if config.head == "fp8" else {}
-    return {"weight_bits": bits, "product": "fp8" if config.activations == "fp8" else "model", **head}
+    return {"weight_bits": bits, **_product(config.activations), **_head(config.head, host)}
 
 
-def _fp8_products(plain: str, host: Host) -> tuple[Requires, ...]:
-    """Return what activations in FP8 require: kernels that encode E4M3 do not compile for older GPUs. `plain`: the
-    value of quant.activations that runs there."""
-    reason = (
-        f"quant.activations=fp8 multiplies in FP8, as Ada and Hopper do; quant.activations={plain} runs on this GPU"
-    )
-    demand = Requires(kind="host", key="compute_capability", at_least=FP8_HARDWARE, reason=reason)
-    return (demand,) if _old(host) else ()
+def _head(head: str, host: Host) -> dict[str, Any]:
+    """Return the capabilities that a value of the option `head` sets."""
+    return {"head_bits": 8, "head_product": "model" if _old(host) else "fp8"} if head == "fp8" else {}
+
+
+def _product(activations: str) -> dict[str, Any]:
+    """Return the capabilities that a value of the option `activations` sets; auto = the checkpoint does."""
+    return {"product": "fp8" if activations == "fp8" else "model", "fixed_product": activations != "auto"}
 
 
 def _with_activations(
     config: FP4Config | GGUFConfig | Int4Config | NF4Config, provides: dict[str, Any], host: Host
 ) -> Capabilities:
-    requires = _fp8_products("model", host) if config.activations == "fp8" else ()
-    return Capabilities(provides=provides, requires=requires)
+    """Return capabilities with what the option `activations` requires: kernels that encode E4M3 do not compile for
+    older GPUs."""
+    needs_fp8 = config.activations == "fp8" and _old(host)
+    return Capabilities(provides=provides, requires=(_multiplies_fp8(),) if needs_fp8 else ())
 
 
 def _old(host: Host) -> bool:
@@ -67,8 +68,14 @@ def nf4(config: NF4Config, host: Host) -> Capabilities:
 def mixed(config: MixedConfig, host: Host) -> Capabilities:
     """The requirements of both; weights and products are those of the layers that no pattern matches."""
     those, rest = config.those.capabilities(host), config.rest.capabilities(host)
-    requires = tuple(dict.fromkeys((*those.requires, *rest.requires)))
-    return Capabilities(provides=rest.provides, requires=requires, lacks=(*those.lacks, *rest.lacks))
+    requires = [*those.requires, *rest.requires]
+    provides = {**rest.provides, **_head(config.head, host)}
+    if config.activations != "auto":
+        provides |= _product(config.activations)
+    if config.activations == "fp8" and _old(host):
+        requires.append(_multiplies_fp8())
+    lacks = (*those.lacks, *rest.lacks)
+    return Capabilities(provides=provides, requires=tuple(dict.fromkeys(requires)), lacks=lacks)
 
 
 def gguf(config: GGUFConfig, host: Host) -> Capabilities:
@@ -78,11 +85,17 @@ def gguf(config: GGUFConfig, host: Host) -> Capabilities:
 
 
 def fp8(config: FP8Config, host: Host) -> Capabilities:
+    old = _old(host)
     # A float32 scale for each 128 inputs of a row; experts have one for each block.
     provides = _provides(config, 8.25 if config.scales == "block" else 8, host)
     if config.scales == "block":
         provides["expert_bits"] = 8
-    if config.activations == "plain" or (config.activations == "auto" and _old(host)):
+    if config.plain_inputs or (config.activations == "auto" and old):
         head = {"head_product": "model"} if config.head == "fp8" else {}
         return Capabilities(provides={**provides, **head})
-    return Capabilities(provides={**provides, "product": "fp8"}, requires=_fp8_products("plain", host))
+    return Capabilities(provides={**provides, "product": "fp8"}, requires=(_multiplies_fp8(),) if old else ())
+
+
+def _multiplies_fp8() -> Requires:
+    reason = "quant.activations=fp8 multiplies in FP8, as Ada and Hopper do; quant.activations=model runs on this GPU"
+    return Requires(kind="host", key="compute_capability", at_least=FP8_HARDWARE, reason=reason)

@@ -39,8 +39,9 @@ class Int4Config(Config):
     """Inputs that share a scale; 0 = whole rows. Quantized checkpoints have their own."""
     symmetric: bool = False
     """Without zero points: the codes of a group are centred on 0. Quantized checkpoints have their own."""
-    activations: Literal["model", "fp8"] = "model"
-    """Format of the input of matmuls. model: the model's dtype (W4A16). fp8: E4M3 with a scale per token (W4A8)."""
+    activations: Literal["auto", "model", "fp8"] = "auto"
+    """Format of the input of matmuls. model: the model's dtype (W4A16). fp8: E4M3 with a scale per token (W4A8). auto:
+    fp8 for a checkpoint that states 8-bit floats as inputs; otherwise model."""
     head: Literal["auto", "plain", "fp8"] = "auto"
     """Format of the matrix of logits. auto: as in the checkpoint."""
     skip: tuple[str, ...] = ()
@@ -56,8 +57,9 @@ class FP4Config(Config):
     have their own."""
     layers: Literal["all", "experts"] = "all"
     """Layers of a plain checkpoint that are rounded. experts: routed experts alone, as gpt-oss is published."""
-    activations: Literal["model", "fp8"] = "model"
-    """Format of the input of matmuls. model: the model's dtype. fp8: E4M3 with a scale per token."""
+    activations: Literal["auto", "model", "fp8"] = "auto"
+    """Format of the input of matmuls. model: the model's dtype. fp8: E4M3 with a scale per token. auto: fp8 for a
+    checkpoint that states 8-bit floats as inputs; otherwise model."""
     head: Literal["auto", "plain", "fp8"] = "auto"
     """Format of the matrix of logits. auto: as in the checkpoint."""
     skip: tuple[str, ...] = ()
@@ -93,15 +95,21 @@ class MixedConfig(Config):
     """Quantizer of the layers that match."""
     rest: Selected = Part("quant", default="none")
     """Quantizer of all other layers, embedding and logits. quant=mixed again nests a third one."""
+    head: Literal["auto", "plain", "fp8"] = "auto"
+    """Format of the matrix of logits of a checkpoint with `config_groups`. auto: as in the checkpoint."""
+    activations: str = "auto"
+    """Option `activations` of the quantizers of a checkpoint with `config_groups`, of those that have it. auto: as each
+    group states."""
 
 
 class FP8Config(Config):
     """W8A8 in E4M3 with dynamic scales, by default per output channel and per token. On GPUs without FP8
     matmuls, inputs keep 16 bits (W8A16)."""
 
-    activations: Literal["auto", "fp8", "plain"] = "auto"
-    """Format of the input of matmuls. fp8: E4M3, which needs compute capability 8.9 (Ada, Hopper and later). plain: the
-    model's dtype; weights keep 8 bits and are decoded as they are read. auto: fp8, and plain on older GPUs."""
+    activations: Literal["auto", "fp8", "model", "plain"] = "auto"
+    """Format of the input of matmuls. fp8: E4M3, which needs compute capability 8.9 (Ada, Hopper and later). model: the
+    model's dtype; weights keep 8 bits and are decoded as they are read; plain: another name for it. auto: fp8, and
+    model on older GPUs and for a checkpoint that states no format of inputs."""
     scales: Literal["row", "block", "tensor"] = "row"
     """Granularity of scales. row: per output channel of a weight and per token. block: per 128 x 128 block of a weight
     (DeepSeek-V3, 2024) and per token; logits have scales per row. tensor: per matrix (a rank's shard) and over all
@@ -115,3 +123,8 @@ class FP8Config(Config):
     the model's dtype. auto: as in the checkpoint."""
     fast_accum: bool = True
     """Sum large matmuls in the tensor cores' accumulators, which have fewer bits than float32."""
+
+    @property
+    def plain_inputs(self) -> bool:
+        """Whether inputs have the model's dtype by option."""
+        return self.activations in ("model", "plain")

@@ -23,50 +23,6 @@ def stored_config(hf: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return config
 
 
-def has_format(config: Mapping[str, Any], *formats: str) -> bool:
-    """Whether a quantization_config is that of compressed-tensors with one of these formats for all layers."""
-    named = config.get("quant_method") == "compressed-tensors" and config.get("format") in formats
-    return named and not unlike_layers(config)
-
-
-def unlike_layers(config: Mapping[str, Any]) -> bool:
-    """Whether a quantization_config of compressed-tensors has several groups, or one for some of the linear layers."""
-    groups = config.get("config_groups")
-    if not isinstance(groups, Mapping) or len(groups) != 1:
-        return isinstance(groups, Mapping) and len(groups) > 1
-    (group,) = groups.values()
-    targets = group.get("targets") if isinstance(group, Mapping) else None
-    return isinstance(targets, list) and len(targets) > 0 and targets != ["Linear"]
-
-
-def linear_group(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the only entry of `config_groups` of compressed-tensors, which must be for all linear layers."""
-    groups = config.get("config_groups")
-    if not isinstance(groups, Mapping) or len(groups) != 1:
-        raise wrong("config_groups", groups, "it must have one group for all linear layers")
-    (group,) = groups.values()
-    if not isinstance(group, Mapping) or group.get("targets") != ["Linear"]:
-        raise wrong("config_groups", groups, 'its targets must be ["Linear"]')
-    _refuse_transforms(config)
-    return group
-
-
-def _refuse_transforms(config: Mapping[str, Any]) -> None:
-    """Raise TextError if activations have to be transformed, such as by the Hadamard matrices of QuIP and SpinQuant.
-    The weights of the checkpoint contain those of weights."""
-    schemes = config.get("transform_config") or {}
-    groups = schemes.get("config_groups") or {} if isinstance(schemes, Mapping) else None
-    if not isinstance(groups, Mapping):
-        raise wrong("transform_config", schemes, "it must be an object with config_groups")
-    for name, group in groups.items():
-        places = group.get("apply") if isinstance(group, Mapping) else None
-        for place in places if isinstance(places, list) else [places]:
-            location = place.get("location") if isinstance(place, Mapping) else None
-            if location not in ("weight_input", "weight_output"):
-                reason = "transforms of activations are not supported; there are weight_input, weight_output"
-                raise wrong(f"transform_config.config_groups.{name}.apply.location", location, reason)
-
-
 def read_ignored(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
     """Return the names of layers at `key` of a quantization_config: checkpoint names, or "re:" and a pattern that
     matches from the start."""
@@ -158,3 +114,13 @@ def wrong(key: str, value: object, reason: str) -> TextError:
     """Return the error for a value of quantization_config."""
     where = "quantization_config" + (f".{key}" if key else "")
     return TextError("config.json", f"{where} is {shown(value)}: {reason}")
+
+
+def one_of(config: Mapping[str, Any], key: str, options: tuple[Any, ...], default: Any = None, below: str = "") -> Any:
+    """Return the value at `key`. Raise TextError unless it is one of `options`. `below`: name of `config`."""
+    value = config.get(key, default)
+    if not any(value is option or (value == option and type(value) is type(option)) for option in options):
+        word = "is" if len(options) == 1 else "are"
+        name = f"{below}.{key}" if below else key
+        raise wrong(name, value, f"there {word} {', '.join(map(str, options))}")
+    return value

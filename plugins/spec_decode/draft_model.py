@@ -33,6 +33,7 @@ from dovetail.plugins.spec_decode.tree import Passes, Siblings, Tree, as_draft, 
 
 class DraftModel(BuiltinDrafter):
     config: DraftModelConfig
+    autoregressive = True
     model: Model
 
     @property

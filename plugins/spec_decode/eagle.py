@@ -39,6 +39,7 @@ class Eagle(BuiltinDrafter):
     """EAGLE and EAGLE-2: the feature is the state after the target's final norm."""
 
     config: EagleConfig | Eagle3Config | ParallelConfig
+    autoregressive = True
     follows_features = True
     resumes = False
     name: ClassVar[str] = "eagle"

@@ -15,6 +15,7 @@ from dovetail.plugins.spec_decode.config import LayerSkipConfig
 
 class LayerSkip(BuiltinDrafter):
     config: LayerSkipConfig
+    autoregressive = True
     on_target_pages = True
 
     @property

@@ -65,6 +65,7 @@ class ParallelLayer(Eagle3Layer):
 
 class Parallel(Eagle3):
     config: ParallelConfig
+    autoregressive = False
     name = "parallel"
     layer_class = ParallelLayer
     layer: ParallelLayer

@@ -66,12 +66,13 @@ def test_old_gpus_multiply_in_the_dtype_of_the_model():
         (FP8Config(), host_of(9, 0), "fp8"),
         (FP8Config(), Host(), "fp8"),
         (FP8Config(activations="plain"), host_of(9, 0), "model"),
+        (FP8Config(activations="model"), host_of(9, 0), "model"),
     ):
         stated = fp8(config, host)
         assert stated.provides["product"] == product and not stated.requires
     forced = FP8Config(activations="fp8")
     (demand,) = fp8(forced, host_of(8, 6)).requires
-    assert not demand.admits((8, 6)) and "quant.activations=plain" in demand.reason
+    assert not demand.admits((8, 6)) and "quant.activations=model" in demand.reason
     assert not fp8(forced, host_of(8, 9)).requires
 
 

@@ -130,6 +130,18 @@ def test_it_is_chosen_and_generates(tmp_path):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_processes_generate_what_one_does(layout, tmp_path):
+    save_random(tmp_path, "gqa", hidden_size=128)
+    quantize(tmp_path, LAYOUTS[layout])
+    texts = []
+    for overrides in ([], ["engine.tp=2", "executor=multiproc"]):
+        with LLM(str(tmp_path / "stored"), overrides=["engine.device=cpu", "engine.kv_pages=64", *overrides]) as llm:
+            texts.append(llm.generate([TOKENS], SamplingParams(max_tokens=12, temperature=0))[0].token_ids)
+    assert texts[0] == texts[1]
+
+
 def test_a_file_beside_the_config_may_describe_it(tmp_path):
     """AutoGPTQ's first versions wrote quantize_config.json."""
     save_random(tmp_path, "gqa", hidden_size=128)
@@ -165,6 +177,7 @@ def transformed(location: str) -> dict[str, Any]:
         (transformed("input"), r"R4\.apply\.location is 'input': transforms of activations are not supported"),
         ({**GPTQ, "dynamic": {"-:x": {}}}, r"dynamic.*layers must have the same bits"),
         ({**GPTQ, "bits": 2}, r"bits is 2"),
+        ({**GPTQ, "is_marlin_format": True}, r"is_marlin_format is True: tensors in the layout of the Marlin kernels"),
         ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, r"version is 'gemv'"),
         ({"quant_method": "gguf"}, r"quant=int4 reads compressed-tensors"),
         ([], r"it must be an object"),

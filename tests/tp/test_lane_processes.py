@@ -47,10 +47,18 @@ def tokens(*overrides: str) -> list[list[list[int]]]:
         (*LANES, "experts=all_to_all", "engine.depth=2"),
         FOUR,
         (*FOUR, "experts=all_to_all", "engine.ep=4", "spec_decode=ngram"),
+        (*FOUR, "experts=all_to_all", "spec_decode=draft_model", "model@spec_decode.model=small_moe"),
         (*LANES, "engine.dp=4", "engine.ep=4"),
         (*LANES, "engine.dp=4", "engine.ep=2"),
     ],
-    ids=["two", "two of two ranks", "two of two ranks, drafts", "four", "four, two parts of experts"],
+    ids=[
+        "two",
+        "two of two ranks",
+        "two of two ranks, drafts",
+        "two of two ranks, a drafter with experts",
+        "four",
+        "four, two parts of experts",
+    ],
 )
 def test_processes_equal_one(overrides: tuple[str, ...]) -> None:
     assert tokens(*overrides) == tokens(*BASE)

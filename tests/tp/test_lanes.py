@@ -10,7 +10,9 @@ import pytest
 from lane_threads import Done, Work, alone, lanes
 
 from dovetail import SamplingParams
-from dovetail.core.interfaces import StepShape
+from dovetail.core.engine.engine import Engine
+from dovetail.core.interfaces import CatchUp, StepPlan, StepShape
+from dovetail.core.interfaces.plan import RowFlag
 from dovetail.core.parallel.channel import ChannelClosed
 from dovetail.core.parallel.lanes import LaneBoard, Lanes
 
@@ -79,6 +81,41 @@ def test_drafts_up_to_the_longest_sequence() -> None:
     assert max(map(len, found[0].tokens.values())) == 12, "32 tokens less the prompt's 20"
     assert sum(done.accepted for done in found) > 0
     check(found, scripts, *short)
+
+
+DRAFTERS = {
+    "mtp": ("spec_decode=mtp", "model=small_mtp", "engine.max_seqs=4", "engine.dtype=float32"),
+    "draft_model": (*MOE, "spec_decode=draft_model", "model@spec_decode.model=small_moe"),
+    "layer_skip": (*MOE, "spec_decode=layer_skip"),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_drafters_whose_experts_the_lanes_share(name: str) -> None:
+    """Lanes draft in the same steps: one without work, one that feeds prompts, one that verifies nothing."""
+    options = (*DRAFTERS[name], "experts=all_to_all", "experts.capacity=0.5", "engine.ep=2")
+    plain = [option for option in DRAFTERS[name] if "spec_decode" not in option]
+    idle = [[greedy(1, [7, 300, 21, 4], 10), greedy(2, [9] * 40, 5, after=2)], []]
+    every = [idle, schedule(3, 2), schedule(4, 2)]
+    with lanes(2, *options, "engine.drafts=always", "engine.kv_pages=12", "engine.depth=2") as run:
+        found = [run(scripts) for scripts in every]
+    assert found[0][1].empty > 2 and sum(done.accepted for each in found for done in each) > 0
+    check([done for each in found for done in each], [script for scripts in every for script in scripts], *plain)
+
+
+def test_a_drafter_of_one_lane_catches_up(monkeypatch) -> None:
+    """The other lanes serve its experts, with rows of their own or without any."""
+    launch = Engine._check
+
+    def with_chunks(engine: Engine, plan: StepPlan, waits: bool) -> None:
+        launch(engine, plan, waits)
+        if engine._lanes is not None and engine._lanes.number == 0:
+            plan.catch_up = [CatchUp(row.slot, 1, 5) for row in plan.rows if row.flags & RowFlag.DECODE]
+
+    monkeypatch.setattr(Engine, "_check", with_chunks)
+    scripts = [[greedy(1, [7, 300, 21, 4, 8, 8], 12), greedy(2, [9] * 20, 9)], [greedy(3, [5, 6], 6, after=2)]]
+    with lanes(2, *DRAFTERS["draft_model"], "engine.drafts=always", "experts=gather", "engine.ep=2") as run:
+        check(run(scripts), scripts, *MOE)
 
 
 def test_experts_move_while_lanes_run() -> None:

@@ -93,8 +93,7 @@ class Calibrator:
         """Fit to the recording of the engine, which has ended, and write the file. Returns what it has."""
         composition = self._composition
         steps = [step for recording in self._recordings() for step in measured_steps(recording) if self._fits(step)]
-        lookahead: int = composition.build("spec_decode").lookahead
-        found, launches = fit(steps, self._cost, lookahead), self._launches(device, steps)
+        found, launches = fit(steps, self._cost, composition.build("spec_decode").passes), self._launches(device, steps)
         made = self._calibration(device, found, launches)
         file.write(self._path, made)
         _show(self._path, found, launches)

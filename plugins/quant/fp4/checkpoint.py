@@ -12,16 +12,8 @@ from math import prod
 from typing import Any, Literal
 
 from dovetail.core.interfaces.checkpoint import StoredMatrix, TensorHeader
-from dovetail.plugins.quant.parsing import (
-    Way,
-    has_format,
-    linear_group,
-    modelopt,
-    read_ignored,
-    skips,
-    stored_config,
-    wrong,
-)
+from dovetail.plugins.quant.compressed import Inputs, has_format, inputs_of, linear_group
+from dovetail.plugins.quant.parsing import Way, modelopt, read_ignored, skips, stored_config, wrong
 
 READS = (
     "quant=fp4 reads compressed-tensors with formats nvfp4-pack-quantized, mxfp4-pack-quantized; modelopt with NVFP4; "
@@ -68,6 +60,8 @@ class Stored:
     """16: NVFP4, scales in E4M3 and one for the matrix. 32: MXFP4, scales are powers of two."""
     ignored: tuple[str, ...] = ()
     way: Way = "names"
+    inputs: Inputs | None = None
+    """How the checkpoint quantizes inputs; None = not at all."""
 
     @property
     def names(self) -> TensorNames:
@@ -108,7 +102,8 @@ def read_stored(hf: Mapping[str, Any]) -> Stored | None:
         found = weights.get(key) if isinstance(weights, Mapping) else None
         if found != value or type(found) is not type(value):
             raise wrong(f"weights.{key}", found, f"{config['format']} has {value}")
-    return Stored("compressed-tensors", block, read_ignored(config, "ignore"))
+    inputs = inputs_of(group, bits=(4, 8))
+    return Stored("compressed-tensors", block, read_ignored(config, "ignore"), inputs=inputs)
 
 
 def _modelopt(config: Mapping[str, Any]) -> Stored:
@@ -116,7 +111,7 @@ def _modelopt(config: Mapping[str, Any]) -> Stored:
     if size != 16:
         raise wrong("group_size", size, "NVFP4 has 16")
     ignored = read_ignored(config, "exclude_modules" if "exclude_modules" in config else "ignore")
-    return Stored("modelopt", 16, ignored, "wildcards")
+    return Stored("modelopt", 16, ignored, "wildcards", Inputs(4, "float", "tensor_group", static=False))
 
 
 def stored(hf: Mapping[str, Any], prefix: str, tensors: Mapping[str, TensorHeader]) -> StoredMatrix | None:
@@ -130,4 +125,6 @@ def stored(hf: Mapping[str, Any], prefix: str, tensors: Mapping[str, TensorHeade
     # Scales of NVFP4 have 8 bits. Those of MXFP4 have 8 in experts, and 16 in other matrices.
     found = read_stored(hf)
     packed = found is not None and found.block == MXFP4 and EXPERTS in f"{prefix}."
-    return StoredMatrix(2 * prod(codes.shape), EXPERT_BITS if packed else 4.5)
+    inputs = None if found is None else found.inputs
+    product = "fp8" if inputs is not None and inputs.is_fp8 else None
+    return StoredMatrix(2 * prod(codes.shape), EXPERT_BITS if packed else 4.5, product)

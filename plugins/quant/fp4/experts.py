@@ -33,8 +33,9 @@ from dovetail.plugins.quant.fp4.rounding import round_to_fp4
 
 WHOLE = 64
 """Channels of which specialized_packed takes multiples."""
-MOST_ADDED = 16
-"""At most one channel is added to so many."""
+MOST_ADDED = 8
+"""At most one channel is added to so many: with all rows of a step from 1 to 1024, that kernel took at most 0.88 of the
+other's time (benchmarks/NOTES.md, Experts)."""
 
 
 class MXFP4Experts(ExpertMethod):
@@ -47,10 +48,12 @@ class MXFP4Experts(ExpertMethod):
         self.input = activations
 
     def channels(self, shape: ExpertShape) -> int:
-        """Add channels if few are missing to those that Hopper's kernel multiplies, as with gpt-oss on two ranks."""
-        wide = ceil_div(shape.intermediate, WHOLE) * WHOLE
-        few = MOST_ADDED * (wide - shape.intermediate) <= shape.intermediate
-        return wide if few and specialized_packed(shape.hidden, wide) else shape.intermediate
+        """Add channels to the last block, and if few are missing to those that Hopper's kernel multiplies, as with
+        gpt-oss on 2, 4 or 8 ranks."""
+        least = ceil_div(self.before(shape) + shape.intermediate, BLOCK) * BLOCK
+        wide = ceil_div(least, WHOLE) * WHOLE
+        few = MOST_ADDED * (wide - least) <= least
+        return wide if few and specialized_packed(shape.hidden, wide) else least
 
     def create(self, shape: ExpertShape, device: torch.device) -> dict[str, torch.Tensor]:
         self.shape = shape
@@ -72,6 +75,7 @@ class MXFP4Experts(ExpertMethod):
         self, params: dict[str, torch.Tensor], expert: int, part: ExpertPart, tensors: Mapping[str, torch.Tensor]
     ) -> None:
         weight_OI = tensors["weight"].to(params["up"].device).float()
+        weight_OI = F.pad(weight_OI, (0, -weight_OI.shape[1] % BLOCK))
         codes_OI, scale_OG, *_ = round_to_fp4(weight_OI, BLOCK, nvfp4=False)
         exponents_OG = (scale_OG.log2() + BIAS).to(torch.uint8)
         _check_exponents("weight", exponents_OG)
@@ -85,11 +89,16 @@ class MXFP4Experts(ExpertMethod):
         codes_OI: torch.Tensor,
         exponents_OG: torch.Tensor,
     ) -> None:
+        """Store whole blocks, of which a part may be other ranks' channels."""
         name, rows = place_of(part, self.channels(self.shape))
-        inputs = EACH * params[name].shape[2]
+        inputs, before = EACH * params[name].shape[2], self.before(self.shape)
         codes_OI = F.pad(codes_OI, (0, inputs - codes_OI.shape[1]))
         exponents_OG = F.pad(exponents_OG, (0, inputs // BLOCK - exponents_OG.shape[1]))
-        own = slice(rows.start, None if rows.start is None else rows.start + len(codes_OI))
+        own = slice(None)
+        if part == "down":
+            codes_OI[:, :before] = codes_OI[:, before + self.shape.intermediate :] = 0
+        else:
+            own = slice(rows.start + before, rows.start + before + len(codes_OI))
         params[name][expert, own] = pack_row_spans(codes_OI)
         params[f"{name}_exponents"][expert, :, own] = pack_exponents(exponents_OG)
 
@@ -123,6 +132,9 @@ class StoredMXFP4Experts(MXFP4Experts):
     def tensors_of(self, name: str) -> tuple[TensorRecord, ...]:
         return self.records
 
+    def before(self, shape: ExpertShape) -> int:
+        return shape.first_channel % BLOCK
+
     def load(
         self, params: dict[str, torch.Tensor], expert: int, part: ExpertPart, tensors: Mapping[str, torch.Tensor]
     ) -> None:
@@ -140,5 +152,5 @@ def _check_exponents(name: str, exponents_OG: torch.Tensor) -> None:
 
 
 def fits(shape: ExpertShape) -> bool:
-    """Whether this rank's matrices have whole blocks."""
-    return not any(size % BLOCK for size in (shape.hidden, shape.intermediate, shape.first_channel))
+    """Whether rows of the first product have whole blocks."""
+    return shape.hidden % BLOCK == 0

@@ -2,7 +2,7 @@
 
 NVFP4 has blocks of 16 inputs, whose E4M3 scales are relative to one scale of the matrix. MXFP4 (Open Compute Project,
 Microscaling Formats 1.0) has blocks of 32 inputs, whose scales are powers of two. Input scales of a checkpoint are not
-used: inputs keep the model's dtype, or have a scale per token in E4M3.
+used: inputs keep the model's dtype, or have a scale per token in E4M3, as for checkpoints with inputs of 8 bits.
 
 Shapes: T tokens, I input, O output, G blocks of a row.
 """
@@ -28,13 +28,13 @@ from dovetail.core.layers.packed import PackedLinear
 from dovetail.core.layers.plain import PlainLinear
 from dovetail.core.layouts.words import unpack_nibbles
 from dovetail.core.ops.weight_formats import E2M1
-from dovetail.plugins.quant.base import StoredOrRounded
+from dovetail.plugins.quant.base import StoredOrRounded, input_format, note_inputs
 from dovetail.plugins.quant.config import FP4Config
 from dovetail.plugins.quant.fp4.checkpoint import MXFP4, Stored, read_stored
 from dovetail.plugins.quant.fp4.checkpoint import stored as measure
 from dovetail.plugins.quant.fp4.experts import MXFP4Experts, StoredMXFP4Experts, fits
 from dovetail.plugins.quant.fp4.rounding import round_to_fp4
-from dovetail.plugins.quant.fp8.format import E4M3, FP8_TOKEN, decode_e8m0
+from dovetail.plugins.quant.fp8.format import E4M3, decode_e8m0
 from dovetail.plugins.quant.fp8.quantizer import fp8_head
 
 
@@ -43,7 +43,10 @@ class FP4(StoredOrRounded[Stored]):
     measure = staticmethod(measure)
 
     def parse(self, checkpoint: Checkpoint) -> Stored | None:
-        return read_stored(checkpoint.config())
+        stored = read_stored(checkpoint.config())
+        if stored is not None:
+            note_inputs("fp4", self.config.activations, stored.inputs)
+        return stored
 
     def rounded(self, path: str, shape: LinearShape) -> LinearMethod:
         if self.config.layers == "experts" and ".experts." not in path:
@@ -66,7 +69,7 @@ class FP4(StoredOrRounded[Stored]):
 
     @property
     def _activations(self) -> ActFormat:
-        return FP8_TOKEN if self.config.activations == "fp8" else PLAIN
+        return input_format("fp4", self.config.activations, None if self.stored is None else self.stored.inputs)
 
     def rounded_head(self, path: str, shape: LinearShape) -> LinearMethod | None:
         return fp8_head(self.config.head, path, shape)

@@ -46,7 +46,7 @@ def _whole(stored: Stored, config: FP8Config, shape: LinearShape) -> bool:
     begin with one."""
     starts = (*shape.parts[:-1], shape.group_step(BLOCK))
     whole = stored.block == (BLOCK, BLOCK) and all(start % BLOCK == 0 for start in starts)
-    return whole and shape.inp % MULTIPLE == 0 and config.activations == "auto" and multiplies_fp8()
+    return whole and shape.inp % MULTIPLE == 0 and not config.plain_inputs and multiplies_fp8()
 
 
 def _records(stored: Stored) -> tuple[TensorRecord, ...]:
@@ -124,7 +124,7 @@ class SpreadBlockFP8Linear(PackedLinear):
 
     def __init__(self, stored: Stored, config: FP8Config) -> None:
         outputs, inputs = stored.block
-        activations = PLAIN if config.activations == "plain" else FP8_TOKEN
+        activations = PLAIN if config.plain_inputs else FP8_TOKEN
         # Powers of two are exact in bfloat16.
         scale_dtype = torch.bfloat16 if stored.exponents else torch.float32
         super().__init__(weight_formats.E4M3, inputs, activations=activations, scale_dtype=scale_dtype)

@@ -1,7 +1,7 @@
 """Parser of a checkpoint's `quantization_config` for FP8 weights. Imports no torch.
 
-Supported: "compressed-tensors" with formats "float-quantized" (scales per tensor, output channel or block) and
-"mxfp8-quantized", "fp8" (per tensor or block), "modelopt" with FP8 (per tensor) and MXFP8.
+Supported: "compressed-tensors" with formats "float-quantized" and "naive-quantized" (scales per tensor, output channel,
+group of inputs or block) and "mxfp8-quantized"; "fp8" (per tensor or block); "modelopt" with FP8 (per tensor), MXFP8.
 """
 
 from __future__ import annotations
@@ -12,23 +12,16 @@ from math import prod
 from typing import Any
 
 from dovetail.core.interfaces.checkpoint import StoredMatrix, TensorHeader
-from dovetail.plugins.quant.parsing import (
-    Way,
-    has_format,
-    linear_group,
-    modelopt,
-    read_ignored,
-    skips,
-    stored_config,
-    wrong,
-)
+from dovetail.plugins.quant.compressed import flat_type, has_format, linear_group
+from dovetail.plugins.quant.parsing import Way, modelopt, one_of, read_ignored, skips, stored_config, wrong
 
 READS = (
-    "quant=fp8 reads compressed-tensors with formats float-quantized and mxfp8-quantized, fp8, and modelopt with FP8 "
-    "and MXFP8"
+    "quant=fp8 reads compressed-tensors with formats float-quantized, naive-quantized (floats) and mxfp8-quantized, "
+    "fp8, and modelopt with FP8 and MXFP8"
 )
-FORMATS = ("float-quantized", "mxfp8-quantized")
+MX_FORMAT = "mxfp8-quantized"
 BLOCKS = (64, 128, 256)
+GROUPS = (32, *BLOCKS)
 MATRIX, ROW, MXFP8 = (0, 0), (1, 0), (1, 32)
 
 
@@ -44,6 +37,8 @@ class Stored:
     """Whether layers also have an `input_scale`."""
     plain_inputs: bool = False
     """Whether inputs keep the model's dtype."""
+    exponents: bool = False
+    """Whether scales are E8M0 (Open Compute Project 2023, microscaling formats)."""
     ignored: tuple[str, ...] = ()
     """Layers left in the model's dtype."""
     way: Way = "names"
@@ -52,11 +47,6 @@ class Stored:
     @property
     def blocks(self) -> bool:
         return self.block[1] != 0
-
-    @property
-    def exponents(self) -> bool:
-        """Whether scales are E8M0 (Open Compute Project 2023, microscaling formats)."""
-        return self.block == MXFP8
 
     def skips(self, names: tuple[str, ...], path: str) -> bool:
         return skips(self.ignored, names, path, self.way)
@@ -69,7 +59,7 @@ def reads(hf: Mapping[str, Any]) -> bool:
         return False
     if config.get("quant_method") == "modelopt":
         return modelopt(config).get("quant_algo") in ("FP8", "MXFP8")
-    return config.get("quant_method") == "fp8" or has_format(config, *FORMATS)
+    return config.get("quant_method") == "fp8" or has_format(config, MX_FORMAT) or flat_type(config) == "float"
 
 
 def read_stored(hf: Mapping[str, Any]) -> Stored | None:
@@ -84,17 +74,24 @@ def read_stored(hf: Mapping[str, Any]) -> Stored | None:
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> Stored:
-    if (form := config.get("format")) not in FORMATS:
-        raise wrong("format", form, READS)
     group = linear_group(config)
-    if form == "mxfp8-quantized":
+    if not reads({"quantization_config": config}):
+        raise wrong("format", config.get("format"), READS)
+    if config["format"] == MX_FORMAT:
         return _mxfp8(config, group)
-    weights = _eight_bits(group, "weights", ("tensor", "channel", "block"))
-    inputs = _eight_bits(group, "input_activations", ("tensor", "token", "group"))
-    blocks = {"tensor": lambda: MATRIX, "channel": lambda: ROW, "block": lambda: _block(weights, "block_structure")}
+    weights = _eight_bits(group, "weights", ("tensor", "channel", "group", "block"))
+    plain = group.get("input_activations") is None
+    inputs = {} if plain else _eight_bits(group, "input_activations", ("tensor", "token", "group"))
+    blocks = {
+        "tensor": lambda: MATRIX,
+        "channel": lambda: ROW,
+        "group": lambda: (1, one_of(weights, "group_size", GROUPS, below="weights")),
+        "block": lambda: _block(weights, "block_structure"),
+    }
     return Stored(
         block=blocks[weights["strategy"]](),
-        input_scales=inputs.get("dynamic") is not True,
+        input_scales=not plain and inputs.get("dynamic") is not True,
+        plain_inputs=plain,
         ignored=read_ignored(config, "ignore"),
     )
 
@@ -103,9 +100,8 @@ def _mxfp8(config: Mapping[str, Any], group: Mapping[str, Any]) -> Stored:
     plain = group.get("input_activations") is None
     for key in ("weights",) if plain else ("weights", "input_activations"):
         scheme = _eight_bits(group, key, ("group",))
-        if (size := scheme.get("group_size")) != MXFP8[1]:
-            raise wrong(f"{key}.group_size", size, f"there is {MXFP8[1]}")
-    return Stored(MXFP8, plain_inputs=plain, ignored=read_ignored(config, "ignore"))
+        one_of(scheme, "group_size", (MXFP8[1],), below=key)
+    return Stored(MXFP8, plain_inputs=plain, exponents=True, ignored=read_ignored(config, "ignore"))
 
 
 def _fp8(config: Mapping[str, Any]) -> Stored:
@@ -132,6 +128,7 @@ def _modelopt(config: Mapping[str, Any]) -> Stored:
         raise wrong("group_size", size, f"MXFP8 has {MXFP8[1]}")
     return Stored(
         block=MXFP8 if algorithm == "MXFP8" else MATRIX,
+        exponents=algorithm == "MXFP8",
         input_scales=algorithm == "FP8",
         ignored=read_ignored(config, "exclude_modules" if "exclude_modules" in config else "ignore"),
         way="wildcards",
@@ -149,11 +146,10 @@ def _eight_bits(config: Mapping[str, Any], key: str, strategies: tuple[str, ...]
     scheme = config.get(key)
     if not isinstance(scheme, Mapping):
         raise wrong(key, scheme, "weights and activations must have 8 bits")
-    wanted = {"num_bits": (8,), "type": ("float",), "strategy": strategies, "symmetric": (True,)}
+    wanted = {"num_bits": (8,), "type": ("float",), "strategy": strategies}
     for name, options in wanted.items():
-        value = scheme.get(name, True if name == "symmetric" else None)
-        if value not in options:
-            raise wrong(f"{key}.{name}", value, f"there are {', '.join(map(str, options))}")
+        one_of(scheme, name, options, below=key)
+    one_of(scheme, "symmetric", (True,), default=True, below=key)
     return scheme
 
 
@@ -163,4 +159,5 @@ def stored(hf: Mapping[str, Any], prefix: str, tensors: Mapping[str, TensorHeade
     if codes is None or found is None or codes.dtype != "F8_E4M3":
         return None
     scale = 16 if found.exponents else 32
-    return StoredMatrix(prod(codes.shape), 8 + (scale / found.block[1] if found.blocks else 0))
+    product = "model" if found.plain_inputs else None
+    return StoredMatrix(prod(codes.shape), 8 + (scale / found.block[1] if found.blocks else 0), product)

@@ -66,13 +66,14 @@ def decode_e8m0(name: str, codes: torch.Tensor) -> torch.Tensor:
     return torch.exp2(codes.float() - 127)
 
 
-def multiplies_fp8(device: torch.device | None = None) -> bool:
-    """Whether a device multiplies in FP8; None = the GPU, if there is one. On the CPU the reference does."""
+def multiplies_fp8(device: torch.device | None = None, quant: str = "fp8") -> bool:
+    """Whether a device multiplies in FP8; None = the GPU, if there is one. On the CPU the reference does. `quant`: the
+    quantizer that a start-up note names."""
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type != "cuda" or (capability := torch.cuda.get_device_capability(device)) >= FP8_HARDWARE:
         return True
     note(
-        f"quant=fp8 has FP8 weights and multiplies in the model's dtype: a GPU of compute capability "
+        f"quant={quant} multiplies in the model's dtype: a GPU of compute capability "
         f"{'.'.join(map(str, capability))} has no FP8 matmuls"
     )
     return False

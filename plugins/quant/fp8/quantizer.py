@@ -1,5 +1,5 @@
 """quant=fp8: W8A8 in E4M3, from plain weights quantized at load time or from an FP8 checkpoint. On GPUs without FP8
-matmuls, and with quant.activations=plain, inputs stay plain (W8A16).
+matmuls, and with quant.activations=model, inputs stay plain (W8A16).
 
 Shapes: T tokens, I input, O output.
 """
@@ -70,15 +70,19 @@ class FP8(StoredOrRounded[Stored]):
 
     def of_checkpoint(self, path: str, shape: LinearShape, stored: Stored) -> LinearMethod:
         if stored.blocks:
-            plain = stored.plain_inputs and self.config.activations == "auto"
-            config = self.config.model_copy(update={"activations": "plain"} if plain else {})
-            return stored_blocks(stored, config, shape)
+            return stored_blocks(stored, self._config, shape)
         shape.check_multiple(MULTIPLE, "quant=fp8", path, None)
-        return StoredFP8Linear(stored, self.config)
+        return StoredFP8Linear(stored, self._config)
+
+    @property
+    def _config(self) -> FP8Config:
+        """The options, in which inputs that the checkpoint leaves plain are so unless an option says otherwise."""
+        plain = self.stored is not None and self.stored.plain_inputs and self.config.activations == "auto"
+        return self.config.model_copy(update={"activations": "model"}) if plain else self.config
 
     def quantized_experts(self, path: str, shape: ExpertShape) -> ExpertMethod | None:
         # The others have products of single matrices only.
-        plain = self.config.activations == "plain" or not multiplies_fp8()
+        plain = self._config.plain_inputs or not multiplies_fp8()
         if plain or self.config.scales == "tensor":
             return None
         if self.stored is None and self.config.scales == "block":
@@ -86,7 +90,7 @@ class FP8(StoredOrRounded[Stored]):
             return RoundedBlockFP8Experts(Stored(block=(BLOCK, BLOCK))) if fits else None
         if self.stored is not None and self.stored.blocks:
             outputs, inputs = self.stored.block
-            fits = outputs == inputs and not self.stored.plain_inputs and step_of(shape, inputs) >= LEAST_GROUP
+            fits = outputs == inputs and step_of(shape, inputs) >= LEAST_GROUP
             return BlockFP8Experts(self.stored) if fits else None
         for linear in linear_shapes(shape, 0):
             linear.check_multiple(MULTIPLE, "quant=fp8", path, self.config.skip if self.stored is None else None)
@@ -116,7 +120,7 @@ class FP8Linear(LinearMethod):
     def __init__(self, config: FP8Config) -> None:
         self.fast_accum, self.by_device = config.fast_accum, config.activations == "auto"
         rows = config.scales != "tensor"  # Logits have rows, also beside blocks.
-        self.input = PLAIN if config.activations == "plain" else FP8_TOKEN if rows else FP8_TENSOR
+        self.input = PLAIN if config.plain_inputs else FP8_TOKEN if rows else FP8_TENSOR
         self.quantize = quantize_rows if rows else quantize_tensor
 
     def create(self, shape: LinearShape, device: torch.device) -> dict[str, torch.Tensor]:

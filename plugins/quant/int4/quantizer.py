@@ -15,9 +15,8 @@ from dovetail.core.errors import TensorError
 from dovetail.core.interfaces import PLAIN, ActFormat, Checkpoint, LinearMethod, LinearShape
 from dovetail.core.layers.packed import PackedLinear
 from dovetail.core.ops.weight_formats import INT4, INT8, UINT4, UINT8
-from dovetail.plugins.quant.base import StoredOrRounded
+from dovetail.plugins.quant.base import StoredOrRounded, input_format, note_inputs
 from dovetail.plugins.quant.config import Int4Config
-from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 from dovetail.plugins.quant.fp8.quantizer import fp8_head
 from dovetail.plugins.quant.int4.checkpoint import Stored, read_stored
 from dovetail.plugins.quant.int4.checkpoint import stored as measure
@@ -34,7 +33,10 @@ class Int4(StoredOrRounded[Stored]):
     measure = staticmethod(measure)
 
     def parse(self, checkpoint: Checkpoint) -> Stored | None:
-        return read_stored(checkpoint.config())
+        stored = read_stored(checkpoint.config())
+        if stored is not None:
+            note_inputs("int4", self.config.activations, stored.inputs)
+        return stored
 
     def rounded(self, path: str, shape: LinearShape) -> LinearMethod:
         return RoundedLinear(self.config, self._activations)
@@ -44,7 +46,8 @@ class Int4(StoredOrRounded[Stored]):
 
     @property
     def _activations(self) -> ActFormat:
-        return FP8_TOKEN if self.config.activations == "fp8" else PLAIN
+        stated = None if self.stored is None else self.stored.inputs
+        return input_format("int4", self.config.activations, stated)
 
     def rounded_head(self, path: str, shape: LinearShape) -> LinearMethod | None:
         return fp8_head(self.config.head, path, shape)

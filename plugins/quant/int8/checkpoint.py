@@ -8,9 +8,10 @@ from math import prod
 from typing import Any
 
 from dovetail.core.interfaces.checkpoint import StoredMatrix, TensorHeader
-from dovetail.plugins.quant.parsing import has_format, linear_group, read_ignored, skips, stored_config, wrong
+from dovetail.plugins.quant.compressed import flat_type, linear_group, multiplies_integers
+from dovetail.plugins.quant.parsing import one_of, read_ignored, skips, stored_config, wrong
 
-READS = "quant=int8 reads compressed-tensors with format int-quantized"
+READS = "quant=int8 reads compressed-tensors with format int-quantized and 8 bits for weights and inputs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +31,11 @@ class Stored:
 
 
 def reads(hf: Mapping[str, Any]) -> bool:
-    """Whether the method and the format are those of int8 weights and activations."""
+    """Whether the method and the format are those of int8 weights and activations. quant=int4 reads others."""
     config = hf.get("quantization_config")
     if not isinstance(config, Mapping):
         return False
-    return has_format(config, "int-quantized")
+    return flat_type(config) == "int" and multiplies_integers(config)
 
 
 def read_stored(hf: Mapping[str, Any]) -> Stored | None:
@@ -61,8 +62,7 @@ def _eight_bits(group: Mapping[str, Any], key: str, strategies: tuple[str, ...])
     if not isinstance(scheme, Mapping):
         raise wrong(key, scheme, "weights and activations must have 8 bits")
     for name, options in {"num_bits": (8,), "type": ("int",), "strategy": strategies}.items():
-        if scheme.get(name) not in options:
-            raise wrong(f"{key}.{name}", scheme.get(name), f"there are {', '.join(map(str, options))}")
+        one_of(scheme, name, options, below=key)
     return scheme
 
 

@@ -4,16 +4,21 @@ torch."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
+
+from pydantic import ValidationError
 
 from dovetail.core.compose.capabilities import Host
 from dovetail.core.compose.choice import readers
 from dovetail.core.compose.discovery import installed
+from dovetail.core.compose.registry import Registered
 from dovetail.core.compose.selected import Selected
 from dovetail.core.interfaces.checkpoint import StoredMatrix, TensorHeader
 from dovetail.plugins.quant.auto import reader_of
-from dovetail.plugins.quant.parsing import WAYS, read_ignored, unlike_layers, wrong
+from dovetail.plugins.quant.compressed import unlike_layers
+from dovetail.plugins.quant.parsing import WAYS, read_ignored, wrong
 
 MIXED = "mixed-precision"
 """Format of a checkpoint whose groups have unlike ones."""
@@ -28,19 +33,43 @@ def reads(hf: Mapping[str, Any]) -> bool:
     return unlike_layers(config) or config.get("format") == MIXED
 
 
-def split_groups(config: Mapping[str, Any]) -> list[tuple[tuple[str, ...], dict[str, Any]]]:
-    """Return (targets, a `quantization_config` of this group alone) of each group. Targets are names of layers, "re:"
-    patterns, or "Linear" for all that no other target matches."""
-    found = []
+@dataclass(frozen=True, slots=True)
+class ConfigGroup:
+    """A group of a checkpoint, and the quantizer that reads it."""
+
+    name: str
+    targets: tuple[str, ...]
+    """Names of layers, "re:" patterns, or "Linear" for all that no other target matches."""
+    hf: dict[str, Any]
+    """config.json with this group alone."""
+    registered: Registered
+    """The quantizer."""
+
+    def selected(self, given: Mapping[str, Any]) -> tuple[Selected, set[str]]:
+        """Return the quantizer with those of the options `given` that it has, and the names of these."""
+        config, taken = self.registered.component.config, {}
+        for key, value in given.items():
+            if key in config.model_fields:
+                with suppress(ValidationError):
+                    config(**{key: value})
+                    taken[key] = value
+        return Selected(self.registered, config(**taken)), set(taken)
+
+
+def config_groups(hf: Mapping[str, Any]) -> list[ConfigGroup]:
+    """Return the groups of a checkpoint that `reads` recognizes."""
+    registry, found = installed(), []
+    config = hf["quantization_config"]
     for name, group in config["config_groups"].items():
         targets = read_ignored(group, "targets") if isinstance(group, Mapping) else ()
         if not targets:
             raise wrong(f"config_groups.{name}", group, "it must have a list of targets")
-        alone = {name: {**group, "targets": ["Linear"]}}
         form = group.get("format") or config.get("format")
         if form == MIXED:
             form = inferred(group)
-        found.append((targets, {**config, "format": form, "config_groups": alone}))
+        alone = {**config, "format": form, "config_groups": {name: {**group, "targets": ["Linear"]}}}
+        one = {**hf, "quantization_config": alone}
+        found.append(ConfigGroup(name, targets, one, registry.get("quant", reader_of(one, readers("quant", registry)))))
     return found
 
 
@@ -78,15 +107,14 @@ def group_of(name: str, groups: Iterable[tuple[tuple[str, ...], Group]], ignored
 
 def stored(hf: Mapping[str, Any], prefix: str, tensors: Mapping[str, TensorHeader]) -> StoredMatrix | None:
     """Return the weights and bits of a matrix; None = it is plain."""
-    groups = split_groups(hf["quantization_config"]) if reads(hf) else []
-    ignored = read_ignored(hf["quantization_config"], "ignore") if groups else ()
-    config = group_of(prefix, groups, ignored)
-    if config is None:
+    if not reads(hf):
         return None
-    alone, registry = {**hf, "quantization_config": config}, installed()
-    registered = registry.get("quant", reader_of(alone, readers("quant", registry)))
-    if registered.component.stored is None:
+    ignored = read_ignored(hf["quantization_config"], "ignore")
+    group = group_of(prefix, [(group.targets, group) for group in config_groups(hf)], ignored)
+    if group is None or (reference := group.registered.component.stored) is None:
         return None
-    found: StoredMatrix | None = registered.load(registered.component.stored)(alone, prefix, tensors)
-    provides = Selected(registered, registered.component.config()).capabilities(Host(device="cuda")).provides
-    return None if found is None else replace(found, product=str(provides["product"]))
+    found: StoredMatrix | None = group.registered.load(reference)(group.hf, prefix, tensors)
+    if found is None or found.product is not None:
+        return found
+    quantizer, _ = group.selected({})
+    return replace(found, product=str(quantizer.capabilities(Host(device="cuda")).provides["product"]))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from dovetail.core.compose.choice import readers
-from dovetail.core.compose.discovery import installed
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import (
     Checkpoint,
@@ -23,9 +22,10 @@ from dovetail.core.interfaces.checkpoint import WeightSource
 from dovetail.core.layers.plain import PlainLinear
 from dovetail.core.layers.plain_experts import PlainExperts
 from dovetail.core.layers.stacked import StackedLinear
-from dovetail.plugins.quant.auto import reader_of
+from dovetail.core.startup_notes import note
 from dovetail.plugins.quant.config import MixedConfig
-from dovetail.plugins.quant.mixed.checkpoint import group_of, reads, split_groups
+from dovetail.plugins.quant.fp8.quantizer import fp8_head
+from dovetail.plugins.quant.mixed.checkpoint import config_groups, group_of, reads
 from dovetail.plugins.quant.parsing import read_ignored
 
 
@@ -38,36 +38,73 @@ class Mixed(Quantizer):
         self.rest: Quantizer = config.rest.build()
         self.groups: list[tuple[tuple[str, ...], Quantizer]] = []
         """Targets and quantizer of each group of a checkpoint."""
+        self.with_plain_inputs: dict[int, Quantizer] = {}
+        """Id of a group's quantizer -> the same with quant.activations=model, for those that have this value."""
+        self.with_head: list[Quantizer] = []
+        """Quantizers of groups with the option `head`."""
         self.ignored: tuple[str, ...] = ()
         """Matrices that a checkpoint with groups leaves plain."""
 
     def read_checkpoint(self, checkpoint: Checkpoint) -> None:
-        hf = checkpoint.config()
+        hf, options = checkpoint.config(), self._options()
         if not reads(hf):
+            for name, value in options.items():
+                raise ConfigError(
+                    f"quant.{name}={value} is for a checkpoint with several config_groups: set quant.rest.{name} or "
+                    f"quant.those.{name}"
+                )
             for quantizer in (self.those, self.rest):
                 quantizer.read_checkpoint(checkpoint)
             return
         if self.config.layers:
             raise ConfigError("quant.layers is set, but this checkpoint states the format of each layer: leave it out")
-        registry = installed()
         self.ignored = read_ignored(hf["quantization_config"], "ignore")
-        for targets, config in split_groups(hf["quantization_config"]):
-            view = _OneGroup(checkpoint, {**hf, "quantization_config": config})
-            name = reader_of(view.config(), readers("quant", registry))
-            component = registry.get("quant", name)
-            quantizer = component.target()(component.component.config())
+        without = []
+        for group in config_groups(hf):
+            selected, taken = group.selected(options)
+            quantizer, view = selected.build(), _OneGroup(checkpoint, group.hf)
             quantizer.read_checkpoint(view)
-            self.groups.append((targets, quantizer))
+            plain, taken_too = group.selected({**options, "activations": "model"})
+            if "activations" in taken_too:
+                self.with_plain_inputs[id(quantizer)] = plain.build()
+                self.with_plain_inputs[id(quantizer)].read_checkpoint(view)
+            self.groups.append((group.targets, quantizer))
             self.kv_scale_tensors = self.kv_scale_tensors or quantizer.kv_scale_tensors
+            if "head" in taken:
+                self.with_head.append(quantizer)
+            if "activations" in options.keys() - taken:
+                without.append(f"{group.name} (quant={selected.name})")
+        if without:
+            self._cannot(without)
+
+    def _options(self) -> dict[str, str]:
+        """Return the options for the quantizers of groups that are set."""
+        found = {"activations": self.config.activations, "head": self.config.head}
+        return {name: value for name, value in found.items() if value != "auto"}
+
+    def _cannot(self, groups: list[str]) -> None:
+        """Note that `activations` does not apply to these groups. Raise ConfigError if it applies to none."""
+        reason = (
+            f"quant.activations={self.config.activations} does not apply to {' and '.join(groups)} of config_groups"
+        )
+        if len(groups) == len(self.groups):
+            raise ConfigError(f"{reason}, and there are no others: leave it out")
+        note(f"{reason}: inputs of these layers are as the checkpoint states")
 
     def linear(self, path: str, shape: LinearShape) -> LinearMethod:
         if not self.groups:
             chosen = any(fnmatch(path, pattern) for pattern in self.config.layers)
             return (self.those if chosen else self.rest).linear(path, shape)
-        methods = [(self._of(part.names[0]), part) for part in _parts(shape)]
-        if len({id(quantizer) for quantizer, _ in methods}) == 1:
-            return _method(methods[0][0], path, shape)
-        return StackedLinear(path, shape, [(_method(quantizer, path, part), 1) for quantizer, part in methods])
+        parts = [(self._of(part.names[0]), part) for part in _parts(shape)]
+        if len({id(quantizer) for quantizer, _ in parts}) == 1:
+            return _method(parts[0][0], path, shape)
+        methods = [_method(quantizer, path, part) for quantizer, part in parts]
+        if len(formats := {method.input for method in methods}) > 1:
+            plain = self.with_plain_inputs
+            methods = [_method(plain.get(id(quantizer), quantizer), path, part) for quantizer, part in parts]
+            layers, names = re.sub(r"\.\d+\.", ".*.", path), " and ".join(sorted(each.name for each in formats))
+            note(f"{layers} merges matrices with inputs in {names}, so they have the model's dtype where they can")
+        return StackedLinear(path, shape, [(method, 1) for method in methods])
 
     def experts(self, path: str, shape: ExpertShape) -> ExpertMethod | None:
         """Ask the quantizer of all matrices of the layer; None if there are several."""
@@ -83,8 +120,15 @@ class Mixed(Quantizer):
         return PlainExperts() if quantizer is None else quantizer.experts(path, shape)
 
     def table(self, path: str, shape: LinearShape, *, lookup: bool) -> LinearMethod | None:
-        quantizer = self._of(shape.names[0]) if self.groups else self.rest
-        return None if quantizer is None else quantizer.table(path, shape, lookup=lookup)
+        if not self.groups:
+            return self.rest.table(path, shape, lookup=lookup)
+        quantizer, head = self._of(shape.names[0]), self.config.head
+        method = None if quantizer is None else quantizer.table(path, shape, lookup=lookup)
+        if path != "lm_head" or head == "auto" or quantizer in self.with_head:
+            return method
+        if method is not None:
+            raise ConfigError(f"quant.head={head}: the checkpoint has quantized logits; set quant.head=auto")
+        return fp8_head(head, path, shape)
 
     def kv_scales(self, layer: int) -> tuple[float, float]:
         return self.rest.kv_scales(layer)

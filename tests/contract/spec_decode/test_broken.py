@@ -126,6 +126,12 @@ class LearnsItsLookahead(Follower):
         self.ahead = 5
 
 
+class StopsEarly(Follower):
+    @property
+    def draft_counts(self) -> tuple[int, ...]:
+        return (1, self.lookahead - 1)
+
+
 class ReturnsTheLikeliest(Drawer):
     """Draws, and returns the mode instead."""
 
@@ -317,6 +323,7 @@ BROKEN: dict[str, list[type[Drafter]]] = {
     "test_a_slot_keeps_nothing_of_its_last_sequence": [RemembersTheSlot],
     "test_observe_is_called_every_step": [WantsToBeAskedFirst],
     "test_lookahead_is_one_number_from_the_start": [LearnsItsLookahead],
+    "test_the_last_of_its_counts_is_all_drafts": [StopsEarly],
     "test_verified_drafts_leave_the_targets_distribution": [
         ReturnsTheLikeliest,
         DrawsTwice,

@@ -40,6 +40,8 @@ GROUPS = {
     },
     "ignore": ["lm_head"],
 }
+ALONE = {"group_0": {**FP8["config_groups"]["group_0"], "input_activations": None}}
+NAIVE = {**FP8, "format": "naive-quantized", "config_groups": ALONE}
 
 
 def packed(weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -53,6 +55,7 @@ def mixed(name: str, weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
 
 STORE = {
     "fp8": (FP8, lambda name, w: LAYOUTS["fp8"][1](w)),
+    "naive": (NAIVE, lambda name, w: LAYOUTS["fp8"][1](w)),
     "gptq": ({**GPTQ, "desc_act": False}, lambda name, w: LAYOUTS["gptq"][1](w)),
     "nf4": ({**NF4, "llm_int8_skip_modules": ["down_proj"]}, lambda name, w: skipped(name, w)),
     "packed": (PACKED, lambda name, w: packed(w)),
@@ -92,6 +95,7 @@ TOTAL = sum(WEIGHTS.values())
     ("layout", "bits", "product"),
     [
         ("fp8", 8, "fp8"),
+        ("naive", 8, "bfloat16"),
         ("gptq", 4 + 24 / 32, "bfloat16"),
         ("packed", 8, "bfloat16"),
         ("nf4", (4.5 * (TOTAL - WEIGHTS["down"]) + 16 * WEIGHTS["down"]) / TOTAL, "bfloat16"),
@@ -101,6 +105,15 @@ TOTAL = sum(WEIGHTS.values())
 def test_formats_come_from_the_file(layout, bits, product, tmp_path):
     save(tmp_path, layout)
     assert stated(tmp_path) == (pytest.approx(bits), product)
+
+
+@pytest.mark.parametrize(
+    ("layout", "option", "product"),
+    [("naive", "fp8", "fp8"), ("fp8", "model", "bfloat16"), ("groups", "model", "bfloat16")],
+)
+def test_an_option_sets_the_format_of_matmuls(layout, option, product, tmp_path):
+    save(tmp_path, layout)
+    assert stated(tmp_path, f"quant.activations={option}")[1] == product
 
 
 def test_a_drafters_weights_come_from_its_file(tmp_path):

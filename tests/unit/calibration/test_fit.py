@@ -43,8 +43,8 @@ def fitted(device: CostModel, *, noise: float = 0.0, slow: int = 0, most_rows: i
     steps = []
     for i, rows in enumerate(batches(300, most_rows)):
         seconds = device.step_seconds(rows) * (1 + rng.uniform(-noise, noise)) * (100 if i < slow else 1)
-        steps.append(Step(0.0, rows, seconds, (0, 0)))
-    return fit(steps, bound(), lookahead=0)
+        steps.append(Step(0.0, rows, seconds, (0, 0, 0)))
+    return fit(steps, bound(), lambda most: most)
 
 
 def seconds(found: Fit, rows: list[RowWork]) -> float:
@@ -92,10 +92,10 @@ def test_drafting_has_a_factor_of_its_own() -> None:
     steps = []
     for i in range(100):
         rows, context = rng.randrange(1, 64), rng.randrange(100, 4000)
-        works, drafts = (RowWork(4, context, 4, rows),), (rows, context) if i % 2 else (0, 0)
+        works, drafts = (RowWork(4, context, 4, rows),), (rows, context, 3) if i % 2 else (0, 0, 0)
         drafting = cost.draft_seconds(rows, 3, context) if i % 2 else 0.0
         steps.append(Step(0.0, works, cost.step_seconds(works) + 3 * drafting, drafts))
-    found = fit(steps, cost, lookahead=3).terms
+    found = fit(steps, cost, lambda most: most).terms
     assert found["drafting"].factor == pytest.approx(3, rel=0.02) and found["drafting"].fitted
     assert found["decode"].factor == pytest.approx(1, rel=0.02)
 
@@ -107,7 +107,7 @@ def test_factors_are_not_negative() -> None:
 
 
 def test_too_few_steps_and_other_models_are_refused() -> None:
-    steps = [Step(0.0, (RowWork(1, 10),), 1e-3, (0, 0))] * LEAST_STEPS
+    steps = [Step(0.0, (RowWork(1, 10),), 1e-3, (0, 0, 0))] * LEAST_STEPS
     with pytest.raises(ConfigError, match="31 measured steps are too few"):
         fit(steps[1:], bound(), 0)
     with pytest.raises(ConfigError, match="NoEstimate has no terms"):
@@ -124,7 +124,7 @@ def test_a_gap_between_numbers_of_tokens_is_reported() -> None:
 
     def gap(*tokens: int) -> tuple[int, int] | None:
         works = [(RowWork(1, 100, times=n % 200 + 1),) for n in range(40)] + [(RowWork(n, n, 0),) for n in tokens]
-        return fit([Step(0.0, work, bound().step_seconds(work), (0, 0)) for work in works], bound(), 0).gap
+        return fit([Step(0.0, work, bound().step_seconds(work), (0, 0, 0)) for work in works], bound(), int).gap
 
     assert gap(8192) == (40, 8192)
     assert gap(8192, 2300, 600, 155) is None
@@ -136,7 +136,7 @@ def test_the_host_time_of_launches_is_fitted_without_steps_that_have_no_graph() 
         rows, prompts, tokens = rng.randrange(1, 100), i % 3 if i % 2 else 0, rng.choice([200, 300, 8000])
         works = (RowWork(1, 500, times=rows), *[RowWork(tokens, tokens)] * prompts)
         seconds = (400 + 2 * rows + 900 * prompts) * 1e-6 * (1 + rng.uniform(-0.05, 0.05))
-        steps.append(Step(0.0, works, 1e-3, (0, 0), 50e-3 if prompts and tokens == 8000 else seconds))
+        steps.append(Step(0.0, works, 1e-3, (0, 0, 0), 50e-3 if prompts and tokens == 8000 else seconds))
     found = fit_launches(steps, 2048, least_squares())
     assert found is not None and found.steps < 200
     assert found.step_us == pytest.approx(400, rel=0.05) and found.prompt_us == pytest.approx(900, rel=0.05)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from dovetail.core.compose import compose
+from dovetail.core.engine.draft_levels import Levels
 from dovetail.core.engine.drafting import MAX_INTERVAL, Drafting
 from dovetail.core.engine.engine import Engine, start_engine
 from dovetail.core.interfaces import (
@@ -74,6 +75,11 @@ class Device:
     outlier: tuple[int, float] = (0, 1.0)
     """(index of a step among those with drafts, factor of its time)."""
     cost: ToyCost = field(default_factory=ToyCost)
+    counts: tuple[int, ...] = (K,)
+    """Numbers of drafts for which the drafter has passes."""
+
+    def passes(self, most: int) -> int:
+        return next(count for count in self.counts if count >= most)
 
     def run(
         self, rows: int | Callable[[int], int], drafting: Drafting | None, steps: int, drafts: int = K
@@ -90,7 +96,8 @@ class Device:
             total = sum(wanted.values())
             measured = self.cost.step_seconds([RowWork(n + total, 700)])
             if total:
-                measured = (measured + self.cost.draft_seconds(n, K, 700)) * self.slowdown
+                passes = self.passes(max(wanted.values()))
+                measured = (measured + self.cost.draft_seconds(n, passes, 700)) * self.slowdown
                 measured *= self.outlier[1] if sum(map(bool, chosen)) == self.outlier[0] else 1.0
             chosen.append(total)
             plan, results = StepPlan(step, []), []
@@ -115,17 +122,17 @@ class Device:
         share, able = self.accepts(0, 0), int(rows * self.eligible)
         seconds = self.cost.step_seconds([RowWork(rows + able * drafts, 700)])
         if drafts:
-            seconds = (seconds + self.cost.draft_seconds(rows, K, 700)) * self.slowdown + self.host
+            seconds = (seconds + self.cost.draft_seconds(rows, self.passes(drafts), 700)) * self.slowdown + self.host
         return (rows + able * sum(share**k for k in range(1, drafts + 1))) / seconds
 
 
-def weighing() -> Drafting:
-    return Drafting(SchedulerLimits(1 << 16, 256, 9999, K))
+def weighing(counts: tuple[int, ...] = ()) -> Drafting:
+    return Drafting(SchedulerLimits(1 << 16, 256, 9999, K, draft_counts=counts))
 
 
 def check(device: Device, rows: int, steps: int, share: float) -> None:
     best = max(device.uniform(rows, drafts) for drafts in range(K + 1))
-    assert device.run(rows, weighing(), steps)[0] > share * best
+    assert device.run(rows, weighing(device.counts), steps)[0] > share * best
 
 
 @pytest.mark.parametrize(("rows", "depth"), [(1, 1), (12, 2), (64, 1)])
@@ -159,6 +166,32 @@ def test_useless_drafts_cost_little(rows: int, passes: float) -> None:
     device, drafting = Device(lambda step, row: 0.0, depth=2, cost=ToyCost(128, passes)), weighing()
     device.run(rows, drafting, 300)
     assert device.run(rows, drafting, 400)[0] > 0.98 * device.uniform(rows, 0)
+
+
+class PerPass(ToyCost):
+    def draft_seconds(self, rows: int, drafts: int, context: int) -> float:
+        return 1e-3 * self.passes * drafts
+
+
+@pytest.mark.parametrize(("share", "rows", "best"), [(0.8, 64, 1), (0.9, 32, 3), (0.95, 8, 4), (0.2, 64, 0)])
+def test_fewer_drafts_take_fewer_passes(share: float, rows: int, best: int) -> None:
+    """Where each draft takes a pass, a step without the later drafts of any row is the faster one."""
+    device = Device(lambda step, row: share, cost=PerPass(128, 1.2), counts=(1, 2, 3, 4))
+    assert max(range(K + 1), key=lambda drafts: device.uniform(rows, drafts)) == best
+    check(device, rows, 500, 0.95)
+
+
+@pytest.mark.parametrize("lookahead", [1, 3, 4, 5, 7, 16, 17])
+def test_levels(lookahead: int) -> None:
+    counts = tuple(count for count in (1, 2, 3, 4, 6, 8, 12, 16) if count < lookahead)
+    for levels in (Levels(lookahead), Levels(lookahead, (*counts, lookahead))):
+        for rows in (1, 2, 7, 256):
+            found = levels.of(rows)
+            pairs = [levels.drafts(level, rows) for level in found]
+            assert pairs[0] == (0, 0) and pairs[-1] == (rows * lookahead, lookahead) and len(set(pairs)) == len(pairs)
+            assert all(drafts and drafts <= rows * each for drafts, each in pairs[1:])
+            for drafts, each in pairs:
+                assert levels.drafts(levels.lowest(drafts, each, rows), rows) == (drafts, each)
 
 
 class OfLength(ToyCost):

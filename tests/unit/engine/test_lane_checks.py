@@ -35,8 +35,6 @@ def refused(*overrides: str) -> str:
         (["adapter=lora"], ("adapter=lora", "adapter=none")),
         (["executor.delay=1"], ("executor=inproc with its options", "executor=inproc without delay")),
         (["executor=simulated"], ("executor=simulated with its options", "executor=multiproc")),
-        (["spec_decode=layer_skip"], ("spec_decode=layer_skip runs layers with routed experts", "spec_decode=none")),
-        (["spec_decode=mtp", "model=small_mtp"], ("spec_decode=mtp runs layers with routed", "spec_decode=none")),
         (["model=tiny"], ("it must have routed experts", "experts=tensor")),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",

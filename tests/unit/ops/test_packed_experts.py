@@ -136,10 +136,19 @@ def test_the_kernels_are_near_the_exact_sum(tokens, experts, active, hidden, cha
 
 
 @pytest.mark.parametrize(
-    ("hidden", "channels", "stored"), [(2880, 1440, 1472), (2880, 2880, 2880), (2880, 32, 32), (96, 1440, 1440)]
+    ("hidden", "channels", "stored"),
+    [
+        (2880, 1440, 1472),
+        (2880, 720, 768),
+        (2880, 360, 384),
+        (96, 720, 736),
+        (2880, 2880, 2880),
+        (2880, 32, 32),
+        (96, 1440, 1440),
+    ],
 )
 def test_few_channels_are_added_for_the_kernel_of_hopper(hidden, channels, stored):
-    """Those of a rank of gpt-oss on two ranks."""
+    """Those of a rank of gpt-oss on two, four and eight ranks."""
     method = MXFP4Experts(PLAIN)
     shape = ExpertShape(2, hidden, channels, torch.bfloat16)
     params = method.create(shape, torch.device("meta"))

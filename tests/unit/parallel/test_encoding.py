@@ -54,7 +54,7 @@ PLAN = StepPlan(
     lane=1,
     follows=False,
     catch_up=[CatchUp(0, 700, 64), CatchUp(5, 0, 2**31)],
-    shape=StepShape(200, 2, 1, 3, 900, 1, 0),
+    shape=StepShape(200, 2, 1, 3, 900, 1, 0, 64),
 )
 STATE = 0x0123_4567_89AB_CDEF
 BLOB = JoinBlob(
@@ -190,14 +190,14 @@ def golden(name: str) -> bytes:
 
 def test_golden_plan() -> None:
     """Different bytes mean a different format: raise encoding.VERSION and write the file again."""
-    data = golden("plan_v9.hex")
+    data = golden("plan_v10.hex")
     assert encode_plan(PLAN, STATE) == data
     assert decode_plan(data) == (PLAN, STATE)
 
 
 def test_golden_blob() -> None:
     """Different bytes mean a different format: raise encoding.VERSION and write the file again."""
-    data = golden("blob_v9.hex")
+    data = golden("blob_v10.hex")
     assert encode_blob(70_000 << 8 | 1, 2, BLOB) == data
     assert decode_blob(data) == (70_000 << 8 | 1, 2, BLOB)
 
@@ -251,7 +251,7 @@ def with_valid_crc(numbers: list[int]) -> bytes:
         pytest.param([0, 0, 0, 0, -1, 0, 7, *[0] * 6], "-1 rows", id="counts that cancel out"),
         pytest.param([0, 0, 0, 0, 2**62, *[0] * 8], "has 13", id="a count beyond memory"),
         pytest.param([0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 3, 2, 9], "draft tokens", id="draft lengths disagree"),
-        pytest.param([0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 0, *[1] * 14], "one shape or none", id="two shapes"),
+        pytest.param([0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 0, *[1] * 16], "one shape or none", id="two shapes"),
     ],
 )
 def test_a_sealed_plan_with_wrong_counts_is_refused(numbers: list[int], message: str) -> None:

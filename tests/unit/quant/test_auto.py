@@ -57,7 +57,7 @@ def test_options_are_passed_on(folder):
         compose([*folder(), "quant.activations=plain"])
     with pytest.raises(ConfigError) as caught:
         compose([*folder(FP8), "quant.activations=int3"])
-    message = "quant.activations=int3: quant=auto chose quant=fp8, where it should be 'auto', 'fp8' or 'plain'"
+    message = "quant.activations=int3: quant=auto chose quant=fp8, where it should be 'auto', 'fp8', 'model' or 'plain'"
     assert str(caught.value).endswith(message)
 
 

@@ -12,9 +12,11 @@ from dovetail.core.checkpoint import open_checkpoint
 from dovetail.core.compose import compose
 from dovetail.core.errors import CapabilityError, ConfigError
 from dovetail.core.interfaces import ExpertShape
+from dovetail.core.startup_notes import collect_notes
 from dovetail.core.testing.model_driver import build_context
 from dovetail.plugins.model.config import LlamaConfig
 from dovetail.plugins.model.llama.decoder import Llama
+from dovetail.plugins.quant.int8.format import quantize_rows
 from dovetail.plugins.quant.mixed.checkpoint import group_of, inferred
 
 from ...layouts import compressed_tensors, rounded
@@ -97,7 +99,7 @@ SAID = {
 @pytest.fixture
 def grouped(tmp_path):
     """A checkpoint with 8 bits in `down` and v, 4 bits elsewhere, and a folder with its values."""
-    save_random(tmp_path, "gqa", hidden_size=128)
+    save_random(tmp_path, "gqa", hidden_size=128, vocab_size=208)
     plain = {name: t for file in tmp_path.glob("*.safetensors") for name, t in load_file(file).items()}
     stored = dict(plain)
     for name in [name for name in plain if name.endswith("_proj.weight")]:
@@ -175,6 +177,14 @@ def test_a_part_of_a_merged_layer_may_be_plain(grouped):
     save_file(kept, grouped / "stored/model.safetensors")
     made = model(path=str(grouped / "stored"))
     torch.testing.assert_close(logits(made), logits(load_model(grouped / "plain")), atol=2e-4, rtol=0)
+    with collect_notes() as notes:
+        eight = model("quant.activations=fp8", path=str(grouped / "stored"))
+    inputs = {linear.path: linear.method.input.name for linear in eight._linears()}
+    assert (inputs["layers.0.attn.qkv"], inputs["layers.0.attn.o"]) == ("plain", "fp8_token")
+    (said,) = notes
+    assert said.startswith(
+        "layers.*.attn.qkv merges matrices with inputs in fp8_token and plain, so they have the model"
+    )
 
 
 def test_patterns_beside_groups_are_an_error(grouped):
@@ -191,3 +201,62 @@ def test_parts_of_a_merged_layer_have_one_input_format(grouped):
     config.write_text(json.dumps({**hf, "quantization_config": {**SAID, "config_groups": groups}}))
     with pytest.raises(CapabilityError, match=r"attn\.qkv: its matrices need inputs in int8_token and plain"):
         model(path=str(grouped / "stored"))
+
+
+def test_options_reach_the_groups(grouped):
+    """Also through quant=auto. Logits are plain in the file."""
+    path = str(grouped / "stored")
+    expected, eight = logits(model(path=path)), model("quant.activations=fp8", "quant.head=fp8", path=path)
+    inputs = {linear.method.input.name for linear in eight._linears() if linear.path.startswith("layers")}
+    assert inputs == {"fp8_token"} and type(eight.head.table.method).__name__ == "FP8Linear"
+    assert 0 < (logits(eight) - expected).norm() < 0.4 * expected.norm()
+    unchanged = model("quant.activations=model", "quant.head=plain", path=path)
+    assert torch.equal(logits(unchanged), expected)
+
+
+def test_an_option_that_some_groups_have_not_is_noted_and_one_that_none_has_is_an_error(grouped):
+    config = grouped / "stored/config.json"
+    hf = json.loads(config.read_text())
+    w8a8 = {**GROUPS["group_0"], "format": "int-quantized", "targets": [r"re:.*down_proj"]}
+    w8a8["input_activations"] = {**weights(8, strategy="token"), "dynamic": True}
+
+    def read(groups, *words):
+        config.write_text(json.dumps({**hf, "quantization_config": {**SAID, "config_groups": groups}}))
+        made = compose(["model=llama", f"model.path={grouped}/stored", "quant=mixed", *words]).build("quant")
+        with collect_notes() as notes:
+            made.read_checkpoint(open_checkpoint(grouped / "stored"))
+        return list(notes)
+
+    groups = {"group_0": w8a8, "group_1": GROUPS["group_1"]}
+    assert read(groups) == []
+    (said,) = read(groups, "quant.activations=fp8")
+    assert said.startswith("quant.activations=fp8 does not apply to group_0 (quant=int8) of config_groups: inputs of")
+    with pytest.raises(ConfigError, match=r"quant\.activations=fp8 does not apply to a \(quant=int8\) .* leave it out"):
+        read({"a": w8a8}, "quant.activations=fp8")
+    with pytest.raises(ConfigError, match=r"quant\.activations=int3 does not apply to group_0 .* and group_1 \("):
+        read(groups, "quant.activations=int3")
+
+
+def test_quantized_logits_stay_as_they_are(grouped):
+    """int8 has no option `head`; the file quantizes lm_head."""
+    for kind in ("stored", "plain"):
+        file = grouped / kind / "model.safetensors"
+        tensors = load_file(file)
+        values, scale = quantize_rows(tensors.pop("lm_head.weight"))
+        more = {"lm_head.weight": values, "lm_head.weight_scale": scale}
+        save_file({**tensors, **(more if kind == "stored" else {"lm_head.weight": values * scale})}, file)
+    config = grouped / "stored/config.json"
+    hf = json.loads(config.read_text())
+    head = {"targets": ["lm_head"], "format": "int-quantized", "weights": weights(8, strategy="channel")}
+    head["input_activations"] = {**weights(8, strategy="token"), "dynamic": True}
+    said = {**SAID, "config_groups": {**GROUPS, "group_2": head}, "ignore": []}
+    config.write_text(json.dumps({**hf, "quantization_config": said}))
+    made, plain = logits(model(path=str(grouped / "stored"))), logits(load_model(grouped / "plain"))
+    assert (made - plain).norm() < 0.02 * plain.norm()
+    with pytest.raises(ConfigError, match=r"quant\.head=fp8: the checkpoint has quantized logits; set"):
+        model("quant.head=fp8", path=str(grouped / "stored"))
+
+
+def test_options_of_groups_are_for_checkpoints_that_have_some():
+    with pytest.raises(ConfigError, match=r"quant\.head=fp8 is for a checkpoint with several config_groups"):
+        model("quant=mixed", "quant.head=fp8")

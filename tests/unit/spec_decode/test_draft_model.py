@@ -9,6 +9,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from dovetail.core.engine.drafting import Drafting
 from dovetail.core.errors import CapabilityError, ConfigError
 from dovetail.core.interfaces import Blobs, CatchUp, StepPlan, StepResult
 from dovetail.core.testing.executor_scripts import SMALL_LLAMA
+from dovetail.core.worker.drafts import Drafts
 from dovetail.plugins.model import bundled
 
 from ...catching_up import by_turns
@@ -57,13 +59,30 @@ def test_every_draft_is_accepted(llm: LLM) -> None:
     assert pages is None or llm.engine.scheduler.stats().preemptions > 0
 
 
+def test_a_step_has_as_many_passes_as_a_row_has_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    propose = Drafts.propose
+
+    def counted(self: Drafts, slots_B: torch.Tensor, most_B: torch.Tensor, k: int, **options: Any) -> None:
+        asked.append((int(most_B.max()), k))
+        propose(self, slots_B, most_B, k, **options)
+
+    with LLM("tiny", overrides=[*BASE, SAME, "spec_decode.lookahead=5"]) as llm:
+        monkeypatch.setattr(Drafts, "propose", counted)
+        llm.engine.scheduler.draft_tokens = lambda seq, ctx: (ctx.step + seq.uid) % 4 + 2 * (ctx.step % 2)  # type: ignore[attr-defined]
+        llm.generate(PROMPTS, PARAMS)
+        counters = llm.engine.counters
+    assert counters.accepted == counters.drafted > 50
+    assert {most for most, _ in asked} >= {1, 2, 3, 4, 5} and all(k == most for most, k in asked)
+
+
 def test_it_catches_up_after_steps_without_drafts() -> None:
     with LLM("tiny", overrides=[*BASE, SAME, "engine.depth=2"]) as llm:
         plain = range(6, 15)  # More tokens than one proposal feeds.
         llm.engine.scheduler.draft_tokens = lambda seq, ctx: 0 if ctx.step in plain else 4  # type: ignore[attr-defined]
         llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
         counters = llm.engine.counters
-    assert counters.accepted == counters.drafted > 100
+    assert counters.accepted == counters.drafted > 50
     assert counters.drafted < 4 * (counters.decode_rows - len(PROMPTS) * len(plain)), (
         "rows that catch up have no drafts"
     )
@@ -95,7 +114,7 @@ def test_it_catches_up_after_prompts_that_it_did_not_follow(
         for _ in range(2):
             llm.generate(PROMPTS, PARAMS)
         counters, preemptions = llm.engine.counters, llm.engine.scheduler.stats().preemptions
-    assert counters.accepted == counters.drafted > 100 and lacking > 0
+    assert counters.accepted == counters.drafted > 50 and lacking > 0
     assert (preemptions > 0) is (variant is LATE)
 
 

@@ -6,6 +6,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -401,3 +402,27 @@ def test_steps_with_adapters_have_graphs_of_their_own(
     expected = run(registry, Bound, "none", 40, **folders)
     assert run(registry, WithGraphs, "none", 40, **folders) == expected
     assert min(kinds[kind] for kind in ("mixed", "decode", "adapted mixed", "adapted decode")) > 3, kinds
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("graph_tokens", [0, 32])
+def test_lanes_draft_together_in_graphs(
+    registry: Registry, kinds: Counter[str], monkeypatch: pytest.MonkeyPatch, graph_tokens: int
+) -> None:
+    """The drafter has experts, which all lanes share. One lane has no work."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "tp"))
+    import lane_threads
+
+    made, model = compose, ("model=small_moe", "engine.max_seqs=4", "engine.max_len=64")
+    monkeypatch.setattr(lane_threads, "compose", lambda words: made(words, registry=registry))
+    monkeypatch.setattr(InprocExecutor, "loader", f"{__name__}:WithGraphs")
+    drafting = ("spec_decode=draft_model", "model@spec_decode.model=small_moe", "engine.drafts=always")
+    placed = ("experts=all_to_all", "experts.capacity=0.5", "engine.ep=2", f"engine.graph_tokens={graph_tokens}")
+    params = [SamplingParams(temperature=t, seed=3, max_tokens=9, ignore_eos=True) for t in (0.0, 0.9, 0.0)]
+    prompts = [7, 300, 21, 4], [9] * 40, [5] * 7
+    script = [lane_threads.Work(i, *each, after=3 * i) for i, each in enumerate(zip(prompts, params, strict=True))]
+    with lane_threads.lanes(2, "attention=from_device", *model, *drafting, *placed) as run:
+        done, idle = run([script, []])
+    assert idle.empty > 5 and kinds["wide decode"] > 5 and bool(kinds["wide mixed"]) is bool(graph_tokens), kinds
+    monkeypatch.undo()
+    assert done.tokens == lane_threads.alone(script, *model).tokens
