@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from profile_step import GREEDY, STEPS, WARM, Sampling, decode_seconds
+from profile_step import GREEDY, STEPS, WARM, Sampling, decode_seconds, sampling_argument
 
 from dovetail import Composition, ConfigError, DovetailError, compose
 from dovetail.core.engine.cost import bind_cost, formats
@@ -256,6 +256,20 @@ def broken(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [point for point in found if (point["ratio_to_next_size"] or 0.0) > RULE]
 
 
+def check_files(files: Sequence[Path]) -> None:
+    """Raise ConfigError before the measurement if a file cannot be written."""
+    for file in files:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            there = file.exists()
+            with file.open("ab"):
+                pass
+            if not there:
+                file.unlink()
+        except OSError as error:
+            raise ConfigError(f"--out: {file} cannot be written ({error})") from None
+
+
 def draw(path: Path, found: Sequence[dict[str, Any]], title: str) -> None:
     from matplotlib.figure import Figure
 
@@ -279,7 +293,7 @@ def arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--most", type=int, default=512, help="without rows: the most rows to measure")
     parser.add_argument("--context", type=int, default=100, help="prompt tokens of each row")
     parser.add_argument(
-        "--sampling", type=json.loads, default=GREEDY, metavar="JSON", help="SamplingParams of all rows"
+        "--sampling", type=sampling_argument, default=GREEDY, metavar="JSON", help="SamplingParams of all rows"
     )
     parser.add_argument("--out", type=Path, required=True, help="path of both files, without .json and .png")
     args = parser.parse_args(argv[:cut])
@@ -293,6 +307,8 @@ def main(argv: Sequence[str]) -> int:
     sizes = graph_sizes(max(args.rows, default=args.most))
     if unwanted := [word for word in overrides if word.startswith("engine.max_seqs=")]:
         raise ConfigError(f"{unwanted[0]}: the rows determine engine.max_seqs; leave it out")
+    files = [args.out.with_name(f"{args.out.name}.{suffix}") for suffix in ("json", "png")]
+    check_files(files)
     composition = compose([*overrides, f"engine.max_seqs={sizes[-1]}"])
     rates = device_rates(composition)
     sampling: Sampling = args.sampling
@@ -313,9 +329,8 @@ def main(argv: Sequence[str]) -> int:
     found = points(times, sizes, {n: 1e3 * cost.decode_seconds(n, middle) for n in times}, products)
     settings = {"context": args.context, "sampling": sampling, "rule": RULE}
     result = describe(composition) | {"schema": SCHEMA, **settings, "graph_sizes": sizes, "points": found}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.with_name(f"{args.out.name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    draw(args.out.with_name(f"{args.out.name}.png"), found, " ".join(overrides) or "default composition")
+    files[0].write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    draw(files[1], found, " ".join(overrides) or "default composition")
     print("\n".join([*table(found), *verdict(found)]))
     return 1 if broken(found) else 0
 

@@ -9,7 +9,8 @@ prints the time of the tile with the shortest predicted time, among those that w
 as the model alone predicts it, and corrected by the timings of the other shapes in the files (core/tuning/measured.py).
 --fit first searches constants that make the predictions agree with the times, and prints them. --export writes the
 timings as the file from which predictions are corrected. A corrected pick counts as wrong if it takes more than a
-tenth longer; the exit code is 1 if there are any.
+tenth longer; the exit code is 1 if there are any. Matmuls that were timed as faster than the GPU's memory can read the
+weight are left out: another program used the GPU meanwhile.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 
 from dovetail.core.ops.tile_choice import OP, tile_of
 from dovetail.core.ops.tiles import MatmulTile
+from dovetail.core.tuning.candidates import ITEMSIZE
 from dovetail.core.tuning.gpu import Gpu
 from dovetail.core.tuning.measured import Corrections, Measured, predicted_seconds, read_measured, text_of
 from dovetail.core.tuning.model import FIT, Fit
@@ -36,6 +38,10 @@ NEAR = 1.5
 PICK = 2.0
 """Weight of a pick's time over the fastest, against the mean error of a prediction."""
 ROUNDS = 60
+HIDDEN = 3.0
+"""Microseconds of a tile's reads that may overlap the preceding kernel, so that its time does not include them."""
+SHARES = ("memory", "products", "library_memory", "library_products")
+"""Constants that are at most 1."""
 
 
 GPUS = {"h200": Gpu(), "h100": Gpu("NVIDIA H100 80GB HBM3", bandwidth=3.35e12)}
@@ -52,6 +58,12 @@ def read(files: Sequence[Path]) -> list[Measured]:
             tiles = [(None if choice is None else tile_of(choice), us) for choice, us in (*found.times, *found.others)]
             points.append(Measured(shape, [(tile, us) for tile, us in tiles if us > 0]))
     return points
+
+
+def disturbed(point: Measured, gpu: Gpu) -> bool:
+    """Whether a time is shorter than reading the weight takes."""
+    _, outputs, inputs, kind = point.shape
+    return min(us for _, us in point.times) < 1e6 * outputs * inputs * ITEMSIZE[kind] / gpu.bandwidth - HIDDEN
 
 
 def predicted(point: Measured, tile: MatmulTile | None, gpu: Gpu, fit: Fit) -> float:
@@ -91,6 +103,8 @@ def fitted(points: Sequence[Measured], gpu: Gpu, start: Fit) -> Fit:
         before = least
         for name, value in asdict(best).items():
             for factor in (1 + step, 1 / (1 + step)):
+                if name in SHARES and value * factor > 1:
+                    continue
                 changed = replace(best, **{name: value * factor})
                 if (found := loss(points, gpu, changed)) < least:
                     best, least = changed, found
@@ -109,7 +123,10 @@ def main() -> int:
     parser.add_argument("--gpu", choices=GPUS, default="h200", help="GPU on which the files were made")
     parser.add_argument("--export", type=Path)
     args = parser.parse_args()
-    points, gpu, fit = read(args.files), GPUS[args.gpu], FIT
+    everything, gpu, fit = read(args.files), GPUS[args.gpu], FIT
+    points = [point for point in everything if not disturbed(point, gpu)]
+    if missing := len(everything) - len(points):
+        print(f"{missing} matmuls are left out: faster than the memory")
     if args.export is not None:
         args.export.write_text(text_of(gpu, points), encoding="utf-8")
     if args.fit:

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch.profiler import ProfilerActivity, profile
 
 from dovetail import SamplingParams
@@ -41,16 +42,38 @@ from dovetail.core.compose import compose
 from dovetail.core.engine.engine import Engine, start_engine
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import Sequence
+from dovetail.core.interfaces.request_values import faults
 
 Fields = dict[str, Any]
 """Fields of SamplingParams."""
 Sampling = Fields | list[Fields]
 """Fields of all rows, or a list for the first rows, whose last entry serves all further rows."""
 GREEDY: Sampling = {"temperature": 0.0}
+MEASURED = ("max_tokens", "ignore_eos")
+"""Fields that the measurement determines."""
 STEPS = 40
 WARM = 20
 ROUNDS = 5
 """Parts of STEPS that decode_seconds times separately."""
+
+
+def sampling_argument(text: str) -> Sampling:
+    """Parse --sampling, or raise ArgumentTypeError."""
+    try:
+        sampling: Any = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text} is not JSON ({error})") from None
+    each = sampling if isinstance(sampling, list) else [sampling]
+    if not each or not all(isinstance(one, dict) for one in each):
+        raise argparse.ArgumentTypeError(f"{text} is not a JSON object of SamplingParams, or a list of them")
+    for one in each:
+        if given := [name for name in MEASURED if name in one]:
+            raise argparse.ArgumentTypeError(f"{given[0]} is determined by the measurement; leave it out")
+        try:
+            SamplingParams(**one)
+        except ValidationError as error:
+            raise argparse.ArgumentTypeError(faults(error)) from None
+    return sampling
 
 
 Activity = tuple[str, float, float]
@@ -233,7 +256,11 @@ def main(argv: list[str]) -> None:
     kinds.add_argument("--prefill", action="store_true", help="steps that feed prompts instead of decode steps")
     kinds.add_argument("--mixed", action="store_true", help="steps with prompts and decode rows, half each")
     parser.add_argument(
-        "--sampling", type=json.loads, action="append", metavar="JSON", help="SamplingParams or a list; repeatable"
+        "--sampling",
+        type=sampling_argument,
+        action="append",
+        metavar="JSON",
+        help="SamplingParams or a list; repeatable",
     )
     parser.add_argument("--clock", action="store_true", help="with --prefill: time by the host's clock only")
     parser.add_argument("--kernels", type=int, default=24, help="kernels to list, longest first")

@@ -52,8 +52,11 @@ class PackageContract:
         if self.component:
             ours = [problem for problem in ours if f"{problem.kind}/{problem.name}" == self.component]
         assert not ours, "\n".join(f"{problem.kind} {problem.name}: {problem.reason}" for problem in ours)
-        found = self._components() or self._files()
-        assert found, f"{self.package} has no component or config file: is its entry point `dovetail` missing?"
+        provided = (*installed().tuning_tables, *installed().checkpoint_readers)
+        others = [reference for package, reference in provided if package == self._package() and not self.component]
+        what = "component, config file, tuning table or checkpoint reader"
+        found = self._components() or self._files() or others
+        assert found, f"{self.package} has no {what}: is its entry point `dovetail` missing?"
 
     def test_listing_it_imports_nothing_heavy(self) -> None:
         """Every command imports the modules named by entry points."""

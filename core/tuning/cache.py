@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from os import environ
+from os import SEEK_END, devnull, environ
 from pathlib import Path
 
 import torch
@@ -30,6 +30,9 @@ CHECKS: Mapping[str, Check] = {
     sampling_programs.FILTER: sampling_programs.check_sampling,
 }
 """Checks of the core's own operations."""
+
+KERNELS = ("core/ops", "plugins/attention")
+"""Folders of the operations that are tuned."""
 
 Report = Callable[[str], None]
 """Receives one line for the user."""
@@ -82,15 +85,17 @@ def _driver() -> str:
 
 
 def kernels_hash() -> str:
-    """Hash of the sources of the operations and their kernels."""
-    folder = Path(__file__).parents[1] / "ops"
+    """Hash of the sources of the operations and their kernels, those of attention among them."""
+    root = Path(__file__).parents[2]
     digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
+    for folder in KERNELS:
+        for path in sorted((root / folder).rglob("*.py")):
+            digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
 def cache_folder() -> Path:
+    """Return the folder of this user's cache. Raises RuntimeError if the user has no home folder."""
     home = environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path("~/.cache").expanduser()) / "dovetail" / "tuning"
 
@@ -100,7 +105,11 @@ class Cache:
 
     def __init__(self, machine: Machine, report: Report, folder: Path | None = None) -> None:
         self.machine, self.report = machine, report
-        self.folder = folder or cache_folder()
+        try:
+            self.folder = folder or cache_folder()
+        except RuntimeError:
+            report("there is no tuning cache, because this user has no home folder: set XDG_CACHE_HOME")
+            self.folder = Path(devnull) / "dovetail"  # It has no files, and none can be created.
         self.table = self.folder / f"{machine.stem}.json"
         self.timings = self.folder / f"{machine.stem}.timings.jsonl"
 
@@ -138,15 +147,17 @@ class Cache:
         try:
             with self.timings.open(encoding="utf-8", errors="replace") as file:
                 yield from file
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
             self.report(f"the timings in {shown(self.timings)} are not used: {shown(error)}")
 
     def add_timing(self, line: str) -> None:
-        """Append a line to the file of timings. One write of a line is atomic enough: a torn line is skipped later."""
-        with self._reported(), self._locked(), self.timings.open("a", encoding="utf-8") as file:
-            file.write(f"{line}\n")
+        """Append a line to the file of timings. If a full disk cut off the last one, that one alone is lost."""
+        with self._reported(), self._locked(), self.timings.open("ab+") as file:
+            file.seek(max(0, file.seek(0, SEEK_END) - 1))
+            begin = b"" if file.read(1) in (b"", b"\n") else b"\n"
+            file.write(begin + f"{line}\n".encode())
 
     @contextmanager
     def _reported(self) -> Iterator[None]:

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from dovetail.core.ops.tiles import HOPPER_SHARED
 
+FLOPS_PER_CYCLE = {(8, 0): 2048, (8, 6): 1024, (8, 9): 1024, (9, 0): 4096, (10, 0): 8192, (10, 3): 8192, (12, 0): 1024}
+"""16-bit operations of the tensor cores of an SM per clock cycle, by compute capability: the rate of dense matrices in
+NVIDIA's data sheets over SMs and boost clock."""
+
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
@@ -22,6 +26,8 @@ class Gpu:
     """Whether it has a tensor memory accelerator."""
     hopper: bool = True
     """Whether the matmul kernels for Hopper run."""
+    flops_per_cycle: int = FLOPS_PER_CYCLE[9, 0]
+    """16-bit operations of an SM per clock cycle; 8-bit ones take half the time."""
 
 
 def this_gpu() -> Gpu:
@@ -45,4 +51,5 @@ def this_gpu() -> Gpu:
         shared,
         (properties.major, properties.minor) >= (9, 0),
         hopper,
+        FLOPS_PER_CYCLE.get((properties.major, properties.minor), default.flops_per_cycle),
     )

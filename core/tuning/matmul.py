@@ -81,7 +81,7 @@ class MatmulTunable(Tunable):
     @cached_property
     def _corrections(self) -> dict[MatmulTile | None, float]:
         """(measured / predicted) of the tiles that were timed near this shape on a GPU of this architecture."""
-        return hopper_corrections().near(self._shape) if self.gpu.hopper else {}
+        return hopper_corrections().near(self._shape, processors=self.gpu.processors) if self.gpu.hopper else {}
 
     def candidates(self) -> Iterator[Choice]:
         near = [tile for tile in self._corrections if tile is not None and self._runs(tile)]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -58,6 +58,7 @@ class Corrections:
     """Corrections from the timings of one GPU model."""
 
     def __init__(self, gpu: Gpu, measured: Iterable[Measured]) -> None:
+        self._processors = gpu.processors
         self.tiles: list[MatmulTile | None] = []
         """Every choice that was timed."""
         numbers: dict[MatmulTile | None, int] = {}
@@ -72,9 +73,12 @@ class Corrections:
                 found.setdefault(kind, []).append(line)
         self._by_kind = {kind: np.array(lines).T for kind, lines in found.items()}
 
-    def near(self, shape: Shape, but: tuple[int, int] | None = None) -> dict[MatmulTile | None, float]:
+    def near(
+        self, shape: Shape, but: tuple[int, int] | None = None, processors: int | None = None
+    ) -> dict[MatmulTile | None, float]:
         """Return the factor for each tile that was timed near this shape. `but`: outputs and inputs of timings to leave
-        out, to judge the rest by them."""
+        out, to judge the rest by them. `processors`: SMs of the GPU on which the tiles are to run, over which those
+        with a program for each SM are spread; None = as many as were timed."""
         rows, outputs, inputs, kind = shape
         kind = kind if kind in self._by_kind else LIKE.get(kind, kind)
         if kind not in self._by_kind:
@@ -87,7 +91,11 @@ class Corrections:
         tiles, count = numbers.astype(int), len(self.tiles)
         sums = np.bincount(tiles, weights, count)
         factors = np.exp(np.bincount(tiles, weights * errors, count) / (sums + PRIOR))
-        return {self.tiles[i]: float(factors[i]) for i in np.flatnonzero(sums >= LEAST)}
+        return {self._spread(self.tiles[i], processors): float(factors[i]) for i in np.flatnonzero(sums >= LEAST)}
+
+    def _spread(self, tile: MatmulTile | None, processors: int | None) -> MatmulTile | None:
+        each, rest = (0, 0) if tile is None else divmod(tile.programs, self._processors)
+        return tile if tile is None or processors is None or rest else replace(tile, programs=each * processors)
 
 
 def text_of(gpu: Gpu, measured: Iterable[Measured]) -> str:

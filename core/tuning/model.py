@@ -16,8 +16,6 @@ from dovetail.core.ops.tiles import MatmulTile
 from dovetail.core.tuning.candidates import ITEMSIZE, resident
 from dovetail.core.tuning.gpu import Gpu
 
-FLOPS_PER_CYCLE = 8192
-"""16-bit operations of an SM per clock cycle, as of Hopper; 8-bit ones take half the time."""
 MMA_ROWS = 64
 """Rows of the left operand of a tensor core instruction."""
 LIBRARY_TILES = ((64, 128), (128, 128), (128, 256), (256, 128))
@@ -40,7 +38,7 @@ class Fit:
     """Bandwidth of one SM, as a multiple of its equal share of the memory's."""
     l2: float = 3.25
     """Bandwidth of the L2 cache, as a multiple of the memory's."""
-    products: float = 0.344
+    products: float = 0.688
     """Attainable share of the tensor cores' rate."""
     operand: float = 1.46
     """Columns of the right operand whose products take as long as reading the left operand."""
@@ -59,7 +57,7 @@ class Fit:
     library_launch: float = 5.23e-6
     """Seconds of the library's matmul besides the streams."""
     library_memory: float = 0.89
-    library_products: float = 0.526
+    library_products: float = 1.0
     library_scales: float = 2.75e-6
     """Seconds of the library's 8-bit matmul for scales per row."""
     library_outputs: float = 1.52e-12
@@ -84,7 +82,7 @@ def tile_seconds(tile: MatmulTile, rows: int, outputs: int, inputs: int, kind: s
     # While a block is multiplied, the others of its ring are in flight.
     weight_wait = fit.latency / max((tile.prefetch or tile.stages) - 1, 1)
     x_wait = fit.x_latency / max(tile.stages - 1, 1)
-    cycles = _product_cycles(tile, itemsize, fit) / fit.products + fit.block / each
+    cycles = _product_cycles(tile, itemsize, gpu, fit) / fit.products + fit.block / each
     if not (tile.tma or tile.needs_hopper):
         cycles += fit.copy * (weight_block + x_block) / 1024
     bounds = (
@@ -105,12 +103,12 @@ def tile_seconds(tile: MatmulTile, rows: int, outputs: int, inputs: int, kind: s
     return total
 
 
-def _product_cycles(tile: MatmulTile, itemsize: int, fit: Fit) -> float:
+def _product_cycles(tile: MatmulTile, itemsize: int, gpu: Gpu, fit: Fit) -> float:
     """Return the tensor cores' cycles for a block, at their full rate but for reading the left operand."""
     swap = tile.swap and not tile.specialized
     left, right = (tile.outputs, tile.tokens) if swap else (tile.tokens, tile.outputs)
     left = ceil_div(left, MMA_ROWS) * MMA_ROWS
-    return left * (right + fit.operand) * tile.inputs * itemsize / FLOPS_PER_CYCLE
+    return left * (right + fit.operand) * tile.inputs * itemsize / gpu.flops_per_cycle
 
 
 def library_seconds(rows: int, outputs: int, inputs: int, kind: str, gpu: Gpu, fit: Fit = FIT) -> float:
@@ -118,7 +116,7 @@ def library_seconds(rows: int, outputs: int, inputs: int, kind: str, gpu: Gpu, f
     itemsize = ITEMSIZE[kind]
     nbytes = (outputs * inputs + rows * inputs) * itemsize + 2 * rows * outputs
     stream = nbytes / (fit.library_memory * gpu.bandwidth)
-    rate = fit.library_products * FLOPS_PER_CYCLE * 2 / itemsize * gpu.clock
+    rate = fit.library_products * gpu.flops_per_cycle * 2 / itemsize * gpu.clock
     products = min(
         ceil_div(ceil_div(rows, height) * ceil_div(outputs, width), gpu.processors) * 2 * height * width * inputs / rate
         for height, width in LIBRARY_TILES

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from dovetail.core.interfaces.tuning import Choice, Key, Tunable, make_key
 from dovetail.core.ops.choices import installed
+from dovetail.core.tuning.cache import CHECKS
 from dovetail.core.tuning.table import MOST_ROWS, GpuFacts, Subject, TuningTable, flat_values
 
 log = logging.getLogger(__name__)
@@ -90,15 +91,17 @@ class Found:
 
 def read_found(lines: Iterable[str]) -> dict[Point, Found]:
     """Return the records of a file of timings; lines that are not records are skipped."""
-    found = {}
+    found, skipped = {}, 0
     for line in lines:
         try:
             record = _record(json.loads(line))
-        except (ValueError, TypeError, KeyError, RecursionError):
-            log.warning("a line of the tuning cache's timings is skipped: it was cut off or damaged")
+        except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError):
+            skipped += 1
             continue
         if record.times:
             found[record.point] = record
+    if skipped:
+        log.warning("%d lines of the tuning cache's timings are skipped: they were cut off or damaged", skipped)
     return found
 
 
@@ -114,7 +117,13 @@ def _record(facts: Any) -> Found:
         raise ValueError("the operation has no name, or no number of rows")
     if not all(math.isfinite(us) for us in numbers):
         raise ValueError("a time is not a number")
-    return Found(op, make_key(**flat_values(facts["key"], "key")), rows, times, before, others)
+    key = make_key(**flat_values(facts["key"], "key"))
+    if op in CHECKS:
+        # A table with a choice that cannot run would not be read again.
+        for choice, _ in (*times, *others):
+            if choice is not None:
+                CHECKS[op](key, rows, choice)
+    return Found(op, key, rows, times, before, others)
 
 
 def table_of(found: Iterable[Found], gpu: str, facts: GpuFacts, origin: str) -> TuningTable:

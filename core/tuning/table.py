@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -153,10 +154,12 @@ def read_table(path: Path, origin: str, checks: Mapping[str, Check] | None = Non
     """Read a table, or raise ConfigError naming the file and what is wrong with it. `checks`: by operation; choices of
     other operations are only checked to be flat objects."""
     try:
-        if path.stat().st_size > MOST_BYTES:
+        with path.expanduser().open("rb") as file:
+            data = file.read(MOST_BYTES + 1)  # A device may have no end.
+        if len(data) > MOST_BYTES:
             raise ConfigError(f"{shown(path)}: a tuning table has at most {MOST_BYTES >> 20} MiB")
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = data.decode()
+    except (OSError, UnicodeDecodeError, RuntimeError) as error:
         raise ConfigError(f"{shown(path)}: cannot be read ({shown(error)})") from None
     return parse_table(text, str(path), origin, checks)
 
@@ -259,7 +262,7 @@ def flat_values(value: Any, what: str) -> dict[str, Value]:
     if not isinstance(value, dict):
         raise ValueError(f"{what} is not an object")
     for name, item in value.items():
-        if not isinstance(item, str | int | float) or item in (float("inf"), float("-inf")):
+        if not isinstance(item, str | int | float) or (isinstance(item, float) and not math.isfinite(item)):
             raise ValueError(f"{what} has {shown(name)}: {shown(item)}, not text, a number or true or false")
     return value
 

@@ -31,6 +31,15 @@ def _product(activations: str) -> dict[str, Any]:
     return {"product": "fp8" if activations == "fp8" else "model", "fixed_product": activations != "auto"}
 
 
+def _with_activations(
+    config: FP4Config | GGUFConfig | Int4Config | NF4Config, provides: dict[str, Any], host: Host
+) -> Capabilities:
+    """Return capabilities with what the option `activations` requires: kernels that encode E4M3 do not compile for
+    older GPUs."""
+    needs_fp8 = config.activations == "fp8" and _old(host)
+    return Capabilities(provides=provides, requires=(_multiplies_fp8(),) if needs_fp8 else ())
+
+
 def _old(host: Host) -> bool:
     """Whether the host has a GPU without FP8 matmuls."""
     return bool(host.device_count) and host.compute_capability < FP8_HARDWARE
@@ -42,18 +51,18 @@ def int8(config: Int8Config, host: Host) -> Capabilities:
 
 def int4(config: Int4Config, host: Host) -> Capabilities:
     bits = config.bits + ((16 if config.symmetric else 24) / config.group if config.group else 0)
-    return Capabilities(provides=_provides(config, bits, host))
+    return _with_activations(config, _provides(config, bits, host), host)
 
 
 def fp4(config: FP4Config, host: Host) -> Capabilities:
     # Scales of NVFP4 have 8 bits. Those of MXFP4 have 8 in experts, and 16 in other matrices.
     experts = {"expert_bits": 4.25 if config.block == 32 else 4.5}
     plain = {"weight_bits": "model"} if config.layers == "experts" else {}
-    return Capabilities(provides={**_provides(config, 4.5, host), **experts, **plain})
+    return _with_activations(config, {**_provides(config, 4.5, host), **experts, **plain}, host)
 
 
 def nf4(config: NF4Config, host: Host) -> Capabilities:
-    return Capabilities(provides=_provides(config, 4.5, host))
+    return _with_activations(config, _provides(config, 4.5, host), host)
 
 
 def mixed(config: MixedConfig, host: Host) -> Capabilities:
@@ -72,7 +81,7 @@ def mixed(config: MixedConfig, host: Host) -> Capabilities:
 def gguf(config: GGUFConfig, host: Host) -> Capabilities:
     # Of Q4_K_M, the most common mixture: 4.5 bits, and a zero for each scale.
     product = "fp8" if config.activations == "fp8" else "model"
-    return Capabilities(provides={"weight_bits": 5.5, "product": product, "plain_weights": False})
+    return _with_activations(config, {"weight_bits": 5.5, "product": product, "plain_weights": False}, host)
 
 
 def fp8(config: FP8Config, host: Host) -> Capabilities:

@@ -58,7 +58,7 @@ class LengthsConfig(Config):
     """Log-normal distribution of a number of tokens."""
 
     median: int = Field(ge=1)
-    """Median."""
+    """Median, before `most` cuts off the greatest numbers."""
     sigma: float = Field(0.0, ge=0, le=3)
     """Standard deviation of the logarithm; 0 = all equal to the median."""
     most: int | None = Field(None, ge=1)
@@ -128,6 +128,16 @@ class ChatsConfig(Config):
         if value is not None:
             Grammar(kind="json_schema", value=json.dumps(value))
         return value
+
+    @model_validator(mode="after")
+    def _check(self) -> ChatsConfig:
+        if self.seconds is not None and not self.rates:
+            raise ValueError(f"seconds={self.seconds:g} is for arrivals at a rate: set rates, or seconds=null")
+        if self.burstiness != 1 and not self.rates:
+            raise ValueError(f"burstiness={self.burstiness:g} is for arrivals at a rate: set rates, or burstiness=1")
+        if self.pause and self.rounds == 1:
+            raise ValueError(f"pause={self.pause:g} is between rounds, and rounds is 1: set rounds, or pause=0")
+        return self
 
 
 class TextConfig(Config):

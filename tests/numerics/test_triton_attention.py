@@ -148,6 +148,29 @@ def test_head_dims(dim):
         check(replace(MIXED, dim=dim, dtype=torch.float16))
 
 
+LAYOUTS = {
+    "Falcon 7B": ((71, 1), 64),
+    "GPT-J": ((4, 4), 256),
+    "StableLM 3B": ((4, 4), 80),
+    "Qwen 2.5 7B": ((14, 2), 128),
+    "Gemma 2": ((4, 2), 256),
+    "Phi-3": ((4, 4), 96),
+}
+"""(query heads, KV heads) and head dim of models, with fewer KV heads than theirs."""
+
+
+@pytest.mark.parametrize("kv_dtype", [None, E4M3] if MOST else [E4M3], ids=str)
+@pytest.mark.parametrize("model", LAYOUTS if MOST else ["Falcon 7B"])
+def test_layouts_of_models(model, kv_dtype):
+    heads, dim = LAYOUTS[model]
+    rows = Case(lengths=(70, 33, 31), counts=(1, 1, 19), num_decode=2, padding=1, slack=7)
+    for window in (0, 21) if MOST else (21,):
+        case = replace(rows, heads=heads, dim=dim, dtype=torch.float16, kv_dtype=kv_dtype, window=window)
+        check(case)
+        if heads[0] // heads[1] <= 64:  # the rows of its tiles for prompts
+            check(case, SmallTiles())
+
+
 EIGHT_BITS = [(E4M3, True), (E5M2, False), (E4M3, False), (E5M2, True)]
 
 

@@ -62,6 +62,14 @@ def _print_tables(found: dict[str, Any]) -> None:
         for p in found["presets"]:
             table.add(f"+preset={p['name']}", p["package"], p["about"], "\n".join(p["chooses"]))
         out.print(table)
+    if found["tuning_tables"]:
+        table = _Table("tuning tables: measured choices of operations", ("package",), {"table": 1, "entries": 1})
+        for t in found["tuning_tables"]:
+            counts = [
+                f"{gpu}: {', '.join(f'{op} {count}' for op, count in ops.items())}" for gpu, ops in t["entries"].items()
+            ]
+            table.add(t["package"], t["table"], "\n".join(counts) or "none")
+        out.print(table)
     if found["problems"]:
         table = _Table("cannot be used", (), dict.fromkeys(("package", "component", "reason")))
         for p in found["problems"]:

@@ -8,8 +8,8 @@ from dovetail.core.compose import AppConfig
 
 
 class PluginsConfig(AppConfig):
-    """List every component with its options, capabilities, package and version, all variants and presets, and what
-    cannot be used with the reason."""
+    """List every component with its options, capabilities, package and version, all variants, presets and tuning
+    tables, and what cannot be used with the reason."""
 
     kind: str | None = None
     """Show only this kind, or only the presets (`preset`); null: all."""

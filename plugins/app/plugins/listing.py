@@ -15,17 +15,22 @@ from dovetail.core.compose import KINDS, Config, Host, Registered, Registry
 from dovetail.core.compose.compatibility import stated_by_default
 from dovetail.core.compose.config import part_fields
 from dovetail.core.compose.kinds import PRESET
+from dovetail.core.compose.registry import Problem
 from dovetail.core.errors import PluginError
-from dovetail.core.tuning.packages import package_tables
+from dovetail.core.tuning.packages import each_table
+from dovetail.core.tuning.table import TuningTable
 
 
 def describe(registry: Registry, kind: str | None, package: str | None, host: Host) -> dict[str, Any]:
-    """Describe components, variants, presets and problems. The filter `kind` keeps problems without a kind."""
+    """Describe components, variants, presets, tuning tables and problems. The filter `kind` keeps problems without a
+    kind."""
 
     def shown(of_kind: str, of_package: str) -> bool:
         return kind in (None, of_kind) and package in (None, name_of(of_package))
 
+    tables = list(each_table(registry))
     wanted = [r for r in registry.registered.values() if shown(r.component.kind, str(r.package))]
+    faulty = [table for _, _, table in tables if isinstance(table, Problem)]
     files = [f for f in registry.files if shown(f.group, f.package)]
     return {
         "fingerprint": registry.fingerprint(),
@@ -40,6 +45,11 @@ def describe(registry: Registry, kind: str | None, package: str | None, host: Ho
             for f in files
             if f.group == PRESET
         ],
+        "tuning_tables": [
+            {"package": str(owner), "table": reference, "entries": _entries(table)}
+            for owner, reference, table in tables
+            if isinstance(table, TuningTable) and kind is None and shown("", str(owner))
+        ],
         "problems": [
             {
                 "package": p.package,
@@ -48,7 +58,7 @@ def describe(registry: Registry, kind: str | None, package: str | None, host: Ho
                 "unnamed": p.unnamed,
                 "reason": p.reason,
             }
-            for p in (*registry.problems, *package_tables(registry)[1], *reader_problems(registry))
+            for p in (*registry.problems, *faulty, *reader_problems(registry))
             if shown(p.kind or kind or "", p.package)
         ],
     }
@@ -57,9 +67,19 @@ def describe(registry: Registry, kind: str | None, package: str | None, host: Ho
 def packages(registry: Registry) -> list[str]:
     """Return the names of all packages that provide something, or failed to."""
     found = [str(r.package) for r in registry.registered.values()]
-    return sorted(
-        {name_of(p) for p in (*found, *(f.package for f in registry.files), *(p.package for p in registry.problems))}
-    )
+    found += [f.package for f in registry.files]
+    found += [p.package for p in registry.problems]
+    found += [str(package) for package, _ in (*registry.tuning_tables, *registry.checkpoint_readers)]
+    return sorted({name_of(package) for package in found})
+
+
+def _entries(table: TuningTable) -> dict[str, dict[str, int]]:
+    """Return the number of entries by GPU and operation."""
+    found: dict[str, dict[str, int]] = {}
+    for subject, rows in table.entries.items():
+        by_op = found.setdefault(subject.gpu, {})
+        by_op[subject.op] = by_op.get(subject.op, 0) + len(rows)
+    return found
 
 
 def name_of(package: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dovetail.core.compose import compose
-from dovetail.core.errors import ConfigError
+from dovetail.core.errors import ConfigError, shown
 from dovetail.core.interfaces import App
 from dovetail.plugins.app.bench.app import check_writable
 from dovetail.plugins.app.tune.config import TuneConfig
@@ -28,8 +28,9 @@ class TuneApp(App):
     config: TuneConfig
 
     def run(self, composition: Composition, prompts: Sequence[str]) -> int:
-        check_writable(self.config.export, "tune.export")
+        self._check_export()
         self.console = line_console()
+        self._reported: set[str] = set()
         compositions = self._compositions(composition)
         device = _gpu(composition)
         import torch
@@ -40,6 +41,27 @@ class TuneApp(App):
         keep_shared_memory(device)
         with torch.inference_mode():
             return self._tune(compositions, device)
+
+    def _check_export(self) -> None:
+        """Raise ConfigError before the search if its entries cannot be added to the exported file."""
+        if self.config.export is None:
+            return
+        check_writable(self.config.export, "tune.export")
+        path = Path(self.config.export)
+        if path.exists() and not path.is_file():
+            raise ConfigError(
+                f"tune.export={path}: is a device or a pipe, and a table needs a file: choose another name"
+            )
+        try:
+            _exported(path)
+        except ConfigError as error:
+            raise ConfigError(f"tune.export={error}: choose another name, or remove the file") from None
+
+    def _report(self, line: str) -> None:
+        """Print a line for the user once: an operation that follows meets the same full disk."""
+        if line not in self._reported:
+            self._reported.add(line)
+            self.console.print(line, markup=False)
 
     def _compositions(self, composition: Composition) -> list[Composition]:
         if not self.config.models:
@@ -65,17 +87,18 @@ class TuneApp(App):
 
         tunables = self._tunables(compositions, device)
         machine = this_machine(device)
-        cache = Cache(machine, lambda line: self.console.print(line, markup=False))
+        cache = Cache(machine, self._report)
         measured = measured_table(compositions[0], device)
         # What the engine uses today; the search also times it.
         install(choices_of(merged([measured, predicted_table(tunables, measured, machine.gpu)])))
         results: list[Found] = []
+        self._all_kept = True
         try:
             self._search(tunables, cache, read_found(cache.timed()), results)
         finally:
             # After Ctrl-C, too.
-            show(results, len(tunables), cache.table)
-        return 0
+            show(results, len(tunables), cache.table, self._all_kept)
+        return 0 if self._all_kept else 1
 
     def _tunables(self, compositions: Sequence[Composition], device: torch.device) -> list[Tunable]:
         from dovetail.core.host import detect_host, model_facts
@@ -90,16 +113,19 @@ class TuneApp(App):
         return distinct(found)
 
     def _keep(self, table: TuningTable, cache: Cache) -> None:
-        """Add entries to the cache and to the exported file: an interrupted search loses nothing."""
+        """Add entries to the cache and to the exported file: an interrupted search loses nothing. A file that cannot be
+        written is reported, since the other one may have the entries."""
         from dovetail.core.files import write_file
-        from dovetail.core.tuning.cache import CHECKS
-        from dovetail.core.tuning.table import merged, read_table
+        from dovetail.core.tuning.table import merged
 
-        cache.add(table)
+        self._all_kept &= cache.add(table)
         if self.config.export is not None:
             path = Path(self.config.export)
-            others = [read_table(path, "export", CHECKS)] if path.exists() else []
-            write_file(path, merged([table, *others]).text())
+            try:
+                write_file(path, merged([table, _exported(path)]).text())
+            except (OSError, ConfigError) as error:
+                self._report(f"tune.export={path} is not written: {shown(error)}")
+                self._all_kept = False
 
     def _search(self, tunables: list[Tunable], cache: Cache, known: dict[Point, Found], results: list[Found]) -> None:
         """Append the timings of each tunable to `results`, which keeps them if the search is interrupted."""
@@ -137,6 +163,15 @@ class TuneApp(App):
                 name = f"{tunable.op} {' '.join(str(value) for _, value in tunable.key)}, {tunable.rows} rows"
                 progress(f"{len(results)} of {len(tunables)}, {name}, about {left:.0f} s left", None)
                 update(completed=len(results), description=name)
+
+
+def _exported(path: Path) -> TuningTable:
+    """Return the entries that the exported file has, or raise ConfigError."""
+    from dovetail.core.tuning.cache import CHECKS
+    from dovetail.core.tuning.table import TuningTable, read_table
+
+    # Other programs create a file with a name of its own empty.
+    return read_table(path, "export", CHECKS) if path.exists() and path.stat().st_size else TuningTable()
 
 
 def _gpu(composition: Composition) -> torch.device:

@@ -12,12 +12,14 @@ from dovetail.core.tuning.search import Found
 from dovetail.plugins.app.tables import NONE, console, figures_table
 
 
-def show(results: Sequence[Found], wanted: int, cache: Path) -> None:
-    """Print a line for each operation and key. `cache`: file with the entries."""
+def show(results: Sequence[Found], wanted: int, cache: Path, all_kept: bool) -> None:
+    """Print a line for each operation and key. `cache`: file with the entries. `all_kept`: whether they could be
+    written to it, and to the exported file."""
     out = console(130, highlight=False)
     if results:
         out.print(_table(results))
-    out.print(f"{len(results)} of {wanted} tuned; the entries are in {cache}", markup=False, soft_wrap=True)
+    place = f"the entries are in {cache}" if all_kept else "not all entries could be written"
+    out.print(f"{len(results)} of {wanted} tuned; {place}", markup=False, soft_wrap=True)
     if missing := wanted - len(results):
         out.print(f"{missing} are left: the same command continues with them")
 

@@ -3,6 +3,7 @@ are split. Shapes: B rows, H query heads, K kv heads, D head dim."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import asdict, fields, replace
 from functools import cache, partial
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from dovetail.core.arithmetic import ceil_div
-from dovetail.core.errors import ConfigError, shown
+from dovetail.core.errors import shown
 from dovetail.core.interfaces import PLAIN, AttentionLayer, AttnCtx, BatchMeta, HostBounds, KVGroup, KVPool, Plane, Rope
 from dovetail.core.interfaces.tuning import Choice, Key, Trials, Tunable, make_key
 from dovetail.core.ops.choices import installed
@@ -29,6 +30,8 @@ from dovetail.plugins.attention.triton.tiles import (
     decode_tile,
     fit,
 )
+
+log = logging.getLogger(__name__)
 
 OP = "dovetail_attend_decode"
 LENGTHS = 128, 512, 2048
@@ -79,7 +82,14 @@ class TunedTiles(Tiles):
         try:
             return tile_of(choice, shape)
         except ValueError as error:
-            raise ConfigError(f"a tuning table's choice of {OP} for {self._rows} rows: {error}") from None
+            _warn(f"a tuning table's choice of {OP} for {self._rows} rows is not used: {error}")
+            return super().decode(shape, tokens, programs)
+
+
+@cache
+def _warn(text: str) -> None:
+    """Log a warning once: every layer of every step meets the same choice."""
+    log.warning("%s", text)
 
 
 def choice_of(tile: Tile) -> Choice:

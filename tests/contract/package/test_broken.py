@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dovetail.core.compose import discovery
+from dovetail.core.compose.cli import main
 from dovetail.core.testing.package import PackageContract
 from dovetail.core.testing.suite import failures
 
@@ -54,8 +56,17 @@ def dovetail_tuning_tables():
 
 @hookimpl
 def dovetail_checkpoint_readers():
-    return ["dovetail.core.checkpoint:FolderCheckpoint"]
+    return ["acme_reader:Scroll"]
 '''
+READER = """
+from dovetail.core.checkpoint import Checkpoint, FolderCheckpoint
+
+
+class Scroll(FolderCheckpoint):
+    @classmethod
+    def recognizes(cls, path):
+        return path.suffix == ".scroll"
+"""
 TABLE = """{"schema": "dovetail.tuning/1", "entries": [{"op": "matmul", "gpu": "X", "key": {"weight": "fp8",
 "outputs": 64, "inputs": 64}, "rows": {"1": {"tokens": 16, "outputs": 64, "inputs": 64}}}]}"""
 TABLES = "test_tuning_tables_can_be_used"
@@ -83,8 +94,8 @@ BROKEN: dict[str, tuple[tuple[str, str], str]] = {
     ),
     "a tuning table with a field that is not there": (("pkg://acme_conf/tiles", "pkg://acme_conf/wrong"), TABLES),
     "a tuning table without entries": (("pkg://acme_conf/tiles", "pkg://acme_conf/empty"), TABLES),
-    "a checkpoint reader that is not there": ((":FolderCheckpoint", ":Folder"), READERS),
-    "an abstract checkpoint reader": ((":FolderCheckpoint", ":Checkpoint"), READERS),
+    "a checkpoint reader that is not there": ((":Scroll", ":Folder"), READERS),
+    "an abstract checkpoint reader": ((":Scroll", ":Checkpoint"), READERS),
     "a variant with an option that is not there": (("factor: 3.0", "factr: 3.0"), "test_presets_and_variants_compose"),
 }
 
@@ -99,6 +110,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Insta
 
     def install(module: str, variant: str) -> PackageContract:
         (tmp_path / "acme.py").write_text(module)
+        (tmp_path / "acme_reader.py").write_text(READER)
         info, variants = tmp_path / "acme-1.0.dist-info", tmp_path / "acme_conf" / "router"
         variants.mkdir(parents=True)
         (variants / "acme_wide.yaml").write_text(variant)
@@ -114,7 +126,8 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Insta
         return suite
 
     yield install
-    sys.modules.pop("acme", None)
+    for name in ("acme", "acme_reader"):
+        sys.modules.pop(name, None)
     discovery.installed.cache_clear()
 
 
@@ -130,6 +143,21 @@ def test_the_suite_rejects(name: str, installed: Installed) -> None:
 
 def test_the_unbroken_one_passes(installed: Installed) -> None:
     assert failures(installed(SOUND, VARIANT)) == {}
+
+
+def test_a_package_of_a_table_alone_passes_and_is_listed(installed: Installed, capsys) -> None:
+    hook = SOUND[
+        SOUND.index("@hookimpl\ndef dovetail_tuning_tables") : SOUND.index("@hookimpl\ndef dovetail_checkpoint")
+    ]
+    assert failures(installed(f"from dovetail import hookimpl\n\n\n{hook}", VARIANT)) == {}
+    assert main(["app=plugins", "plugins.package=acme", "plugins.format=json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    entries = {"X": {"matmul": 1}}
+    assert found["tuning_tables"] == [
+        {"package": "acme 1.0", "table": "pkg://acme_conf/tiles.json", "entries": entries}
+    ]
+    assert not found["components"] and not found["presets"] and not found["problems"]
+    assert main(["app=plugins", "plugins.package=acme"]) == 0 and "X: matmul 1" in capsys.readouterr().out
 
 
 def test_one_component_is_tested_without_the_rest_of_its_package(installed: Installed) -> None:

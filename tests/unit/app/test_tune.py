@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -107,6 +110,59 @@ def test_an_interrupted_run_keeps_what_it_measured(gpu, capsys):
     assert len(list(map(json.loads, lines.read_text().splitlines()))) == 3
     FakeTimer.stop_after = 11
     assert main([*WORDS]) == 0, "only the others are measured"
+
+
+def full_disk(monkeypatch, folder):
+    real = Path.write_text
+
+    def write(path, *args, **options):
+        if folder in path.parents:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(Path, "write_text", write)
+
+
+@pytest.mark.parametrize("full", ["cache", "export"])
+def test_a_file_that_cannot_be_written_is_one_line_and_the_search_goes_on(gpu, capsys, monkeypatch, full):
+    (gpu / "export").mkdir()
+    full_disk(monkeypatch, gpu / full)
+    assert main([*WORDS, f"tune.export={gpu}/export/table.json"]) == 1
+    out, err = capsys.readouterr()
+    assert "14 of 14 tuned; not all entries could be written" in out
+    assert err.count("No space left on device") == 1 and str(gpu / full) in err
+    other = gpu / ("cache/dovetail/tuning" if full == "export" else "export")
+    (written,) = other.glob("*.json")
+    assert sum(map(len, read_table(written, "a test", CHECKS).entries.values())) == 14
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ('{"schema": "dovetail.bench/1"}', "its schema is 'dovetail.bench/1'"),
+        ('{"schema": "dovetail.tuning/1", "entr', "cut off"),
+        (None, "is a device or a pipe"),
+    ],
+)
+def test_an_export_that_would_fail_is_refused_before_the_search(gpu, capsys, content, reason):
+    path = gpu / "there.json"
+    if content is None:
+        os.mkfifo(path)
+        reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # A pipe without a reader cannot be opened.
+    else:
+        path.write_text(content)
+    FakeTimer.stop_after = 0
+    assert main([*WORDS, f"tune.export={path}"]) == 2
+    err = capsys.readouterr().err
+    assert reason in err and "choose another name" in err and len(err.splitlines()) == 1
+    if content is None:
+        os.close(reader)
+
+
+def test_an_export_may_be_empty(gpu):
+    path = gpu / "there.json"
+    path.touch()
+    assert main([*WORDS, f"tune.export={path}"]) == 0 and len(read_table(path, "a test", CHECKS)) == 14
 
 
 def test_several_models_share_what_they_have_in_common(gpu, capsys):

@@ -68,6 +68,33 @@ def test_a_run_on_the_cpu(curve: dict[str, Any], tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("top_p=0.9", "is not JSON"),
+        ("3", "is not a JSON object of SamplingParams, or a list of them"),
+        ("[]", "is not a JSON object"),
+        ('{"top_k": -3}', "top_k: "),
+        ('[{}, {"topk": 3}]', "Did you mean `top_k`"),
+        ('{"max_tokens": 3}', "max_tokens is determined by the measurement"),
+    ],
+)
+def test_sampling_that_cannot_be_measured_is_refused_first(
+    curve: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, says: str
+) -> None:
+    """Status 1 would mean that a point breaks the rule."""
+    with pytest.raises(SystemExit) as ended:
+        curve["main"](["1", "--sampling", text, "--out", str(tmp_path / "tiny"), *WORDS])
+    assert ended.value.code == 2 and says in capsys.readouterr().err
+
+
+def test_files_that_cannot_be_written_are_refused_first(curve: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "tiny.png").mkdir()
+    with pytest.raises(ConfigError, match=r"--out: .*tiny.png cannot be written"):
+        curve["main"](["1", "--out", str(tmp_path / "tiny"), *WORDS])
+    assert not (tmp_path / "tiny.json").exists()
+
+
+@pytest.mark.parametrize(
     ("words", "says"),
     [
         (["cost=none"], "cost=none has no rates for the limit: choose cost=h200"),

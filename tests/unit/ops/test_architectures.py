@@ -17,6 +17,7 @@ if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRE
 
 import triton
 
+from dovetail.core.compose import compose
 from dovetail.core.compose.capabilities import FP8_HARDWARE, Host
 from dovetail.core.ops import decoded_matmul, encode, matmul
 from dovetail.core.ops.decoded_matmul import decoding_tile, shared_of
@@ -156,3 +157,18 @@ def test_eight_bit_keys_need_a_gpu_that_converts_them() -> None:
     assert "fp8_e4m3" not in old and "fp8_e5m2" in old
     assert "fp8_e4m3" in allowed(device_count=1, compute_capability=(8, 9))
     assert "fp8_e4m3" in allowed(), "a plan for another machine"
+
+
+@pytest.mark.parametrize("quant", ["int4", "fp4", "nf4", "gguf", "fp8", "mixed"])
+def test_activations_in_fp8_need_a_gpu_that_converts_them(quant: str) -> None:
+    """Kernels that encode E4M3 do not compile for others."""
+    path = "quant.those.activations" if quant == "mixed" else "quant.activations"
+    part = compose([f"quant={quant}", f"{path}=fp8"]).part("quant")
+
+    def demands(capability: tuple[int, int], count: int = 1) -> list[str]:
+        stated = part.capabilities(Host(device="cuda", device_count=count, compute_capability=capability))
+        return [one.reason for one in stated.requires if one.key == "compute_capability"]
+
+    (reason,) = demands((8, 6))
+    assert "quant.activations=model runs on this GPU" in reason
+    assert demands((8, 9)) == [] and demands((0, 0), count=0) == [], "a plan for another machine"

@@ -113,6 +113,10 @@ def test_timings_are_appended(cache):
     cache.add_timing("one")
     cache.add_timing("two")
     assert list(cache.timed()) == ["one\n", "two\n"] and cache.lines == []
+    with cache.timings.open("a") as file:
+        file.write("cut o")
+    cache.add_timing("three")
+    assert list(cache.timed())[2:] == ["cut o\n", "three\n"], "only the line that a full disk cut off is lost"
 
 
 def test_the_folder_of_the_user(monkeypatch, tmp_path):
@@ -123,12 +127,27 @@ def test_the_folder_of_the_user(monkeypatch, tmp_path):
     assert cache_folder() == Path("/home/someone/.cache/dovetail/tuning")
 
 
+def test_a_user_without_a_home_folder_has_no_cache(monkeypatch):
+    def homeless(self):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    lines: list[str] = []
+    cache = Cache(MACHINE, lines.append)
+    assert "no home folder: set XDG_CACHE_HOME" in lines[0]
+    assert len(cache.read()) == 0 and list(cache.timed()) == [] and len(lines) == 1
+    assert cache.add(entry(1)) is False and "is not written" in lines[1]
+
+
 def test_the_kernels_hash_depends_on_their_sources(monkeypatch, tmp_path):
-    (tmp_path / "core" / "ops").mkdir(parents=True)
     monkeypatch.setattr(module, "__file__", str(tmp_path / "core" / "tuning" / "cache.py"))
-    source = tmp_path / "core" / "ops" / "kernel.py"
-    source.write_text("a")
-    first = kernels_hash()
-    assert kernels_hash() == first
-    source.write_text("b")
-    assert kernels_hash() != first
+    sources = [tmp_path / "core/ops/kernels/matmul.py", tmp_path / "plugins/attention/triton/kernels.py"]
+    found = [kernels_hash()]
+    for text in ("a", "b"):
+        for source in sources:
+            source.parent.mkdir(parents=True, exist_ok=True)
+            source.write_text(text)
+            found.append(kernels_hash())
+            assert kernels_hash() == found[-1]
+    assert len(set(found)) == 5

@@ -16,7 +16,14 @@ from dovetail.core import tuning
 from dovetail.core.ops.tile_choice import check_matmul, tile_of
 from dovetail.core.tuning.gpu import Gpu
 from dovetail.core.tuning.matmul import MatmulTunable
-from dovetail.core.tuning.measured import Corrections, Measured, hopper_corrections, predicted_seconds, read_measured
+from dovetail.core.tuning.measured import (
+    Corrections,
+    Measured,
+    hopper_corrections,
+    predicted_seconds,
+    read_measured,
+    text_of,
+)
 from dovetail.core.tuning.model import library_seconds, tile_seconds
 from dovetail.core.tuning.startup import predicted_table
 from dovetail.core.tuning.table import TuningTable
@@ -24,7 +31,7 @@ from dovetail.core.tuning.table import TuningTable
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 SHIPPED = Path(tuning.__file__).parent / "tables/hopper_timings.json"
 TIMINGS = Path(__file__).with_name("h200.timings.jsonl")
-A100 = Gpu("NVIDIA A100-SXM4-80GB", 108, 2.0e12, 1.41e9, 163 << 10, tma=False, hopper=False)
+A100 = Gpu("NVIDIA A100-SXM4-80GB", 108, 2.0e12, 1.41e9, 163 << 10, tma=False, hopper=False, flops_per_cycle=2048)
 
 
 def product(outputs, inputs, rows, dtype=torch.float8_e4m3fn, gpu=Gpu()):  # noqa: B008
@@ -52,16 +59,25 @@ def test_picks_are_near_the_fastest_measured_tiles(script, monkeypatch, capsys, 
     assert gpu == Gpu() and sorted(one.shape for one in exported) == sorted(one.shape for one in points)
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp8"])
-def test_timings_of_other_shapes_correct_predictions(script, kind):
-    """Each shape is judged by the timings of all others."""
+@pytest.mark.parametrize(("kind", "wrong"), [("bf16", 0.015), ("fp8", 0.105)])
+def test_timings_of_other_shapes_correct_predictions(script, kind, wrong):
+    """Each shape is judged by the timings of all others. `wrong`: share of picks that take more than a tenth longer."""
     gpu, measured = read_measured(SHIPPED.read_text())
     corrections = Corrections(gpu, measured)
     points = [one for one in measured if one.shape[3] == kind]
     alone = [script.pick(one, gpu, script.FIT)[0] for one in points]
     corrected = [script.corrected_pick(one, gpu, corrections) for one in points]
     assert script.geometric_mean(corrected) < 1.04 < script.geometric_mean(alone)
-    assert sum(ratio > 1.1 for ratio in corrected) < 0.12 * len(points) < sum(ratio > 1.1 for ratio in alone)
+    assert sum(ratio > 1.1 for ratio in corrected) < wrong * len(points) < sum(ratio > 1.1 for ratio in alone)
+
+
+def test_timings_of_one_gpu_correct_predictions_for_another(script):
+    """Those of an H100 for an H200, without the shape that is judged."""
+    corrections, points = hopper_corrections(), script.read([TIMINGS])
+    corrected = [script.corrected_pick(one, Gpu(), corrections) for one in points]
+    alone = [script.pick(one, Gpu(), script.FIT)[0] for one in points]
+    assert script.geometric_mean(corrected) < 1.04 < script.geometric_mean(alone)
+    assert sum(ratio > 1.1 for ratio in corrected) < sum(ratio > 1.1 for ratio in alone)
 
 
 def test_a_tile_that_was_slow_nearby_is_not_picked():
@@ -73,6 +89,45 @@ def test_a_tile_that_was_slow_nearby_is_not_picked():
     assert near[slow] > 1.5 and near[fast] == pytest.approx(1) and not far
     assert not corrections.near(shape, but=(4096, 4096)) and not corrections.near((64, 4096, 4096, "bf16"))
     assert corrections.near(shape)[slow] > near[slow]
+
+
+@pytest.mark.parametrize("processors", [78, 114, 132])
+def test_tiles_with_a_program_for_each_multiprocessor_fit_the_gpu(processors):
+    """The shipped timings are from a GPU with 132: more programs than an SM each would leave most of them waiting."""
+    found = {
+        tile_of(choice).programs
+        for rows in (128, 256)
+        for choice in product(37888, 3584, rows, gpu=Gpu("a Hopper GPU", processors)).candidates()
+        if choice.get("specialized")
+    }
+    assert found == {0, processors}
+    near = hopper_corrections().near((256, 37888, 3584, "fp8"))
+    there = hopper_corrections().near((256, 37888, 3584, "fp8"), processors=processors)
+    assert list(there.values()) == list(near.values())
+
+
+def test_products_of_a_slower_tensor_core_take_longer():
+    tile, shape = (
+        tile_of({"tokens": 128, "outputs": 128, "inputs": 64, "warps": 8, "swap": False}),
+        (512, 8192, 8192, "bf16"),
+    )
+    fast, slow = Gpu(), Gpu(flops_per_cycle=1024)
+    for seconds in (lambda gpu: tile_seconds(tile, *shape, gpu), lambda gpu: library_seconds(*shape, gpu)):
+        assert 2 < seconds(slow) / seconds(fast) < 4
+
+
+def test_disturbed_timings_are_left_out(script, monkeypatch, capsys, tmp_path):
+    """No tile reads 50 MB in a microsecond."""
+    gpu, measured = read_measured(SHIPPED.read_text())
+    assert not any(script.disturbed(one, gpu) for one in measured)
+    wrong = Measured((1, 14336, 3584, "fp8"), [(tile_of({"tokens": 16, "outputs": 64, "inputs": 128}), 1.0)])
+    assert script.disturbed(wrong, gpu)
+    path = tmp_path / "timings.json"
+    path.write_text(text_of(gpu, [*measured[:3], wrong]))
+    monkeypatch.setattr(sys, "argv", ["fit_tiles.py", str(path), "--gpu", "h100", "--export", str(path)])
+    script.main()
+    assert "1 matmuls are left out: faster than the memory" in capsys.readouterr().out
+    assert len(read_measured(path.read_text())[1]) == 3
 
 
 def test_a_fit_lowers_the_loss(script, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +30,14 @@ def test_a_file_gives_the_same_table(tmp_path):
     assert found.entries == made.entries and found.hash() == made.hash()
     assert list(found.entries[HERE]) == [16, 64] and found.counts() == {"cache": 3}
     assert [path.name for path in (tmp_path / "sub").iterdir()] == ["table.json"]
+
+
+def test_a_file_in_the_home_folder_and_one_without_end(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_file(tmp_path / "table.json", table({(HERE, 16): TILE}).text())
+    assert len(read_table(Path("~/table.json"), "cache", CHECKS)) == 1
+    with pytest.raises(ConfigError, match="/dev/zero: a tuning table has at most 64 MiB"):
+        read_table(Path("/dev/zero"), "cache", CHECKS)
 
 
 def test_the_hash_is_of_the_entries_only():
