@@ -31,6 +31,8 @@ CHECKS: Mapping[str, Check] = {
 }
 """Checks of the core's own operations."""
 
+CACHED = "cache"
+"""Origin of the cache's entries."""
 KERNELS = ("core/ops", "plugins/attention")
 """Folders of the operations that are tuned."""
 
@@ -129,7 +131,7 @@ class Cache:
                 )
             return TuningTable()
         try:
-            return read_table(self.table, "cache", CHECKS)
+            return read_table(self.table, CACHED, CHECKS)
         except ConfigError as error:
             self.report(f"the tuning cache is not used: {error}")
             return TuningTable()

@@ -17,7 +17,7 @@ from dovetail.core.interfaces.tuning import Key, Tunable
 from dovetail.core.ops.choices import Choices, install
 from dovetail.core.ops.compile_ahead import compile_workers
 from dovetail.core.startup_notes import note
-from dovetail.core.tuning.cache import CHECKS, Cache, this_machine
+from dovetail.core.tuning.cache import CACHED, CHECKS, Cache, this_machine
 from dovetail.core.tuning.packages import package_tables
 from dovetail.core.tuning.search import distinct, read_found, search, table_of
 from dovetail.core.tuning.table import Subject, TuningTable, merged, parse_table, read_table
@@ -111,11 +111,14 @@ _ALTERNATIVES = (
 
 
 def predicted_table(tunables: Iterable[Tunable], known: TuningTable, gpu: str) -> TuningTable:
-    """Return the most promising choices of operations without entries, where they are predicted to beat the default."""
+    """Return the most promising choices of operations without entries, where they are predicted to beat the default.
+    The cache's may end at a number of rows up to which a search got; tables of packages serve all numbers."""
     found = {}
     for tunable in tunables:
         subject = Subject(tunable.op, gpu, tunable.key)
-        if subject not in known.entries and (default := tunable.predicted(None)) is not None:
+        if (most := max(known.entries.get(subject, (0,)))) and known.origins[subject, most] != CACHED:
+            continue
+        if tunable.rows > most and (default := tunable.predicted(None)) is not None:
             choice = next(iter(tunable.candidates()), None)
             seconds = tunable.predicted(choice)
             found[subject, tunable.rows] = choice if seconds is not None and seconds < default else None

@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="no Triton for this platform")
 
 from dovetail.core import tuning
 from dovetail.core.ops.tile_choice import check_matmul, tile_of
+from dovetail.core.tuning.cache import CACHED
 from dovetail.core.tuning.gpu import Gpu
 from dovetail.core.tuning.matmul import MatmulTunable
 from dovetail.core.tuning.measured import (
@@ -26,7 +27,7 @@ from dovetail.core.tuning.measured import (
 )
 from dovetail.core.tuning.model import library_seconds, tile_seconds
 from dovetail.core.tuning.startup import predicted_table
-from dovetail.core.tuning.table import TuningTable
+from dovetail.core.tuning.table import Subject, TuningTable
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 SHIPPED = Path(tuning.__file__).parent / "tables/hopper_timings.json"
@@ -200,3 +201,13 @@ def test_shapes_without_entries_get_a_prediction():
     ((_, rows),) = found.entries.items()
     assert list(rows) == [1, 64, 512] and rows[1] is not None, "the library takes twice as long for one row of FP8"
     assert len(predicted_table(tunables, found, "NVIDIA H200")) == 0
+
+
+def test_rows_that_an_interrupted_search_did_not_reach_get_a_prediction():
+    """Tables of packages serve all rows: beyond their last entry the library is the choice."""
+    tunables = [product(4608, 3584, rows) for rows in (1, 64, 512)]
+    subject = Subject(tunables[0].op, "NVIDIA H200", tunables[0].key)
+    cached, packaged = (TuningTable.of({(subject, 1): None}, origin) for origin in (CACHED, "acme"))
+    ((_, rows),) = predicted_table(tunables, cached, "NVIDIA H200").entries.items()
+    assert list(rows) == [64, 512]
+    assert len(predicted_table(tunables, packaged, "NVIDIA H200")) == 0
