@@ -31,7 +31,8 @@ def check_fit(composition: Composition) -> None:
     spec = model.target().spec(model.config)
     here = host.detect_host(composition.engine.device)
     composition.check(here, host.model_facts(spec))
-    found = [*_depth_conflicts(composition, here), *_overlap_conflicts(composition), *_launch_conflicts(composition)]
+    found = [*_gpu_conflicts(here), *_depth_conflicts(composition, here)]
+    found += [*_overlap_conflicts(composition), *_launch_conflicts(composition)]
     found += [*_former_conflicts(composition), *expert_conflicts(composition, spec)]
     found += [*_tree_conflicts(composition, here), *lane_conflicts(composition, here)]
     if found:
@@ -43,6 +44,18 @@ def check_fit(composition: Composition) -> None:
     checkpoint = model.target().source(model.config).checkpoint
     if checkpoint is not None and checkpoint.text(tokenizer.FILE) is not None:
         tokenizer.Tokenizer(checkpoint)
+
+
+OLDEST = (8, 0)
+"""Compute capability of the oldest GPUs for which kernels are compiled and checked (docs/gpus.md)."""
+
+
+def _gpu_conflicts(here: Host) -> Iterator[str]:
+    if here.device == "cuda" and (0, 0) < here.compute_capability < OLDEST:
+        yield (
+            f"this GPU has compute capability {'.'.join(map(str, here.compute_capability))}, and kernels are for "
+            f"{'.'.join(map(str, OLDEST))} (Ampere) and newer. Would work: engine.device=cpu"
+        )
 
 
 def _former_conflicts(composition: Composition) -> Iterator[str]:

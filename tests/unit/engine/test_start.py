@@ -168,3 +168,17 @@ def test_without_max_tokens_the_output_ends_where_the_cache_does() -> None:
         assert 3 + len(answer.token_ids) == longest < llm.info.max_len
         with pytest.raises(RequestError, match="raise engine.kv_pages"):
             llm.generate([[1] * longest], SamplingParams(max_tokens=None))
+
+
+@pytest.mark.parametrize(("capability", "refused"), [((7, 5), True), ((8, 0), False), ((10, 0), False)])
+def test_gpus_without_kernels_are_refused(
+    capability: tuple[int, int], refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = Host(device="cuda", device_count=1, compute_capability=capability, memory_bytes=1 << 36)
+    monkeypatch.setattr(host, "detect_host", lambda device: here)
+    try:
+        check_fit(compose(["app=generate", "attention=sdpa"]))
+        found = ""
+    except CapabilityError as error:
+        found = str(error)
+    assert ("compute capability 7.5, and kernels are for 8.0 (Ampere) and newer" in found) is refused
