@@ -43,6 +43,8 @@ def install_choices(
     """Install the choices of this rank before its kernels compile. A collective call. `tunables`: operations that the
     model runs. Return the hash of the measured entries for this GPU; "" if nothing is tuned."""
     if device.type != "cuda" or composition.engine.tune == "off":
+        if composition.engine.tune == "full":
+            note("engine.tune=full: on a CPU nothing is tuned")
         install(Choices())
         return ""
     if collective.rank == 0:

@@ -123,6 +123,10 @@ def test_nothing_is_tuned_on_a_cpu_or_when_off():
     assert start("engine.tune=off") == ("", []) and not installed().entries
     start()
     assert start(device=torch.device("cpu")) == ("", []) and not installed().entries
+    assert start("engine.tune=full", device=torch.device("cpu")) == (
+        "",
+        ["engine.tune=full: on a CPU nothing is tuned"],
+    )
 
 
 def test_operations_without_entries_follow_the_prediction():
