@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from dovetail.core.compose.config import Config, part_fields
 from dovetail.core.compose.registry import Registry
 from dovetail.core.compose.selected import Selected
-from dovetail.core.compose.wording import listing, show
+from dovetail.core.compose.wording import listing, naming_place, show
 from dovetail.core.errors import ConfigError
 
 Reader = Callable[[Mapping[str, Any]], bool]
@@ -41,7 +41,9 @@ def with_nested_choices(part: Selected, registry: Registry) -> Selected:
                 facts = None if key == model else changed.get(model, inner[model]).facts()
             except ConfigError:
                 return part
-            changed[key] = chosen(inner[key], facts, registry)
+            options = inner[key].component.config.model_fields
+            with naming_place(inner[key].component.kind, f"{part.component.kind}.{key}", options):
+                changed[key] = chosen(inner[key], facts, registry)
     return replace(part, config=part.config.model_copy(update=changed))
 
 

@@ -19,7 +19,7 @@ from dovetail.core.compose.kinds import KINDS, PRESET
 from dovetail.core.compose.nodes import plain_defaults
 from dovetail.core.compose.registry import Registered, Registry
 from dovetail.core.compose.selected import NOT_CHOSEN, Placement, Selected, placed
-from dovetail.core.compose.wording import did_you_mean, listing, show
+from dovetail.core.compose.wording import did_you_mean, in_place, listing, show
 from dovetail.core.errors import ConfigError, DovetailDeprecationWarning
 
 Path = tuple[str, ...]
@@ -195,6 +195,9 @@ class _Validation:
             return f"{path} is not chosen, so it has no options; choose it with `{how}`"
         message = error["msg"].removeprefix("Input ").removeprefix("Value error, ")
         message = message.replace("valid integer", "whole number").replace("valid boolean", "true or false")
+        if len(loc) > 1 and config is not None and (owner := self._placement(loc)):
+            known = self.registry.get(owner.kind, owner.name).component.config.model_fields
+            message = in_place(message, owner.kind, path, known)
         hint = ""
         if error["type"] == "literal_error" and isinstance(value, str):
             hint = did_you_mean(value, _literals(config, loc[-1]))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -30,6 +32,23 @@ def did_you_mean(word: str, options: Iterable[str]) -> str:
     if not close and len(word) > 1:
         close = [o for o in options if o.startswith(word) or (len(o) > 1 and word.startswith(o))]
     return f" Did you mean `{close[0]}`?" if close else ""
+
+
+def in_place(message: str, kind: str, place: str, options: Iterable[str]) -> str:
+    """Return a message about a component inside another one, with its options at their place: spec_decode.model.path
+    for model.path. `options`: those of the component."""
+    names = "|".join(map(re.escape, options))
+    message = re.sub(rf"(?<![\w.@]){kind}\.({names})\b", rf"{place}.\1", message)
+    return re.sub(rf"(?<![\w.@]){kind}=", f"{kind}@{place}=", message)
+
+
+@contextmanager
+def naming_place(kind: str, place: str, options: Iterable[str]) -> Iterator[None]:
+    """Let ConfigErrors of the block name the options of a component inside another one as `in_place` does."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(in_place(str(error), kind, place, options)) from None
 
 
 def listing(options: Iterable[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from dovetail.core import host, tokenizer
 from dovetail.core.compose import Host, Selected
@@ -17,7 +17,7 @@ from dovetail.core.engine.stored_weights import stored_formats, table_formats
 from dovetail.core.errors import CapabilityError, CapacityError, DovetailError
 from dovetail.core.interfaces import ExpertPlacement, Formats, Model
 from dovetail.core.interfaces.placement import expert_ranks
-from dovetail.core.interfaces.spec_decode import MOST_NODES
+from dovetail.core.interfaces.spec_decode import MOST_NODES, Verify
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -31,6 +31,7 @@ def check_fit(composition: Composition) -> None:
     spec = model.target().spec(model.config)
     here = host.detect_host(composition.engine.device)
     composition.check(here, host.model_facts(spec))
+    _check_drafter(composition)
     found = [*_gpu_conflicts(here), *_depth_conflicts(composition, here)]
     found += [*_overlap_conflicts(composition), *_launch_conflicts(composition)]
     found += [*_former_conflicts(composition), *expert_conflicts(composition, spec)]
@@ -135,6 +136,19 @@ def _depth_conflicts(composition: Composition, here: Host) -> Iterator[str]:
             f"them while drafts are in flight (spec_decode={chosen.name}, engine.depth={depth}). "
             "Would work: engine.depth=1, spec_decode=none."
         )
+
+
+def _check_drafter(composition: Composition) -> None:
+    """Raise PluginError for a drafter whose facts are outside of their ranges."""
+    part, drafter = composition.part("spec_decode"), composition.build("spec_decode")
+    if not isinstance(drafter.lookahead, int) or drafter.lookahead < 0:
+        raise part.fault(f"its lookahead is {drafter.lookahead!r}, and it must be a number of drafts, 0 or more")
+    if drafter.lookahead and not 1 <= drafter.depth <= drafter.lookahead:
+        raise part.fault(f"its depth is {drafter.depth!r}, and it must be from 1 to its lookahead={drafter.lookahead}")
+    if drafter.lookahead and drafter.draft_counts[-1:] != (drafter.lookahead,):
+        raise part.fault(f"its draft_counts are {drafter.draft_counts}, and the last must be {drafter.lookahead}")
+    if drafter.verify not in get_args(Verify):
+        raise part.fault(f"its verify is {drafter.verify!r}, and there are {', '.join(get_args(Verify))}")
 
 
 def _tree_conflicts(composition: Composition, here: Host) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
+from operator import index
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,10 +31,22 @@ def host_drafts(
             pending = sum(1 + older.draft for each in in_flight for older in each.rows if older.uid == row.uid)
             found = one.grammar.forced[pending:][: row.draft]
         if not found and drafter is not None:
-            found = drafter.propose_host(one.seq.tokens, row.draft)
+            found = _of_the_host(drafter, one.seq.tokens, row.draft)
         if found or drafter is not None:
             drafts.append(HostDraft(row.slot, tuple(found)))
     return drafts
+
+
+def _of_the_host(drafter: Drafter, tokens: list[int], k: int) -> Seq[int]:
+    """Return the drafts of a drafter that works on the host. Ids that no vocabulary has become -1."""
+    found = drafter.propose_host(tokens, k)
+    try:
+        return [token if 0 <= token < 2**31 else -1 for token in map(index, found)]
+    except TypeError:
+        kind = type(drafter)
+        raise TypeError(
+            f"{kind.__module__}.{kind.__name__}.propose_host returned {found!r:.80}, not a sequence of token ids"
+        ) from None
 
 
 def late_inputs(step: int, rows: Mapping[int, int], masks: Mapping[int, Seq[NDArray[np.uint32]]]) -> LateInputs:

@@ -86,7 +86,13 @@ def measure_pages(
         most = dict(wanted)
         where = f"half of {free / 2**30:.1f} GiB free memory x engine.memory_fraction={fraction}"
     tokens = split_tokens(groups, budget, most)
-    pages = {group.id: tokens[group.id] // group.page_tokens for group in groups}
+    # A group that gets all that it wants has room for the last tokens of its sequences, too.
+    pages = {
+        group.id: tokens[group.id] // group.page_tokens
+        if tokens[group.id] < most.get(group.id, math.inf)
+        else page_count(group, tokens[group.id])
+        for group in groups
+    }
     if min(pages.values()) < 1:
         missing = int(max(group.bytes_per_page for group in groups) - budget)
         raise CapacityError(

@@ -424,6 +424,7 @@ class ToyComposition:
             lookahead=lookahead,
             depth=lookahead,
             needs_host_tokens=False,
+            verify="draws",
             follows_features=self._device.again > 0,
             draft_counts=(lookahead,),
             catches_up=False,

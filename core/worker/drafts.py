@@ -170,6 +170,9 @@ class Drafts:
         # Passes over the target's layers feed one token per row.
         with adapting(self._adapters if adapted else None, state.adapter_S, slots_B):
             draft = self.drafter.propose(ctx)
+        if not isinstance(draft, Draft):
+            kind = type(self.drafter)
+            raise TypeError(f"{kind.__module__}.{kind.__name__}.propose returned {draft!r:.80}, not a Draft")
         self._write(self._agreed(draft), slots_B, lengths_B, most_B)
 
     def _agreed(self, draft: Draft) -> Draft:

@@ -6,7 +6,7 @@ import importlib.util
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -234,6 +234,7 @@ def _build_parts(
         drafts_together=drafts_together,
         overlapped=overlapped,
         graph_tokens=_graph_tokens(composition, device),
+        slides=getattr(kv_cache.target(), "slides", True),
     )
 
 
@@ -301,12 +302,15 @@ def _measure_pages(parts: RankParts) -> dict[int, int]:
     engine = parts.engine
     if engine.kv_pages is not None:
         return dict.fromkeys((group.id for group in parts.groups), engine.kv_pages)
+    groups = parts.groups
+    if not parts.slides:
+        groups = tuple(replace(group, kind="full", window=0) for group in groups)
     return measure_pages(
-        parts.groups,
+        groups,
         parts.connection.device,
         fraction=engine.memory_fraction,
         wanted=wanted_tokens(
-            parts.groups,
+            groups,
             sequences=engine.max_seqs,
             max_len=parts.max_len,
             ahead=engine.depth * (1 + parts.drafter.lookahead),

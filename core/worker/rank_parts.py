@@ -36,6 +36,8 @@ class RankParts:
     """Runs the layers of steps without a graph; None = `Model.forward` does."""
     graph_tokens: int
     """Tokens of the largest mixed step that gets a graph, if steps run as graphs; 0 = mixed steps get none."""
+    slides: bool = True
+    """Whether the KV allocator releases pages behind a window; otherwise sequences keep all pages of window groups."""
     balancer: ExpertBalancer | None = None
     """None = experts do not move."""
     drafts_together: bool = False

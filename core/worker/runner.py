@@ -10,7 +10,6 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -48,9 +47,6 @@ from dovetail.core.worker.row_sections import (
 )
 from dovetail.core.worker.sampling import SampledRows, sample_step, upload_masks
 from dovetail.core.worker.slots import SlotInfo, Slots
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(slots=True)

@@ -31,9 +31,9 @@ def figures_table(title: str, first: str, heads: Iterable[str], **options: Any) 
     return table
 
 
-def simulated_title(startups: Iterable[Mapping[str, Any]]) -> str:
-    """Return what begins the title of a table if drafts of some engine were accepted by a coin."""
-    notes = (note for startup in startups for note in startup.get("slower_paths", ()))
+def simulated_title(startups: Iterable[Mapping[str, Any] | None]) -> str:
+    """Return what begins the title of a table if drafts of some engine were accepted by a coin. None = not started."""
+    notes = (note for startup in startups for note in (startup or {}).get("slower_paths", ()))
     return f"{SIMULATED}: " if any(SIMULATED in note for note in notes) else ""
 
 

@@ -40,11 +40,10 @@ def suffix(config: SuffixConfig, host: Host) -> Capabilities:
 
 
 def draft_model(config: DraftModelConfig, host: Host) -> Capabilities:
-    spec = config.model.facts() or config.model.target().spec(config.model.config)
     return Capabilities(
         provides=_drafts(config),
         requires=(_EXACT_LENGTHS,),
-        lacks=("a draft model without attention windows",) if any(spec.windows) else (),
+        lacks=("a draft model without attention windows",) if any(config.spec().windows) else (),
     )
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from dovetail.core.compose import Config, Part, Selected
+from dovetail.core.compose.wording import naming_place
 from dovetail.core.interfaces.spec_decode import MOST_NODES
 from dovetail.plugins.spec_decode.shape import Shape, shape_of
+
+if TYPE_CHECKING:
+    from dovetail.core.interfaces import ModelSpec
 
 Verify = Literal["draws", "rejection", "typical"]
 
@@ -192,6 +197,15 @@ class DraftModelConfig(OwnLayers):
     """The draft model: `model@spec_decode.model=llama spec_decode.model.path=<model folder>`."""
     quant: Selected = Part("quant", default="auto")
     """Quantizer of the draft model; auto: the one that reads its checkpoint."""
+
+    def naming_its_model(self) -> AbstractContextManager[None]:
+        """Let errors about the draft model's files name its options: spec_decode.model.path for model.path."""
+        return naming_place("model", "spec_decode.model", self.model.component.config.model_fields)
+
+    def spec(self) -> ModelSpec:
+        """Return the shapes of the draft model."""
+        with self.naming_its_model():
+            return self.model.facts() or self.model.target().spec(self.model.config)
 
 
 class LayerSkipConfig(DrafterOptions):

@@ -54,10 +54,11 @@ class DraftModel(BuiltinDrafter):
         return self.config.verify
 
     def check_files(self, target: TargetView) -> None:
-        model, source = self._build(target)
-        if source.weights is not None:
-            with located(source.weights):
-                model.check_checkpoint(source.weights)
+        with self.config.naming_its_model():
+            model, source = self._build(target)
+            if source.weights is not None:
+                with located(source.weights):
+                    model.check_checkpoint(source.weights)
 
     def _build(self, target: TargetView) -> tuple[Model, ModelSource]:
         """Return the draft model without weights, and its files."""

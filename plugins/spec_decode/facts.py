@@ -38,8 +38,7 @@ def suffix(config: SuffixConfig) -> DrafterFacts:
 
 
 def draft_model(config: DraftModelConfig) -> DrafterFacts:
-    spec = config.model.facts() or config.model.target().spec(config.model.config)
-    return _with_layers(config, spec)
+    return _with_layers(config, config.spec())
 
 
 def layer_skip(config: LayerSkipConfig) -> DrafterFacts:

@@ -57,8 +57,8 @@ def medusa_source(config: MedusaConfig) -> ModelSource:
 
 
 def read_medusa(config: MedusaConfig) -> MedusaShape:
-    """Read the shape. The tensors show whether the heads have logits of their own; without files, `medusa_shared_head`
-    states that they have none."""
+    """Read the shape. The tensors show how many heads there are beyond those that config.json states, and whether they
+    have logits of their own; without files, `medusa_shared_head` states that they have none."""
     stated, source = read_config(config), medusa_source(config)
     heads = stated.count("medusa_num_heads", at_most=MOST["heads"])
     layers = stated.count("medusa_num_layers", 1, at_least=0, at_most=MOST["layers"])
@@ -67,6 +67,9 @@ def read_medusa(config: MedusaConfig) -> MedusaShape:
     vocab = stated.count("vocab_size", 0, at_least=0, at_most=MOST["vocab"]) or None
     if source.weights is not None:
         tensors = source.weights.tensors()
+        # config.json of FasterDecoding/medusa-vicuna-7b-v1.3 states fewer heads than its file has.
+        while f"{heads}.0.linear.weight" in tensors:
+            heads += 1
         logits = tensors.get(f"0.{layers}.weight")
         own = logits is not None
         shapes = [tensor.shape for tensor in (tensors.get("0.0.linear.weight"), logits) if tensor is not None]

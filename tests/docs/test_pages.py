@@ -27,12 +27,14 @@ FEW_EXAMPLES = """
 from hypothesis import settings
 from dovetail.core.testing.kv_cache import KVAllocatorContract
 from dovetail.core.testing.scheduler import SchedulerContract
+from dovetail.core.testing.spec_decode import DrafterContract
 
 KVAllocatorContract.machine_settings = settings(KVAllocatorContract.machine_settings, max_examples=15)
 SchedulerContract.loads = 1
+DrafterContract.slots = 3
 """
-"""conftest.py of the pages' suites: their schedulers and allocators differ in a few lines from built-in ones, whose
-tests have more examples."""
+"""conftest.py of the pages' suites: their schedulers, allocators and drafters differ in a few lines from built-in ones,
+whose tests have more examples."""
 
 
 @dataclass

@@ -75,6 +75,8 @@ def _tuned_otherwise(result: Mapping[str, Any]) -> Iterator[str]:
 def sentences(result: Mapping[str, Any]) -> Iterator[str]:
     """Yield what was found about each variant, and how large an effect had to be in order to be seen."""
     primary = result["config"]["ablate"]["primary"]
+    if words := simulated(result):
+        yield f"{words}drafts were accepted by a coin, so the text has no meaning"
     if all_void(result):
         yield "every round is void: nothing can be said about the variants"
     for one in result["comparisons"]:
@@ -132,8 +134,14 @@ def _many(number: int, what: str) -> str:
 
 def _table(result: Mapping[str, Any], title: str, load: Load, heads: Iterable[str]) -> Table:
     at = f", {load.title}" if load.title else ""
-    title = simulated_title(s.get("startup", {}) for v in result["variants"] for s in v.get("starts", ())) + title
-    return figures_table(title + at, "step" if result["design"] == "ladder" else "variant", heads, overflow="fold")
+    return figures_table(
+        simulated(result) + title + at, "step" if result["design"] == "ladder" else "variant", heads, overflow="fold"
+    )
+
+
+def simulated(result: Mapping[str, Any]) -> str:
+    """Return what begins the titles of tables if drafts were accepted by a coin."""
+    return simulated_title(start.get("startup") for v in result["variants"] for start in v.get("starts", ()))
 
 
 def _figures(result: Mapping[str, Any], load: Load) -> Iterator[Table]:
@@ -256,6 +264,8 @@ def draw(path: str, result: Mapping[str, Any]) -> None:
     panels = len(DRAWN) + ladder
     most = max((len(of_load(result, load)) for load in drawn), default=1)
     figure = Figure(figsize=(3.6 * panels, (1.6 + 0.32 * most) * max(len(drawn), 1)), layout="constrained")
+    if words := simulated(result):
+        figure.suptitle(words.rstrip(": "))
     grid = figure.subplots(max(len(drawn), 1), panels, squeeze=False, sharey="row")
     for axes, load in zip(grid, drawn, strict=False):
         names = [variant["name"] for variant in of_load(result, load)]

@@ -14,6 +14,7 @@ import yaml
 from dovetail.core.compose import Host
 from dovetail.core.errors import ConfigError, RequestError, shown
 from dovetail.core.interfaces import App, SamplingParams
+from dovetail.core.startup_notes import SIMULATED
 from dovetail.plugins.app.generate.config import GenerateConfig
 from dovetail.plugins.app.generate.prompts import gather
 from dovetail.plugins.app.generate.results import ResultFile
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     """Takes the index of a prompt and its result."""
 
 MADE_WITH = ("model", "quant", "adapter", "logits", "grammar")
-"""Nodes on which the text of an output depends, besides the options of the app and engine.seed."""
+"""Nodes on which the text of an output depends, besides the options of the app and engine.seed; also spec_decode, where
+its drafts change the text."""
 
 
 def _check_tokenizer(composition: Composition) -> None:
@@ -97,9 +99,11 @@ class GenerateApp(App):
     ) -> int:
         """Complete the prompts at `left` and write their records. Returns the number of failed prompts."""
         began = time.perf_counter()
+        simulated = any(SIMULATED in note for note in llm.info.notes)
+        mark = {"note": f"{SIMULATED}: the text has no meaning"} if simulated else {}
         try:
             ttft, failed = self._complete(
-                llm, texts, left, params, lambda index, result: file.write(index, _record(texts[index], result))
+                llm, texts, left, params, lambda index, result: file.write(index, _record(texts[index], result) | mark)
             )
         except RequestError:
             file.discard()  # an output that has only errors must not replace a former one
@@ -197,7 +201,10 @@ def _settings(composition: Composition) -> dict[str, object]:
     nodes = yaml.safe_load(composition.to_yaml())
     for name in ("prompts", "output", "resume"):
         del nodes["generate"][name]
-    chosen = {f"{kind}.{k}": value for kind in ("generate", *MADE_WITH) for k, value in nodes.get(kind, {}).items()}
+    drafter = composition.build("spec_decode")
+    lossless = drafter.verify == "draws" and not drafter.simulated_rates
+    made_with = MADE_WITH if lossless else (*MADE_WITH, "spec_decode")
+    chosen = {f"{kind}.{k}": value for kind in ("generate", *made_with) for k, value in nodes.get(kind, {}).items()}
     return {**chosen, "engine.seed": nodes["engine"]["seed"]}
 
 

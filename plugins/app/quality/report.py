@@ -8,7 +8,7 @@ from typing import Any
 from rich.text import Text
 
 from dovetail.plugins.app.ablate.stats import CONFIDENCE, Estimate
-from dovetail.plugins.app.tables import NONE, console, figures_table, share
+from dovetail.plugins.app.tables import NONE, console, figures_table, share, simulated_title
 
 COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("perplexity_change", "perplexity change", lambda value: f"{value:+.2%}"),
@@ -40,12 +40,16 @@ def _where(result: Mapping[str, Any]) -> str:
     return f"{words}, greedy outputs of {config['tokens']} tokens, on {device}"
 
 
+def _simulated(result: Mapping[str, Any]) -> str:
+    return simulated_title(one["startup"] for one in result["variants"])
+
+
 def _table(result: Mapping[str, Any]) -> Any:
     tokens = result["config"]["quality"]["tokens"]
     columns = [column for column in COLUMNS if tokens or column[0] != "divergence_length"]
     heads = [title for _, title, _ in columns]
     more = ["outputs equal"] if tokens else []
-    title = f"against {result['variants'][0]['name']}, with {CONFIDENCE:.0%} intervals over windows"
+    title = f"{_simulated(result)}against {result['variants'][0]['name']}, with {CONFIDENCE:.0%} intervals over windows"
     table = figures_table(title, "variant", ["perplexity", *heads, "KL p99", *more], overflow="fold")
     for one in result["variants"]:
         if (figures := one["figures"]) is None:
@@ -75,6 +79,8 @@ def draw(path: str, result: Mapping[str, Any]) -> None:
     if not columns:
         return
     figure = Figure(figsize=(3.6 * len(columns), 1.4 + 0.32 * len(drawn)), layout="constrained")
+    if mark := _simulated(result):
+        figure.suptitle(mark.rstrip(": "))
     panels = figure.subplots(1, len(columns), squeeze=False, sharey=True)[0]
     for axis, (key, title, words) in zip(panels, columns, strict=True):
         for place, one in enumerate(drawn):

@@ -6,12 +6,15 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from dovetail.core.compose import Selected
+from dovetail.core.engine.checks import check_fit
+from dovetail.core.engine.host_drafts import host_drafts
 from dovetail.core.errors import PluginError
 from dovetail.core.interfaces import (
     AcceptedPath,
@@ -354,6 +357,41 @@ def test_what_stands_behind_its_guesses_is_ignored() -> None:
     tidy, untidy = Spy(), Spy()
     untidy.garbage = -1
     assert [result.rows for result in run(untidy)] == [result.rows for result in run(tidy)]
+
+
+@pytest.mark.parametrize(
+    ("fact", "value", "says"),
+    [
+        ("lookahead", -1, "lookahead is -1, and it must be a number of drafts"),
+        ("depth", 9, "depth is 9, and it must be from 1 to its lookahead=4"),
+        ("verify", "always", "verify is 'always', and there are draws, rejection, typical"),
+    ],
+)
+def test_facts_outside_of_their_ranges_are_refused(
+    fact: str, value: object, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NgramDrafter, fact, value)
+    with pytest.raises(PluginError, match=f"spec_decode=ngram: its {says}"):
+        check_fit(small_composition("spec_decode=ngram"))
+
+
+def test_drafts_of_another_type_name_the_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+    spy = Spy()
+    monkeypatch.setattr(spy, "propose", lambda ctx: None)
+    with pytest.raises(TypeError, match="Spy.propose returned None, not a Draft"):
+        run(spy)
+
+
+def test_drafts_of_the_host_are_ids() -> None:
+    spy, row = Spy(), SimpleNamespace(uid=1, slot=2, draft=3)
+    tracked = {1: SimpleNamespace(grammar=None, seq=SimpleNamespace(tokens=[5]))}
+    given: list[Any] = [[7, -3, 2**70], "text", None]
+    spy.propose_host = lambda tokens, k: given.pop(0)  # type: ignore[method-assign]
+    plan: Any = SimpleNamespace(rows=[row])
+    assert host_drafts(plan, tracked, (), spy)[0].tokens == (7, -1, -1)  # type: ignore[arg-type]
+    for returned in ("'text'", "None"):
+        with pytest.raises(TypeError, match=f"Spy.propose_host returned {returned}, not a sequence of token ids"):
+            host_drafts(plan, tracked, (), spy)  # type: ignore[arg-type]
 
 
 def test_kv_groups_with_ids_of_the_model_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from dovetail import LLM, Grammar, SamplingParams
 from dovetail.core.compose import EngineConfig
 from dovetail.core.engine.engine import Engine, start_engine
 from dovetail.core.engine.policy import PolicyScheduler
-from dovetail.core.interfaces import FinishReason, KVGroup
+from dovetail.core.interfaces import Content, FinishReason, KVGroup, Reasoning
 from dovetail.core.testing.reference import default_allocator
 from dovetail.core.testing.toy import VOCABULARY, ToyCompiler, ToyComposition, ToyDevice, ToyMatcher
+from dovetail.plugins.reasoning_parser.config import ThinkConfig
+from dovetail.plugins.reasoning_parser.think import ThinkParser
 
 pytestmark = pytest.mark.nightly
 
@@ -83,6 +86,21 @@ def test_a_stop_token_inside_a_draft_ends_the_output(plain: LLM, drafting: LLM) 
     accepted = drafting.engine.counters.accepted
     assert run(drafting, params, prompt) == expected
     assert drafting.engine.counters.accepted > accepted
+
+
+def test_the_end_of_reasoning_inside_a_draft(plain: LLM, drafting: LLM) -> None:
+    """One delta has the end of the reasoning and the begin of the answer."""
+    text = "<think>if self: return</think>return self.width"
+    params = SamplingParams(grammar=Grammar(kind="choice", value=(text,)), max_tokens=60)
+    for llm in (plain, drafting):
+        parser = ThinkParser(ThinkConfig()).stream(PROMPT)
+        deltas = [delta for delta in llm.stream(PROMPT, params) if delta.text]
+        events = [event for delta in deltas for event in parser.feed(delta.text)] + parser.finish()
+        found = ("".join(event.text for event in events if isinstance(event, kind)) for kind in (Reasoning, Content))
+        assert tuple(found) == ("if self: return", "return self.width")
+    whole = "".join(delta.text for delta in deltas)
+    ends = list(accumulate(len(delta.text) for delta in deltas))
+    assert whole == text and whole.index("return self") not in ends
 
 
 # On a toy device, whose drafts are right or wrong by a hash.

@@ -33,6 +33,21 @@ WORDS: dict[str, tuple[list[str], type[Exception], str]] = {
         ConfigError,
         "vocabulary of 97 tokens, and the model one of 4",
     ),
+    "files of the draft model": (
+        ["spec_decode=draft_model", "model@spec_decode.model=llama", "spec_decode.model.path=/nowhere"],
+        ConfigError,
+        "^spec_decode.model.path=/nowhere: there is no .* Set spec_decode.model.path=<.*, or spec_decode.model.load=",
+    ),
+    "no files of the draft model": (
+        ["spec_decode=draft_model", "model@spec_decode.model=llama"],
+        ConfigError,
+        "^spec_decode.model: neither of spec_decode.model.path and .*: set model@spec_decode.model=auto",
+    ),
+    "files of a draft model to be chosen": (
+        ["spec_decode=draft_model", "model@spec_decode.model=auto", "spec_decode.model.path=/nowhere"],
+        ConfigError,
+        "^spec_decode.model.path=/nowhere: there is no ",
+    ),
     "pipeline": (
         ["spec_decode=ngram", "engine.pp=2"],
         CapabilityError,

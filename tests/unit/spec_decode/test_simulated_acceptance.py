@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from dovetail import LLM, SamplingParams
-from dovetail.core.compose import compose
+from dovetail.core.compose import cli, compose
 from dovetail.core.engine.counters import Counters
 from dovetail.core.errors import ConfigError
 from dovetail.core.startup_notes import SIMULATED
 from dovetail.core.worker.device_state import DeviceState
 from dovetail.core.worker.simulated_acceptance import simulate
+from dovetail.plugins.app.ablate.report import sentences
 from dovetail.plugins.app.bench import report
+from dovetail.plugins.app.generate.app import _settings
 from dovetail.plugins.app.serve.app import ServeApp
 from dovetail.plugins.app.serve.config import ServeConfig
 from dovetail.plugins.spec_decode.config import NgramConfig, rates_of
@@ -78,6 +82,39 @@ def test_an_engine_accepts_by_coin_and_says_so() -> None:
     assert sum(counters.accepted_at) == counters.accepted
     assert any(re.match(f"{SIMULATED}: .*0.9, 0.5, 0.9", note) for note in notes)
     assert report.simulated({"startup": {"slower_paths": list(notes)}}) == f"{SIMULATED}: "
+
+
+def test_files_of_results_say_so(tmp_path: Path) -> None:
+    words = ["spec_decode=ngram", "spec_decode.simulate_acceptance=2", "engine.device=cpu", "engine.max_len=64"]
+    assert cli.main([*words, f"generate.output={tmp_path}/out.jsonl", "generate.max_tokens=2", "--", "a", "b"]) == 0
+    for line in (tmp_path / "out.jsonl").read_text().splitlines():
+        assert json.loads(line)["note"].startswith(SIMULATED)
+
+
+def test_reports_of_ablations_say_so() -> None:
+    startup = {"slower_paths": [f"{SIMULATED}: by a coin"]}
+    result = {
+        "config": {"ablate": {"primary": "ttft_ms.median", "rounds": 1}},
+        "variants": [{"starts": [{"startup": startup}]}],
+        "void_rounds": {},
+        "comparisons": [],
+    }
+    assert [line.startswith(f"{SIMULATED}: ") for line in sentences(result)] == [True]
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (["spec_decode=ngram", "spec_decode.simulate_acceptance=2"], "spec_decode.simulate_acceptance"),
+        (["spec_decode=draft_model", "spec_decode.verify=typical"], "spec_decode.verify"),
+        (["spec_decode=draft_model"], None),
+    ],
+)
+def test_only_drafts_that_change_the_text_are_settings_of_a_file(words: list[str], option: str | None) -> None:
+    """A run into a file continues with another drafter, unless its outputs would be others."""
+    found = _settings(compose(["engine.device=cpu", *words]))
+    drafter = [name for name in found if name.startswith("spec_decode.")]
+    assert (option in drafter) if option else not drafter
 
 
 def test_counters_of_several_engines_are_added_up() -> None:
