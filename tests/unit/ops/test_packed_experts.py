@@ -127,9 +127,10 @@ def test_the_kernels_are_near_the_exact_sum(tokens, experts, active, hidden, cha
     if kind == "fp8":
         given = Activation(fmt, given.values.cpu(), given.scale.cpu())
         want = packed_experts_reference(given, routing, weights, activation, bias, fmt, torch.float32)
-        check(got.float(), want.double(), 2e-2 if tokens < 32 else 0.2)  # Many rows are not rounded between.
-        # Rounding of the few inputs that count where exponents differ much.
-        check(want, exact(x_TC, routing, up, down, activation, bias), 0.5)
+        # A value of h near the border of two E4M3 numbers may be rounded to either. Many rows are not rounded between.
+        check(got.float(), want.double(), 0.1 if tokens < 32 else 0.2)
+        # All rows together: of a single one, few inputs may count, and terms may cancel out.
+        check(want.reshape(1, -1), exact(x_TC, routing, up, down, activation, bias).reshape(1, -1), 0.2)
         return
     tolerance = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 2e-2}[kind]
     check(got.float(), exact(x_TC, routing, up, down, activation, bias), tolerance)
