@@ -40,6 +40,8 @@ FRUITLESS_ROWS = 8
 STRONG_PRIOR = 4.0, 3.0
 """Arguments of Acceptance where rows that go without drafts may never have any again: a few rejections in the first
 request do not decide."""
+LEARNT_ROWS = 16
+"""Rows with drafts before a drafter that cannot catch up is given up: else it follows more prompts to find out."""
 TRIAL_SHARE = 0.01
 """Trials are put off until the time that they lost is at most this share of the time since."""
 LEFT_BEHIND = 0.1
@@ -168,6 +170,8 @@ class Drafting:
         able_R = self._following.able(decoding)
         ranking = self._rank(decoding, able_R)
         level, token_seconds, saved = self._best(bucket, rows, length, ranking, cost)
+        if not level and self._is_learning and ranking.possible:
+            level = self._levels.of(rows)[1]
         if not self._trial_level and self._following.able(decoding, steps=1).mean() < 1 - self._may_lose:
             self._trial_rows = 0
         if self._trial_rows > 0 and (bucket.level or not level):
@@ -202,6 +206,11 @@ class Drafting:
         if level and (prompt_tokens := _tokens(prompts, budget - rows)):
             level = self._beside_prompts(bucket, rows, length, prompt_tokens, ranking, cost, token_seconds)
         return ranking.first(*self._levels.drafts(level, rows))
+
+    @property
+    def _is_learning(self) -> bool:
+        """Whether rows without drafts may never have any again, and too few had some to know that these are useless."""
+        return self._following.needed and not self._may_lose and self.acceptance.evidence < LEARNT_ROWS
 
     def launched(self, plan: StepPlan | None, sequences: Mapping[int, Sequence] | None = None) -> None:
         """Take the plan that the last choice was made for; None = nothing could run. Write StepPlan.follows,
