@@ -170,7 +170,7 @@ class Drafting:
         able_R = self._following.able(decoding)
         ranking = self._rank(decoding, able_R)
         level, token_seconds, saved = self._best(bucket, rows, length, ranking, cost)
-        if not level and self._is_learning and ranking.possible:
+        if not level and self._is_learning and ranking.possible >= rows:
             level = self._levels.of(rows)[1]
         if not self._trial_level and self._following.able(decoding, steps=1).mean() < 1 - self._may_lose:
             self._trial_rows = 0
