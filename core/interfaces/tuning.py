@@ -66,6 +66,10 @@ class Tunable(ABC):
         identity share it, so that it is compiled once."""
         return self.op, self.key, self.rows, tuple(sorted(choice.items()))
 
+    def unlisted(self) -> Choice | None:
+        """Return the choice that runs on the current GPU where no table has an entry; None = the default."""
+        return None
+
     def predicted(self, choice: Choice | None) -> float | None:
         """Return the predicted seconds of a call on the current GPU; None = there is no prediction."""
         return None

@@ -5,12 +5,25 @@ A weight is (decode(code) - zero) * scale * row_scale, with a scale, and perhaps
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(frozen=True, slots=True)
+class ShiftedDecoder:
+    """Decodes with fewer instructions to (value + shift) * unit. What is added is subtracted together with the zero, or
+    by matrix instructions."""
+
+    decode: Any
+    """As `WeightFormat.decode_words`."""
+    shift: float
+    """With each zero added, an exact number of the dtype when multiplied by `unit`."""
+    unit: float = 1.0
+    """A power of two."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,6 +51,8 @@ class WeightFormat:
     """Whether decoded values, less uint8 zeros up to the largest code, are exact in E4M3."""
     narrow_words: bool = False
     """Whether `decode_words` also serves E4M3. Others are decoded to fp16 first."""
+    shifted: Mapping[torch.dtype, ShiftedDecoder] = field(default_factory=dict)
+    """Faster decoders by the dtype that is multiplied, for whole zeros: bf16, fp16 or E4M3."""
 
 
 @dataclass(frozen=True, slots=True)

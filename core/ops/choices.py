@@ -23,6 +23,10 @@ class Choices:
         """Whether there are entries. Without them an operation chooses by itself."""
         return (op, gpu, key) in self.entries
 
+    def serves(self, op: str, gpu: str, key: Key, rows: int) -> bool:
+        """Whether an entry serves `rows`, if only to say that the default is fastest."""
+        return any(rows <= most for most in self.entries.get((op, gpu, key), {}))
+
     def find(self, op: str, gpu: str, key: Key, rows: int) -> Choice | None:
         """Return the choice with the least maximum that serves `rows`; None = the operation's default."""
         serving = self.entries.get((op, gpu, key), {})

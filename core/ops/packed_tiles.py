@@ -29,7 +29,7 @@ of `warps`. `specialized`: its `programs` compute whole tiles. It and `residents
 SHAPES = (
     *(
         (tokens, groups, residents)
-        for tokens in (16, 32)
+        for tokens in (8, 16, 32)
         for groups, residents in ((1, 2), (1, 4), (2, 1), (2, 2), (4, 1))
     ),
     *((64, groups, residents) for groups, residents in ((1, 2), (2, 1), (2, 2))),
@@ -39,8 +39,9 @@ SHAPES = (
 registers."""
 SPILLING = {(64, 2, 2), (128, 1, 2)}
 """Those where E4M3, which keeps the sums of groups apart, needs more registers, and so do the scales of groups smaller
-than a strip. The latter leave room for two programs of an SM at most, and one box of a block."""
-CYCLES = {16: 1.0, 32: 1.1, 64: 1.4, 128: 2.1}
+than a strip. The latter leave room for two programs of an SM at most, two warp groups of a program, and one box of a
+block."""
+CYCLES = {8: 0.92, 16: 1.0, 32: 1.1, 64: 1.4, 128: 2.1}
 """Relative time to decode a weight and to multiply it with so many tokens."""
 SPLIT, SPLIT_SUM = 32 << 10, 8
 """Cost of splitting a tile, and of each of its sums, in the same unit as a decoded weight."""
@@ -61,8 +62,8 @@ def choose_packed(
 ) -> MatmulTile | None:
     """Return the kernel's tile for x [rows, inputs], or None if the whole weight is decoded for the library.
 
-    The installed entry with the next higher number of rows applies, and the rule to weights without entries. `device`
-    and `processors` are the GPU's name and number of SMs. `shared`: shared memory of a program in bytes. `hopper`:
+    The installed entry with the next higher number of rows applies, and the rule where there is none. `device` and
+    `processors` are the GPU's name and number of SMs. `shared`: shared memory of a program in bytes. `hopper`:
     whether Hopper's kernel can run."""
     return _choose(installed(), rows, key, device, processors, shared, hopper)
 
@@ -74,7 +75,7 @@ def _choose(
     facts: Mapping[str, Any] = dict(key)
     shape = rows, facts["outputs"], facts["inputs"]
     how = facts["bits"], facts["itemsize"], processors, shared
-    if choices.tuned(OP, device, key):
+    if choices.serves(OP, device, key, rows):
         choice = choices.find(OP, device, key, rows)
         tile = None if choice is None else tile_of(choice)
         if tile is None or (tile.tma and not hopper):
@@ -141,12 +142,12 @@ def specialized_tiles(
 ) -> Iterator[MatmulTile]:
     """Yield specialized_packed's tiles with as many blocks in flight as fit, and the ways to distribute their work:
     tiles as a whole or in equal parts, at most as many as run at a time, or equal ranges of all units (Stream-K)."""
-    most = max(16, 1 << (rows - 1).bit_length())
+    most = max(8, 1 << (rows - 1).bit_length())
     for (tokens, groups, residents), boxes in product(SHAPES, (1, 2)):
         fine, spills = 0 < group < WORDS, (tokens, groups, residents) in SPILLING
         if tokens > most or tokens < min(most, 64) or ((itemsize == 1 or fine) and spills):
             continue
-        if fine and (boxes > 1 or residents > 2):
+        if fine and (boxes > 1 or residents > 2 or groups > 2):
             continue
         base = MatmulTile(*(tokens, 64 * groups, boxes * WORDS * 32 // bits, 4 * groups), tma=True, residents=residents)
         room = (SM_SHARED if shared >= HOPPER_SHARED else shared) // residents - RESERVED
@@ -187,7 +188,7 @@ def check_packed(key: Key, rows: int, choice: Choice) -> None:
     names = ("format", "bits", "group", "outputs", "inputs", "itemsize")
     if set(facts) != set(names):
         raise ValueError(f"the key of a packed matmul has {', '.join(names)}; this one has {', '.join(facts)}")
-    check_fields(choice)
+    check_fields(choice, 8 if choice.get("tma") else 16)
     if other := [name for name in choice if name not in FIELDS]:
         raise ValueError(f"a tile of a packed matmul has no {shown(other[0])}; it has {', '.join(FIELDS)}")
     block = WORDS * 32 // facts["bits"]

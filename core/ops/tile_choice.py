@@ -219,7 +219,7 @@ def check_matmul(key: Key, rows: int, choice: Choice) -> None:
         raise ValueError(f"it needs {tile.counters(*shape)} counters, and there are {MOST_SHARED_TILES}")
 
 
-def check_fields(choice: Choice) -> None:
+def check_fields(choice: Choice, least_tokens: int = 16) -> None:
     """Raise ValueError if a choice has other fields than a tile, or values that no tile can have."""
     known = {field.name: field for field in fields(MatmulTile)}
     for name, value in choice.items():
@@ -230,10 +230,11 @@ def check_fields(choice: Choice) -> None:
             raise ValueError(f"{name} is {shown(value)}, not {'true or false' if wants_bool else 'a whole number'}")
         if not 0 <= value < 1 << 16:
             raise ValueError(f"{name} is {value}, which is not from 0 to 65535")
-    for name in ("tokens", "outputs", "inputs"):
+    sides = (16, 32, 64, 128, 256, 512, 1024)
+    for name, more in (("tokens", least_tokens), ("outputs", 16), ("inputs", 16)):
         side = choice.get(name, 0)
-        if side not in (16, 32, 64, 128, 256, 512, 1024) and not (choice.get("specialized") and name == "tokens"):
-            raise ValueError(f"{name} is {side}, not a power of two from 16 to 1024")
+        if side not in (more, *sides) and not (choice.get("specialized") and name == "tokens"):
+            raise ValueError(f"{name} is {side}, not a power of two from {more} to 1024")
     tile = tile_of(choice)
     if tile.warps not in (1, 2, 4, 8, 16) or not 1 <= tile.stages <= 16 or not 1 <= tile.split:
         raise ValueError(f"warps={tile.warps}, stages={tile.stages}, split={tile.split} cannot be launched")

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from dovetail.core.interfaces.weight import WeightFormat
+from dovetail.core.interfaces.weight import ShiftedDecoder, WeightFormat
 from dovetail.core.ops.formats import triton_encode
 
 NF4_VALUES = (
@@ -40,11 +40,27 @@ def _decoder(name: str) -> object:
     return triton_encode(f"dovetail.core.ops.kernels.decoders:{name}")
 
 
+def _shifted_integers(offset: int) -> dict[torch.dtype, ShiftedDecoder]:
+    """Decoders of codes of 4 bits less `offset`, to the code plus the constant whose mantissa holds it. In E4M3 a code
+    is the subnormal number of the same bits."""
+    large, small = _decoder("decode_large_uint4_words"), _decoder("decode_small_uint4_words")
+    return {
+        torch.bfloat16: ShiftedDecoder(large, 128.0 + offset),
+        torch.float16: ShiftedDecoder(large, 1024.0 + offset),
+        torch.float8_e4m3fn: ShiftedDecoder(small, float(offset), 2.0**-9),
+    }
+
+
 UINT4 = WeightFormat(
-    "uint4", 4, 4, partial(_integer, offset=0), _decoder("decode_uint4"), _decoder("decode_uint4_words"), True, True
+    *("uint4", 4, 4, partial(_integer, offset=0), _decoder("decode_uint4"), _decoder("decode_uint4_words")),
+    zero=True,
+    e4m3=True,
+    shifted=_shifted_integers(0),
 )
 INT4 = WeightFormat(
-    *("int4", 4, 4, partial(_integer, offset=8), _decoder("decode_int4"), _decoder("decode_int4_words")), e4m3=True
+    *("int4", 4, 4, partial(_integer, offset=8), _decoder("decode_int4"), _decoder("decode_int4_words")),
+    e4m3=True,
+    shifted=_shifted_integers(8),
 )
 """Codes are offset by 8."""
 INT6 = WeightFormat("int6", 6, 8, partial(_integer, offset=32), _decoder("decode_int6"), _decoder("decode_int6_words"))

@@ -60,13 +60,27 @@ class PackedMatmulTunable(Tunable):
     def gpu(self) -> Gpu:
         return self._gpu or this_gpu()
 
+    @property
+    def _facts(self) -> tuple[int, int, int, int]:
+        return self.packed.format.stored_bits, self.itemsize, self.gpu.processors, self.gpu.shared
+
+    @property
+    def _hopper(self) -> bool:
+        return self.gpu.hopper and specializes(self.packed, multiplied_dtype(self.x_dtype, self.packed))
+
     def candidates(self) -> Iterable[Choice]:
-        facts = self.packed.format.stored_bits, self.itemsize, self.gpu.processors, self.gpu.shared
-        hopper = self.gpu.hopper and specializes(self.packed, multiplied_dtype(self.x_dtype, self.packed))
-        group = self.packed.group
-        ruled = [specialized_tile(*self.shape, *facts, group) if hopper else None, packed_tile(*self.shape, *facts)]
-        tiles = [*(specialized_tiles(*self.shape, *facts, group) if hopper else self._tiles())]
-        return map(choice_of, dict.fromkeys(tile for tile in [*ruled, *tiles] if tile and self.admits(choice_of(tile))))
+        shape, group = self.shape, self.packed.group
+        tiles = [*(specialized_tiles(*shape, *self._facts, group) if self._hopper else self._tiles())]
+        ruled = [*self._ruled(), *tiles]
+        return map(choice_of, dict.fromkeys(tile for tile in ruled if self.admits(choice_of(tile))))
+
+    def unlisted(self) -> Choice | None:
+        return next(map(choice_of, self._ruled()), None)
+
+    def _ruled(self) -> Iterator[MatmulTile]:
+        """Yield what the rule picks, the kernel for Hopper first."""
+        special = specialized_tile(*self.shape, *self._facts, self.packed.group) if self._hopper else None
+        yield from (tile for tile in (special, packed_tile(*self.shape, *self._facts)) if tile)
 
     def _tiles(self) -> Iterator[MatmulTile]:
         """Yield tiles of this shape with as many blocks in flight as fit with the other programs of an SM."""

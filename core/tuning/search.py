@@ -64,7 +64,7 @@ class Found:
     times: tuple[tuple[Choice | None, float], ...]
     """Choices timed in turns with their microseconds, fastest first; the default (None) is among them."""
     before: float | None
-    """Microseconds of the choice that was installed before the search, timed in the same turns."""
+    """Microseconds of the choice that ran before the search, timed in the same turns."""
     others: tuple[tuple[Choice, float], ...] = ()
     """The other candidates and their microseconds, timed briefly."""
 
@@ -176,8 +176,8 @@ def search(
 
 
 def _ordered(tunable: Tunable, gpu: str, most: int) -> list[Choice]:
-    """Return the installed choice and the most promising candidates."""
-    current = installed().find(tunable.op, gpu, tunable.key, tunable.rows)
+    """Return the choice that runs now and the most promising candidates."""
+    current = _current(tunable, gpu)
     return _unique([*([] if current is None else [current]), *islice(tunable.candidates(), most)])
 
 
@@ -196,7 +196,7 @@ def _jobs(planned: Iterable[tuple[Tunable, Sequence[Choice]]]) -> dict[Hashable,
 def measure(tunable: Tunable, timer: Timer, gpu: str, tried: Sequence[Choice], finals: int) -> Found:
     """Time one tunable with its default and the choices `tried`."""
     timer.open(tunable)
-    current = installed().find(tunable.op, gpu, tunable.key, tunable.rows)
+    current = _current(tunable, gpu)
     brief = [(us, choice) for choice, us in zip(tried, timer.microseconds(tried, False), strict=True) if us is not None]
     brief.sort(key=lambda pair: pair[0])
     kept: list[Choice | None] = [None]
@@ -217,6 +217,13 @@ def measure(tunable: Tunable, timer: Timer, gpu: str, tried: Sequence[Choice], f
     times = tuple((choice, us) for us, choice in again)
     others = tuple((choice, us) for us, choice in brief if choice not in kept)
     return Found(tunable.op, tunable.key, tunable.rows, times, before, others)
+
+
+def _current(tunable: Tunable, gpu: str) -> Choice | None:
+    """Return the choice that runs now, None if it is the default."""
+    if installed().serves(tunable.op, gpu, tunable.key, tunable.rows):
+        return installed().find(tunable.op, gpu, tunable.key, tunable.rows)
+    return tunable.unlisted()
 
 
 def _unique(choices: Iterable[Choice]) -> list[Choice]:

@@ -83,6 +83,34 @@ def decode_int4_words(words, AT: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def decode_large_uint4_words(words, AT: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the codes plus 128 in bfloat16, plus 1024 in float16."""
+    RIGHT: tl.constexpr = ("0", "4", "8", "12")[AT % 16 // 4]
+    BASE: tl.constexpr = "0x43004300" if DTYPE == tl.bfloat16 else "0x64006400"
+    return _from_words(
+        words, AT, "shr.u32 code, code, " + RIGHT + "; lop3.b32 $0, code, 0x000f000f, " + BASE + ", 0xea; ", DTYPE
+    )
+
+
+@triton.jit
+def decode_small_uint4_words(words, AT: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the codes / 512 in E4M3, whose subnormal numbers and those of the next exponent are multiples of 1 / 512.
+    There must be a multiple of four words per thread."""
+    # The byte that holds the code, of two words.
+    BYTES: tl.constexpr = ("0x0040; ", "0x0051; ", "0x0062; ", "0x0073; ")[AT // 8]
+    SHIFT: tl.constexpr = "" if AT % 8 == 0 else "shr.u32 a, a, 4; "
+    return tl.inline_asm_elementwise(
+        "{.reg .b32 a, b; prmt.b32 a, $1, $2, " + BYTES + "prmt.b32 b, $3, $4, " + BYTES
+        + "prmt.b32 a, a, b, 0x5410; " + SHIFT + "and.b32 $0, a, 0x0f0f0f0f;}",
+        "=r,r,r,r,r",
+        [words],
+        dtype=tl.float8e4nv,
+        is_pure=True,
+        pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
 def decode_int6(code, DTYPE: tl.constexpr):
     """Codes are offset by 32."""
     return _integer(code, 32, 6, DTYPE)

@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dovetail.core.interfaces.weight import PackedWeight
+from dovetail.core.ops.kernels.decoders import scaled_e2m1_words
 from dovetail.core.ops.kernels.gluon import (
     LINE,
     PRODUCER_REGISTERS,
@@ -35,25 +36,28 @@ from dovetail.core.ops.kernels.gluon import (
     tensor_map,
 )
 from dovetail.core.ops.kernels.launch import dependent
+from dovetail.core.ops.kernels.packed_operands import (
+    decode,
+    factor_of_scale,
+    filled,
+    load_words,
+    multiply,
+    of_block,
+    restore,
+    scaled,
+)
 from dovetail.core.ops.kernels.packed_ring import LANES, fill, following, produce
 from dovetail.core.ops.padding import readable_rows
 from dovetail.core.ops.tiles import MatmulTile
+from dovetail.core.ops.weight_formats import E2M1
 
 WHOLE = 1 << 30
 """GROUP of a matrix with one scale for each row: a multiple of every block."""
 TOGETHER = gl.constexpr(4)
 """Partial sums that are loaded together."""
-
-
-@gluon.jit
-def _of_block(source_ptr, o, outputs, groups, first, GROUP: gl.constexpr, STEP: gl.constexpr, COUNT: gl.constexpr):
-    """Return the scales or zeros of a block whose first input is `first`: [O] for each of COUNT runs of STEP inputs."""
-    at = source_ptr + o.to(gl.int64) * groups
-    values = ()
-    for run in gl.static_range(COUNT):
-        group = (first + run * STEP) // GROUP
-        values += (gl.load(at + group, mask=(o < outputs) & (group < groups), other=0.0),)  # type: ignore[assignment]
-    return values
+MOST_SUBTRACTED = 32
+"""Tokens of a tile up to which matrix instructions subtract the shifts of codes in E4M3. With more they take longer
+than decoding to signed numbers, as they do in 16 bits with any number of tokens."""
 
 
 @gluon.jit
@@ -118,44 +122,16 @@ def _reduce_split(acc, tile, done, cut, part_ptr, count_ptr, GROUP_O: gl.constex
 
 
 @gluon.jit
-def _decode(words, strip: gl.constexpr, zero, scale, DECODE: gl.constexpr, DTYPE: gl.constexpr, BITS: gl.constexpr,
-            NARROW: gl.constexpr):  # fmt: skip
-    """Return a strip of the left operand [O, I]. `zero`, `scale`: [O] or None. NARROW: codes are E4M3, and DECODE
-    returns them as they are."""
-    # E4M3 has no arithmetic, so words are decoded to float16, which holds its numbers.
-    CODE: gl.constexpr = gl.float16 if DTYPE == gl.float8e4nv and not NARROW else DTYPE
-    value = DECODE(words, strip * BITS, CODE)
-    if zero is not None:
-        # Whole zeros are exact in 16 bits.
-        value -= zero.to(CODE)[:, None]
-    if scale is not None:
-        # The product with a scale of few bits is rounded once.
-        EXACT: gl.constexpr = scale.dtype == CODE or scale.dtype == gl.float8e4nv
-        FACTOR: gl.constexpr = CODE if EXACT else gl.float32
-        value = value.to(FACTOR) * scale.to(FACTOR)[:, None]
-    return value.to(DTYPE)
-
-
-@gluon.jit
-def _load_words(box, LEFT: gl.constexpr, PIECES: gl.constexpr):
-    """Return the words of a box as left operands of the same width: the first inputs of all strips, and so on."""
-    WIDE: gl.constexpr = LANES // PIECES
-    words = ()
-    for piece in gl.static_range(PIECES):
-        words += (box.slice(piece * WIDE, WIDE, 1).load(LEFT),)  # type: ignore[assignment]
-    return words
-
-
-@gluon.jit
 def _consume(rings, work, begin, split, weight, epilogue, size, GROUP_O: gl.constexpr,
              BLOCK_T: gl.constexpr, BOXES: gl.constexpr, X_BOXES: gl.constexpr, GROUPS: gl.constexpr,
              PLACES: gl.constexpr, BITS: gl.constexpr, GROUP: gl.constexpr, RUN: gl.constexpr, SUMS: gl.constexpr,
-             STRIP: gl.constexpr, DECODE: gl.constexpr, NARROW: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
+             STRIP: gl.constexpr, DECODE: gl.constexpr, NARROW: gl.constexpr, SHIFT: gl.constexpr, UNIT: gl.constexpr,
+             FACTORS: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
     """Consumer warp group for outputs [GROUP_O * WHICH, GROUP_O * (WHICH + 1)) of each tile."""
     x, codes, full, empty = rings
+    scale_ptr, zero_ptr, less, groups = weight
     lo, hi, blocks, t_tiles = work
     part_ptr, count_ptr, units = split
-    scale_ptr, zero_ptr, groups = weight
     tokens, outputs = size
     DTYPE: gl.constexpr = x.dtype
     STRIPS: gl.constexpr = 32 // BITS
@@ -168,8 +144,16 @@ def _consume(rings, work, begin, split, weight, epilogue, size, GROUP_O: gl.cons
     BY_SUM: gl.constexpr = gl.SliceLayout(1, ACC)
     BY_CODE: gl.constexpr = gl.SliceLayout(1, LEFT)
     SCALED: gl.constexpr = BY_SUM if SUMS else BY_CODE
+    # A second matrix instruction for each strip subtracts shifts from sums of codes.
+    SUBTRACTS: gl.constexpr = NARROW and SHIFT is not None
+    BY_ZERO: gl.constexpr = BY_SUM if SUBTRACTS else BY_CODE
+    IN_RUN: gl.constexpr = RUN * (2 if SUBTRACTS else 1)
+    # With FACTORS, four scales are loaded in a word.
+    IN_WORD: gl.constexpr = 4 if FACTORS else 1
+    SCALES: gl.constexpr = RUNS // IN_WORD
+    OF_SCALE: gl.constexpr = STEP * IN_WORD
     o_sum = gl.arange(0, GROUP_O, SCALED)
-    o_code = gl.arange(0, GROUP_O, BY_CODE)
+    o_zero = gl.arange(0, GROUP_O, BY_ZERO)
     place, phase = 0, 0
     o_tile, t_tile, first = begin
     unit = lo
@@ -177,51 +161,64 @@ def _consume(rings, work, begin, split, weight, epilogue, size, GROUP_O: gl.cons
         last = gl.minimum(first + hi - unit, blocks)
         row_o = (o_tile * GROUPS + WHICH) * GROUP_O
         acc = gl.zeros([GROUP_O, BLOCK_T], gl.float32, ACC)
-        scales = _of_block(scale_ptr, row_o + o_sum, outputs, groups, first * (RUNS * STEP), GROUP, STEP, RUNS)
+        column = first * (RUNS * STEP)
+        scales = of_block(scale_ptr, row_o + o_sum, outputs, groups, column, GROUP * IN_WORD, OF_SCALE, SCALES)
         zeros = ()
         if zero_ptr is not None:
-            zeros = _of_block(zero_ptr, row_o + o_code, outputs, groups, first * (RUNS * STEP), GROUP, STEP, RUNS)
+            zeros = of_block(zero_ptr, row_o + o_zero, outputs, groups, column, GROUP, STEP, RUNS)
         for block in range(first, last):
             mbarrier.wait(full.index(place), phase)
             # Those of the next block, whose latency overlaps with this one.
             column = (block + 1) * (RUNS * STEP)
-            next_scales = _of_block(scale_ptr, row_o + o_sum, outputs, groups, column, GROUP, STEP, RUNS)
+            next_scales = of_block(scale_ptr, row_o + o_sum, outputs, groups, column, GROUP * IN_WORD, OF_SCALE, SCALES)
             next_zeros = ()
             if zero_ptr is not None:
-                next_zeros = _of_block(zero_ptr, row_o + o_code, outputs, groups, column, GROUP, STEP, RUNS)
-            sums = acc
+                next_zeros = of_block(zero_ptr, row_o + o_zero, outputs, groups, column, GROUP, STEP, RUNS)
+            sums, of_x = acc, acc
+            nothing = gl.zeros([GROUP_O, BLOCK_T], gl.float32, ACC)
             for run in gl.static_range(RUNS):
-                before = sums
+                before, x_before = sums, of_x
                 for at in gl.static_range(run * RUN, run * RUN + RUN):
                     if at % (STRIPS * PIECES) == 0:
                         box = codes.index((place * BOXES + at // (STRIPS * PIECES)) * GROUPS + WHICH)
-                        words = _load_words(box, LEFT, PIECES)
-                    zero = None if zero_ptr is None else zeros[run]
-                    scale = None if SUMS else scales[run]
+                        words = load_words(box, LEFT, PIECES)
+                    zero = None if zero_ptr is None or SUBTRACTS else zeros[run]
+                    scale = None if SUMS else scales[run // IN_WORD]
                     strip_words = words[at % PIECES]
-                    w_OI = _decode(strip_words, at // PIECES % STRIPS, zero, scale, DECODE, DTYPE, BITS, NARROW)
+                    if FACTORS:
+                        factor_O1 = factor_of_scale(scale, run % IN_WORD, DTYPE)[:, None]
+                        w_OI = scaled_e2m1_words(strip_words, factor_O1, at // PIECES % STRIPS * BITS, DTYPE)
+                    else:
+                        w_OI = decode(
+                            strip_words, at // PIECES % STRIPS, zero, scale, DECODE, DTYPE, BITS, NARROW, SHIFT
+                        )
                     x_box = x.index(place * X_BOXES + at // (X_STRIPS * PIECES))
                     x_IT = x_box.slice(at % (X_STRIPS * PIECES) * STRIP, STRIP, 1).permute((1, 0))
                     if SUMS:
-                        nothing = gl.zeros([GROUP_O, BLOCK_T], gl.float32, ACC)
-                        if at == run * RUN:
-                            sums = warpgroup_mma(w_OI, x_IT, nothing, use_acc=False, is_async=True)
-                        else:
-                            sums = warpgroup_mma(w_OI, x_IT, sums, is_async=True)
+                        sums = multiply(w_OI, x_IT, sums, nothing, at == run * RUN)
+                        if SUBTRACTS:
+                            if zero_ptr is None:
+                                sums = warpgroup_mma(less, x_IT, sums, is_async=True)
+                            else:
+                                of_x = multiply(less, x_IT, of_x, nothing, at == run * RUN)
                     else:
                         acc = warpgroup_mma(w_OI, x_IT, acc, is_async=True)
                 if SUMS:
                     if run > 0:
                         # This run's instructions stay in flight.
-                        acc += warpgroup_mma_wait(RUN, deps=[before]) * scales[run - 1].to(gl.float32)[:, None]
+                        zero = None if zero_ptr is None else zeros[run - 1]
+                        acc += scaled(before, x_before, scales[run - 1], zero, IN_RUN, SUBTRACTS, SHIFT, UNIT)
             if SUMS:
-                acc += warpgroup_mma_wait(0, deps=[sums]) * scales[RUNS - 1].to(gl.float32)[:, None]
+                zero = None if zero_ptr is None else zeros[RUNS - 1]
+                acc += scaled(sums, of_x, scales[RUNS - 1], zero, 0, SUBTRACTS, SHIFT, UNIT)
             else:
                 acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(empty.index(place))
             place, phase = advance(place, phase, PLACES)
             scales, zeros = next_scales, next_zeros
         row_t = t_tile * BLOCK_T
+        if FACTORS:
+            acc = acc * restore(DTYPE)
         if part_ptr is None:
             _write(acc, row_o, row_t, epilogue, tokens, outputs, GROUP_O, BLOCK_T)
         elif last - first == blocks:
@@ -266,17 +263,24 @@ def packed_specialized(
     STRIP: gl.constexpr,
     DECODE: gl.constexpr,
     NARROW: gl.constexpr,
+    SHIFT: gl.constexpr,
+    UNIT: gl.constexpr,
+    FACTORS: gl.constexpr,
+    LESS: gl.constexpr,
     RESIDENTS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """A block has BOXES boxes of LANES words and X_BOXES of x. GROUPS: consumer warp groups, 1, 2 or 4. PLACES:
     blocks in the ring. GROUP: inputs of a scale. STRIP: inputs that are decoded together, LANES or half as many. RUN:
-    strips that are summed together."""
+    strips that are summed together. LESS: bits of a number in E4M3 that multiplies sums of x, or None."""
     GROUP_O: gl.constexpr = source.block_type.shape[0]
     BLOCK_T: gl.constexpr = x_source.block_type.shape[0]
     codes = gl.allocate_shared_memory(gl.int32, [PLACES * BOXES * GROUPS, GROUP_O, LANES], source.layout)
     x = gl.allocate_shared_memory(x_source.dtype, [PLACES * X_BOXES, BLOCK_T, x_source.block_type.shape[1]],
                                   x_source.layout)  # fmt: skip
+    less = x
+    if LESS is not None:
+        less = filled(GROUP_O, STRIP, LESS)
     full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(PLACES):
@@ -294,7 +298,7 @@ def packed_specialized(
     tile = lo // blocks
     begin = (tile // t_tiles, tile % t_tiles, lo - tile * blocks)
     rings = (x, codes, full, empty)
-    weight = (scale_ptr, zero_ptr, groups)
+    weight = (scale_ptr, zero_ptr, less, groups)
     epilogue = (x_scale_ptr, x_scale_st, row_scale_ptr, bias_ptr, out_ptr)
     size = (tokens, outputs)
     split = (part_ptr, count_ptr, units)
@@ -305,7 +309,7 @@ def packed_specialized(
         gl.warp_specialize(
             [
                 (_consume, (rings, work, begin, split, weight, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES,
-                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, STRIP, DECODE, NARROW, 0)),
+                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, STRIP, DECODE, NARROW, SHIFT, UNIT, FACTORS, 0)),
                 (produce, (x_source, source, rings, work, unit, BOXES, X_BOXES, GROUPS, PLACES, PDL)),
             ],
             [1],
@@ -315,9 +319,9 @@ def packed_specialized(
         gl.warp_specialize(
             [
                 (_consume, (rings, work, begin, split, weight, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES,
-                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, STRIP, DECODE, NARROW, 0)),
+                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, STRIP, DECODE, NARROW, SHIFT, UNIT, FACTORS, 0)),
                 (_consume, (rings, work, begin, split, weight, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES,
-                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, STRIP, DECODE, NARROW, 1)),
+                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, STRIP, DECODE, NARROW, SHIFT, UNIT, FACTORS, 1)),
                 (produce, (x_source, source, rings, work, unit, BOXES, X_BOXES, GROUPS, PLACES, PDL)),
             ],
             [4, 1],
@@ -327,13 +331,13 @@ def packed_specialized(
         gl.warp_specialize(
             [
                 (_consume, (rings, work, begin, split, weight, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES,
-                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, STRIP, DECODE, NARROW, 0)),
+                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, STRIP, DECODE, NARROW, SHIFT, UNIT, FACTORS, 0)),
                 (_consume, (rings, work, begin, split, weight, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES,
-                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, STRIP, DECODE, NARROW, 1)),
+                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, STRIP, DECODE, NARROW, SHIFT, UNIT, FACTORS, 1)),
                 (_consume, (rings, work, begin, split, weight, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES,
-                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, STRIP, DECODE, NARROW, 2)),
+                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, STRIP, DECODE, NARROW, SHIFT, UNIT, FACTORS, 2)),
                 (_consume, (rings, work, begin, split, weight, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES,
-                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, STRIP, DECODE, NARROW, 3)),
+                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, STRIP, DECODE, NARROW, SHIFT, UNIT, FACTORS, 3)),
                 (produce, (x_source, source, rings, work, unit, BOXES, X_BOXES, GROUPS, PLACES, PDL)),
             ],
             [4, 4, 4, 1],
@@ -361,10 +365,24 @@ def launch_packed(
     # More FP8 products than a line has would lose bits in the tensor core's accumulator.
     run = min(gcd(packed.group, tile.inputs) // strip, LINE.value // strip if fp8 else tile.inputs)
     sums = fp8 or 4 * tile.tokens <= strip * run
+    narrow, shifted, less = fp8 and packed.format.narrow_words, None, None
+    if fp8 and tile.tokens <= MOST_SUBTRACTED and torch.float8_e4m3fn in packed.format.shifted:
+        narrow, shifted = True, packed.format.shifted[torch.float8_e4m3fn]
+        # For sums of x times the shift, or sums of x where each group has a zero of its own.
+        number = -shifted.shift * shifted.unit if packed.zero is None else 1.0
+        less = torch.tensor(number).to(torch.float8_e4m3fn).view(torch.int8).item()
+    elif packed.zero is not None:
+        # One instruction subtracts both the shift and the zero.
+        shifted = packed.format.shifted.get(torch.float16 if fp8 else x_TI.dtype)
+    # Of NVFP4, scales of four groups are loaded and decoded together.
+    scale = packed.scale
+    factors = packed.format is E2M1 and scale.dtype is torch.float8_e4m3fn and strip < LANES.value and groups % 4 == 0
+    if factors:
+        scale, groups = scale.view(torch.int32), groups // 4
     packed_specialized[(programs,)](
         tensor_map(x_TI, tile.tokens, readable_rows(x_TI, tile.tokens)),
         tensor_map(packed.codes, tile.outputs // warp_groups, outputs),
-        packed.scale,
+        scale,
         packed.zero,
         x_scale_T1,
         packed.row_scale,
@@ -388,8 +406,12 @@ def launch_packed(
         RUN=run,
         SUMS=sums,
         STRIP=strip,
-        DECODE=packed.format.decode_words,
-        NARROW=fp8 and packed.format.narrow_words,
+        DECODE=packed.format.decode_words if shifted is None else shifted.decode,
+        NARROW=narrow,
+        SHIFT=None if shifted is None else shifted.shift,
+        UNIT=1.0 if shifted is None else shifted.unit,
+        FACTORS=factors,
+        LESS=less,
         RESIDENTS=tile.residents,
         num_warps=4,
         maxnreg=launch_registers(warp_groups, tile.residents),

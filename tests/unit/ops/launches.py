@@ -54,7 +54,7 @@ from .expert_launches import RULES, choose, experts
 from .expert_launches import multiply as multiply_experts
 from .expert_launches import multiply_packed as multiply_packed_experts
 from .latent_launches import latents
-from .packed_launches import packed_products
+from .packed_launches import hopper_operands, packed_products
 from .shipped import SHIPPED, TILES
 
 VOCAB = 128256
@@ -305,6 +305,7 @@ def more_functions() -> None:
         choose(rule)
     multiply_experts(64, 128, 8, 2048, 768, E4M3, blocks=True)
     multiply_packed_experts(256, 32, 4, 2880, 2880, PLAIN)
+    hopper_operands()
     tile = MatmulTile(128, 256, 128, stages=4, split=2, specialized=True)
     scales = cuda(200, 1, dtype=FP32), cuda(1280, dtype=FP32)
     given = cuda(200, 8192, dtype=E4M3), cuda(1280, 8192, dtype=E4M3)

@@ -59,8 +59,20 @@ def decode_everything(words_ptr, out_ptr):
         total += decoders.decode_uint4_words(words, half * 16, DTYPE) + decoders.decode_int4_words(words, 4, DTYPE)
         total += decoders.decode_e2m1_words(words, half * 16 + 8, DTYPE) + decoders.decode_nf4_words(words, 12, DTYPE)
         total += decoders.decode_uint8_words(words, half * 16, DTYPE) + decoders.decode_int8_words(words, 8, DTYPE)
+        total += decoders.decode_large_uint4_words(words, 4, DTYPE)
         total += decoders.decode_int6_words(words, 8, DTYPE) + decoders.decode_e4m3_code_words(words, half * 16, DTYPE)
     tl.store(out_ptr + at, total)
+
+
+def hopper_operands() -> None:
+    """Scales of NVFP4, and codes that are multiplied as they are in E4M3, by the kernel for Hopper."""
+    counts = cuda(MOST_SHARED_TILES, dtype=INT32)
+    nvfp4, uint4 = (packed_weight(fmt, 4096, 4096, group, scale) for fmt, group, scale in OPERANDS)
+    packed_matmul(cuda(1, 4096), nvfp4, None, BF16, counts=counts)
+    packed_matmul(cuda(1, 4096, dtype=E4M3), uint4, None, BF16, cuda(1, 1, dtype=FP32), counts)
+
+
+OPERANDS = ((weight_formats.E2M1, 16, E4M3), (weight_formats.UINT4, 128, BF16))
 
 
 def packed_products() -> None:

@@ -100,8 +100,9 @@ def run(block: str, inputs: dict[str, int], dtype: torch.dtype) -> dict[str, int
 
 
 FORMATS = (INT4, UINT4, E2M1, NF4, INT6, UINT8, INT8, E4M3)
-CASES = [(fmt, dtype) for fmt in FORMATS for dtype in (torch.bfloat16, torch.float16)]
-CASES.append((E4M3, torch.float8_e4m3fn))
+CASES = [(fmt, dtype, False) for fmt in FORMATS for dtype in (torch.bfloat16, torch.float16)]
+CASES.append((E4M3, torch.float8_e4m3fn, False))
+SHIFTED = [(fmt, dtype, True) for fmt in (INT4, UINT4) for dtype in fmt.shifted]
 
 
 def random_word(fmt: WeightFormat) -> int:
@@ -110,17 +111,22 @@ def random_word(fmt: WeightFormat) -> int:
     return int.from_bytes(code - 1 if fmt is E4M3 and code & 127 == 127 else code for code in codes)
 
 
-@pytest.mark.parametrize(("fmt", "dtype"), CASES if EVERYTHING else CASES[::2] + CASES[1:2])
-def test_codes_in_words(fmt: WeightFormat, dtype: torch.dtype):
+@pytest.mark.parametrize(
+    ("fmt", "dtype", "shifted"), CASES + SHIFTED if EVERYTHING else CASES[::2] + CASES[1:2] + SHIFTED[:3]
+)
+def test_codes_in_words(fmt: WeightFormat, dtype: torch.dtype, shifted: bool):
+    shift, unit, decode = 0.0, 1.0, fmt.decode_words
+    if shifted:
+        shift, unit, decode = fmt.shifted[dtype].shift, fmt.shifted[dtype].unit, fmt.shifted[dtype].decode
     with compiled_for_hopper() as compiled:
         words, out = (torch.empty(1024, dtype=kind, device="cuda") for kind in (torch.int32, dtype))
-        decode_all_bits[(1,)](words, out, fmt.stored_bits, fmt.decode_words, num_warps=1)
+        decode_all_bits[(1,)](words, out, fmt.stored_bits, decode, num_warps=1)
     ((_, kernel),) = compiled.kernels
     blocks = re.findall(r"begin inline asm\s*\{(.*?)\}\s*//\s*end inline asm", kernel.asm["ptx"], re.DOTALL)
     served, bits = list[int](), fmt.stored_bits
     for block in (block for block in blocks if "prmt" in block):
         names = list(dict.fromkeys(re.findall(r"%r\d+", block)))
-        outputs = [name for name in names if re.search(rf"(fma|sub|cvt)\S* {name},|prmt\.b32 {name},", block)]
+        outputs = [name for name in names if re.search(rf"(fma|sub|cvt|lop3|and)\S* {name},|prmt\.b32 {name},", block)]
         inputs = [name for name in names if name not in outputs]
         tries = [[random_word(fmt) for _ in inputs] for _ in range(20)]
         got = []
@@ -130,7 +136,8 @@ def test_codes_in_words(fmt: WeightFormat, dtype: torch.dtype):
         for at in range(0, 32, bits):
             mask = (1 << bits) - 1
             codes = torch.tensor([[word >> at & mask for word in try_] for try_ in tries], dtype=torch.uint8)
-            if torch.equal(torch.stack(got), fmt.reference(codes).to(dtype).double()):
+            expected = (fmt.reference(codes).to(dtype).double() + shift) * unit
+            if torch.equal(torch.stack(got), expected):
                 served.append(at)
     each = len(served) * bits // 32
     assert each and sorted(served) == [at for at in range(0, 32, bits) for _ in range(each)]

@@ -4,6 +4,7 @@ They run compiled on a GPU, or in Triton's interpreter (tests/test_in_interprete
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from itertools import product
 
@@ -85,7 +86,7 @@ if not INTERPRETED and torch.cuda.get_device_capability() == (9, 0):
     # Hopper's kernel is in Gluon, which has no interpreter.
     SPECIALIZED = {
         (t.tokens, t.warps, t.residents, t.inputs, bool(t.programs), t.split > 1, itemsize, bits): t
-        for rows in (16, 32, 64, 128)
+        for rows in (8, 16, 32, 64, 128)
         for itemsize, bits in product((1, 2), (4, 8))
         for t in specialized_tiles(rows, 4096, 4096, bits, itemsize, 7, HOPPER_SHARED)
     }
@@ -104,6 +105,16 @@ if not INTERPRETED and torch.cuda.get_device_capability() == (9, 0):
             weight = packed(fmt, (200, 72, 1280)[n % 3], inputs, group, scale, rows=n % 2 == 0)
             rows = (1, tile.tokens - 1, 2 * tile.tokens + 3)[(n + tile.tokens) % 3]
             assert_multiplies(weight, rows, tile, FP8 if itemsize == 1 else WIDE)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, FP16])
+    @pytest.mark.parametrize(("rows", "inputs"), [(1, 4096), (9, 704), (70, 2048), (200, 1088)])
+    def test_scales_of_nvfp4(rows, inputs, dtype):
+        """All positive scales, subnormal ones and 0 among them, four of which are decoded together."""
+        weight = packed(E2M1, 200, inputs, 16, FP8, rows=True)
+        scale = torch.randint(0x7F, weight.scale.shape, dtype=torch.uint8, device=DEVICE).view(FP8)
+        weight = dataclasses.replace(weight, scale=scale)
+        for tile in specialized_tiles(rows, 200, inputs, 4, 2, 7, HOPPER_SHARED, 16):
+            assert_multiplies(weight, rows, tile, dtype)
 
 
 SHAPES = ((16, 3, 300), (32, 1, 300), (64, 17, 688), (128, 64, 256), (0, 130, 260), (8, 5, 260))

@@ -65,7 +65,9 @@ def test_installed_choices_apply():
     facts = ("a GPU", 132, 227 << 10)
     with temporarily(Choices({(OP, "a GPU", key): {16: tile, 64: None}})):
         assert choice_of(choose_packed(3, key, *facts)) == tile
-        assert choose_packed(17, key, *facts) is None and choose_packed(65, key, *facts) is None
+        assert choose_packed(17, key, *facts) is None
+        # Beyond the entries the rule applies.
+        assert choose_packed(65, key, *facts) == packed_tile(65, 4096, 4096, 4, 2, *facts[1:])
         other = key_of(weight(INT4, group=64), 2)
         assert choose_packed(3, other, *facts) == packed_tile(3, 4096, 4096, 4, 2, *facts[1:])
         assert choose_packed(3, other, *facts, True) == specialized_tile(3, 4096, 4096, 4, 2, *facts[1:])

@@ -128,6 +128,18 @@ def test_the_installed_choice_is_timed_too():
     assert found.before == 84.0 and timer.compiled[0][0] == 77 and found.best[0] == {"lanes": 3}
 
 
+def test_without_an_entry_what_the_operation_picks_ran_before():
+    class Ruled(Scan):
+        def unlisted(self):
+            return {"lanes": 70}
+
+    (found,) = run([Ruled(4)], FakeTimer(distance(3)), most=10)
+    assert found.before == 77.0
+    with temporarily(Choices({("acme_scan", GPU, make_key(width=8)): {4: None}})):
+        (found,) = run([Ruled(4)], FakeTimer(distance(3)), most=10)
+    assert found.before == 20.0, "the table says that the default is fastest"
+
+
 def test_a_search_continues_where_it_was(monkeypatch):
     clock = itertools.count()
     monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))

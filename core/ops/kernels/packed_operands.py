@@ -1,0 +1,119 @@
+"""Operands of core.ops.kernels.specialized_packed: decoded strips of a weight, their scales and zeros.
+
+Shapes: T tokens, I inputs of a strip, O outputs of a warp group, G groups.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from dovetail.core.ops.kernels.packed_ring import LANES
+
+
+@gluon.jit
+def of_block(source_ptr, o, outputs, groups, first, GROUP: gl.constexpr, STEP: gl.constexpr, COUNT: gl.constexpr):
+    """Return the scales or zeros of a block whose first input is `first`: [O] for each of COUNT runs of STEP inputs."""
+    at = source_ptr + o.to(gl.int64) * groups
+    values = ()
+    for run in gl.static_range(COUNT):
+        group = (first + run * STEP) // GROUP
+        values += (gl.load(at + group, mask=(o < outputs) & (group < groups), other=0.0),)  # type: ignore[assignment]
+    return values
+
+
+@gluon.jit
+def decode(words, strip: gl.constexpr, zero, scale, DECODE: gl.constexpr, DTYPE: gl.constexpr, BITS: gl.constexpr,
+            NARROW: gl.constexpr, SHIFT: gl.constexpr):  # fmt: skip
+    """Return a strip of the left operand [O, I]. `zero`, `scale`: [O] or None. NARROW: codes are E4M3, and DECODE
+    returns them as they are. SHIFT: what DECODE adds, or None."""
+    # E4M3 has no arithmetic, so words are decoded to float16, which holds its numbers.
+    CODE: gl.constexpr = gl.float16 if DTYPE == gl.float8e4nv and not NARROW else DTYPE
+    value = DECODE(words, strip * BITS, CODE)
+    if zero is not None:
+        # Whole zeros are exact in 16 bits.
+        zero = zero.to(CODE)
+        if SHIFT is not None:
+            zero += gl.full([], SHIFT, CODE)
+        value -= zero[:, None]
+    if scale is not None:
+        # The product with a scale of few bits is rounded once.
+        EXACT: gl.constexpr = scale.dtype == CODE or scale.dtype == gl.float8e4nv
+        FACTOR: gl.constexpr = CODE if EXACT else gl.float32
+        value = value.to(FACTOR) * scale.to(FACTOR)[:, None]
+    return value.to(DTYPE)
+
+
+@gluon.jit
+def multiply(w_OI, x_IT, sums, nothing, FIRST: gl.constexpr):
+    """Start sums + w @ x, or w @ x if it is the FIRST strip of a run."""
+    if FIRST:
+        return warpgroup_mma(w_OI, x_IT, nothing, use_acc=False, is_async=True)
+    else:
+        return warpgroup_mma(w_OI, x_IT, sums, is_async=True)
+
+
+@gluon.jit
+def scaled(sums, of_x, scale, zero, LEFT_OVER: gl.constexpr, SUBTRACTS: gl.constexpr, SHIFT: gl.constexpr,
+            UNIT: gl.constexpr):  # fmt: skip
+    """Wait for a run's sums, but not for the last LEFT_OVER instructions, and scale them. `of_x`: sums of x alone."""
+    scale_O = scale.to(gl.float32) * (1.0 / UNIT)
+    if SUBTRACTS and zero is not None:
+        sums, of_x = warpgroup_mma_wait(LEFT_OVER, deps=[sums, of_x])
+        sums -= of_x * ((zero.to(gl.float32) + SHIFT) * UNIT)[:, None]
+    else:
+        sums = warpgroup_mma_wait(LEFT_OVER, deps=[sums])
+    return sums * scale_O[:, None]
+
+
+@gluon.constexpr_function
+def restore(DTYPE):
+    """What decoded codes of E2M1 with scales in E4M3 are divided by, so that their factors are finite numbers."""
+    return 2.0**64 if DTYPE == gl.bfloat16 else 2.0**10
+
+
+@gluon.jit
+def factor_of_scale(words_O, AT: gl.constexpr, DTYPE: gl.constexpr):
+    """Return the factors for scaled_e2m1_words, divided by restore, of byte AT of words of scales in E4M3."""
+    PLACES: gl.constexpr = ("0x4040", "0x5151", "0x6262", "0x7373")[AT]
+    BF16: gl.constexpr = DTYPE == gl.bfloat16
+    # The scale times 2^-120 or 2^-8, bits of a 16-bit float with the exponent's bias of E4M3.
+    if BF16:
+        low, high = (words_O << 4) & -0x0F0F0F10, (words_O >> 4) & 0x07070707
+    else:
+        low, high = (words_O << 7) & -0x7F7F7F80, (words_O >> 1) & 0x3F3F3F3F
+    # The ratios of E2M1 are 2^126 and 2^14, so 2^182, in two steps, and 2^12 remain.
+    TIMES: gl.constexpr = (
+        "mov.b32 y, 0x7f007f00; mul.bf16x2 x, x, y; mov.b32 y, 0x5b005b00; mul.bf16x2 $0, x, y;"
+        if BF16
+        else "mov.b32 y, 0x6c006c00; mul.f16x2 $0, x, y;"
+    )
+    return gl.inline_asm_elementwise(
+        "{.reg .b32 x, y; prmt.b32 x, $1, $2, " + PLACES + "; " + TIMES + "}",
+        "=r,r,r",
+        [low, high],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def load_words(box, LEFT: gl.constexpr, PIECES: gl.constexpr):
+    """Return the words of a box as left operands of the same width: the first inputs of all strips, and so on."""
+    WIDE: gl.constexpr = LANES // PIECES
+    words = ()
+    for piece in gl.static_range(PIECES):
+        words += (box.slice(piece * WIDE, WIDE, 1).load(LEFT),)  # type: ignore[assignment]
+    return words
+
+
+@gluon.jit
+def filled(GROUP_O: gl.constexpr, STRIP: gl.constexpr, BITS: gl.constexpr):
+    """Return a left operand in shared memory whose numbers are all that of BITS in E4M3."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=STRIP, element_bitwidth=8, rank=2)
+    BY_ROW: gl.constexpr = gl.BlockedLayout([1, STRIP], [32, 1], [4, 1], [1, 0])
+    # Converted from float32, every other number came out wrong: ptxas of Triton 3.6 takes a constant for two.
+    bits = gl.full([GROUP_O, STRIP], BITS, gl.int8, BY_ROW)
+    return gl.allocate_shared_memory(gl.float8e4nv, [GROUP_O, STRIP], LAYOUT, bits.to(gl.float8e4nv, bitcast=True))
