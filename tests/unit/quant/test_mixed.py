@@ -258,5 +258,10 @@ def test_quantized_logits_stay_as_they_are(grouped):
 
 
 def test_options_of_groups_are_for_checkpoints_that_have_some():
-    with pytest.raises(ConfigError, match=r"quant\.head=fp8 is for a checkpoint with several config_groups"):
+    """Also with random weights, whose headers no quantizer reads."""
+    says = r"quant\.head=fp8 is for a checkpoint with several config_groups"
+    with pytest.raises(ConfigError, match=says):
         model("quant=mixed", "quant.head=fp8")
+    unread = compose(["quant=mixed", "quant.head=fp8"]).build("quant")
+    with pytest.raises(ConfigError, match=says):
+        Llama(LlamaConfig(path=TINY), build_context(Llama.spec(LlamaConfig(path=TINY)), quantizer=unread))
