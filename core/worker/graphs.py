@@ -4,8 +4,8 @@ rows that sample, after any layers. With adapters, layers have a second set of g
 adapter, so that other steps do not pay for adapters. With drafts, decode steps and drawing have two more sets: for
 steps in which each row verifies all drafts, one graph per number of rows, and for steps whose rows verify unlike
 numbers of drafts, one per number of tokens. The former begin with the drafter's work, for all drafts; before other
-steps it is a graph by itself, one per number of decode rows and of drafts. If the drafter has pages of its own, mixed steps have a second set, for
-prompts that it does not follow.
+steps it is a graph by itself, one per number of decode rows and of drafts. If the drafter has pages of its own, mixed
+steps have a second set, for prompts that it does not follow.
 
 The rows are the only input of a replay. A graph reads the rest (lengths, tokens, page tables) from the device state.
 Unused capacity is padding: rows of the scratch slot, which is never written, rows without tokens, and tokens without a
