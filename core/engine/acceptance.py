@@ -65,7 +65,7 @@ class Acceptance:
         accept more than one draft, and then has no error."""
         rate_K = self._rates()
         error_K = np.sqrt(np.maximum(rate_K * (1 - rate_K), 0.0) / (self._all_reached_K + 1))
-        found_K: NDArray[np.float64] = self._survival((rate_K + errors * error_K)[None])[0]
+        found_K: NDArray[np.float64] = self._survival(np.maximum(rate_K + errors * error_K, 0.0)[None])[0]
         return found_K
 
     def _survival(self, rate_RK: NDArray[np.float64]) -> NDArray[np.float64]:
