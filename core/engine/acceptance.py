@@ -41,11 +41,8 @@ class Acceptance:
         """Number of steps with drafts when the row last had some."""
         self._all_reached_K, self._all_accepted_K = np.zeros((2, lookahead))
         self._now = 0.0
-
-    @property
-    def evidence(self) -> float:
-        """Recent rows with drafts."""
-        return float(self._all_reached_K[0])
+        self.evidence = 0.0
+        """Recent rows with drafts, however few of a tree they had."""
 
     def tick(self, steps: int = 1) -> None:
         """Count steps, with drafts or not."""
@@ -98,6 +95,7 @@ class Acceptance:
         """Take the rows of a step that had drafts: how many were planned and accepted."""
         reached_RK, accepted_RK = self._counts(planned_R, accepted_R)
         forget = 0.5 ** min(len(slots_R) / HALF_LIFE_ROWS, 1 / HALF_LIFE_STEPS)
+        self.evidence = forget * self.evidence + len(slots_R)
         self._all_reached_K = forget * self._all_reached_K + reached_RK.sum(0)
         self._all_accepted_K = forget * self._all_accepted_K + accepted_RK.sum(0)
         idle_R = self._weight(slots_R) * 0.5 ** (1 / HALF_LIFE_DRAFTED)
