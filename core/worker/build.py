@@ -27,6 +27,7 @@ from dovetail.core.interfaces.placement import expert_ranks
 from dovetail.core.interfaces.tuning import Tunable
 from dovetail.core.parallel.lane_ranks import LaneRanks
 from dovetail.core.tuning.startup import MOST_ROWS
+from dovetail.core.worker.drafts import makes_fewer
 from dovetail.core.worker.dtypes import resolve_dtype, resolve_kv_dtype
 from dovetail.core.worker.fill import read_headers
 from dovetail.core.worker.graph_sizes import graph_sizes
@@ -146,8 +147,8 @@ def build_context(
 
 def tuned_sizes(most_rows: int, most_tokens: int, drafter: Drafter) -> list[int]:
     """Return the numbers of rows for which operations are tuned: those of steps with a graph."""
-    few = len(drafter.draft_counts) > 1
-    return [size for size in graph_sizes(most_rows, most_tokens, drafter.lookahead, few=few) if size <= MOST_ROWS]
+    sizes = graph_sizes(most_rows, most_tokens, drafter.lookahead, few=makes_fewer(drafter))
+    return [size for size in sizes if size <= MOST_ROWS]
 
 
 def tunables_of(build: BuildContext, sizes: Iterable[int]) -> Iterator[Tunable]:

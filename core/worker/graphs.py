@@ -188,7 +188,7 @@ class StepGraphs:
     @property
     def _ragged_sizes(self) -> Seq[int]:
         """Backends that serve no mixed steps need rows of equal lengths."""
-        few = len(self.drafts.counts) > 1
+        few = self.drafts.makes_fewer
         return ragged_sizes(self.sizes[-1], self.drafts.lookahead, few=few) if self._most_tokens else ()
 
     def _ragged(self, tokens: int) -> Capacity:
@@ -324,6 +324,7 @@ class StepGraphs:
             return None
         width = self.widths[-1] if chunks else self._width(shape.width)
         follows |= not chunks or not self._skips
+        fewer = width > 1 and self.drafts.makes_fewer and self.drafts.count(shape.width - 1) < width - 1
         found = None
         for graph in self._forward:
             capacity = graph.capacity
@@ -337,7 +338,7 @@ class StepGraphs:
                 and decodes <= capacity.decodes
                 and chunks <= capacity.chunks
             ):
-                if not capacity.drafts or self.drafts.count(shape.width - 1) == width - 1:
+                if not (fewer and capacity.drafts):
                     return graph
                 # It begins with more passes of the drafter than the step needs: the last resort.
                 found = found or graph
