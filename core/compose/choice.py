@@ -29,7 +29,8 @@ def chosen(part: Selected, facts: object, registry: Registry) -> Selected:
 
 def with_nested_choices(part: Selected, registry: Registry) -> Selected:
     """Return a component with a model inside it, such as a drafter, whose nested parts are those that they choose: the
-    model first, the others by its facts. If these cannot be read, they stay, and the part itself reports the error."""
+    model first, the others by its facts. If these cannot be read, the others stay, and the part itself reports the
+    error."""
     inner: dict[str, Selected] = {key: value for key, value in part.config if isinstance(value, Selected)}
     model = next((key for key, one in inner.items() if one.component.kind == "model"), None)
     if model is None or not any(one.component.chooses for one in inner.values()):
@@ -40,7 +41,7 @@ def with_nested_choices(part: Selected, registry: Registry) -> Selected:
             try:
                 facts = None if key == model else changed.get(model, inner[model]).facts()
             except ConfigError:
-                return part
+                break
             options = inner[key].component.config.model_fields
             with naming_place(inner[key].component.kind, f"{part.component.kind}.{key}", options):
                 changed[key] = chosen(inner[key], facts, registry)

@@ -77,11 +77,14 @@ def _package_at_fault(error: Exception) -> Package | None:
     Frames of libraries do not count."""
     registry = installed()
     referred = [(found.package, found.component.target) for found in registry.registered.values()]
-    homes = {reference.partition(".")[0]: package for package, reference in (*referred, *registry.checkpoint_readers)}
+    homes: dict[str, Package | None] = {
+        reference.partition(".")[0]: package for package, reference in (*referred, *registry.checkpoint_readers)
+    }
+    # A package may register one of our classes, and our code does not become its own by that.
+    homes[__name__.partition(".")[0]] = None
     names = [str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(error.__traceback__)]
     ours_or_theirs = [homes[home] for name in names if (home := name.partition(".")[0]) in homes]
-    package = ours_or_theirs[-1] if ours_or_theirs else None
-    return None if package is None or package.is_builtin else package
+    return ours_or_theirs[-1] if ours_or_theirs else None
 
 
 @contextmanager

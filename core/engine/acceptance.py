@@ -41,11 +41,8 @@ class Acceptance:
         """Number of steps with drafts when the row last had some."""
         self._all_reached_K, self._all_accepted_K = np.zeros((2, lookahead))
         self._now = 0.0
-
-    @property
-    def evidence(self) -> float:
-        """Recent rows with drafts."""
-        return float(self._all_reached_K[0])
+        self.evidence = 0.0
+        """Recent rows with drafts, however few of a tree they had."""
 
     def tick(self, steps: int = 1) -> None:
         """Count steps, with drafts or not."""
@@ -65,7 +62,7 @@ class Acceptance:
         accept more than one draft, and then has no error."""
         rate_K = self._rates()
         error_K = np.sqrt(np.maximum(rate_K * (1 - rate_K), 0.0) / (self._all_reached_K + 1))
-        found_K: NDArray[np.float64] = self._survival((rate_K + errors * error_K)[None])[0]
+        found_K: NDArray[np.float64] = self._survival(np.maximum(rate_K + errors * error_K, 0.0)[None])[0]
         return found_K
 
     def _survival(self, rate_RK: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -98,6 +95,7 @@ class Acceptance:
         """Take the rows of a step that had drafts: how many were planned and accepted."""
         reached_RK, accepted_RK = self._counts(planned_R, accepted_R)
         forget = 0.5 ** min(len(slots_R) / HALF_LIFE_ROWS, 1 / HALF_LIFE_STEPS)
+        self.evidence = forget * self.evidence + len(slots_R)
         self._all_reached_K = forget * self._all_reached_K + reached_RK.sum(0)
         self._all_accepted_K = forget * self._all_accepted_K + accepted_RK.sum(0)
         idle_R = self._weight(slots_R) * 0.5 ** (1 / HALF_LIFE_DRAFTED)

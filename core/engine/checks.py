@@ -145,8 +145,11 @@ def _check_drafter(composition: Composition) -> None:
         raise part.fault(f"its lookahead is {drafter.lookahead!r}, and it must be a number of drafts, 0 or more")
     if drafter.lookahead and not 1 <= drafter.depth <= drafter.lookahead:
         raise part.fault(f"its depth is {drafter.depth!r}, and it must be from 1 to its lookahead={drafter.lookahead}")
-    if drafter.lookahead and drafter.draft_counts[-1:] != (drafter.lookahead,):
-        raise part.fault(f"its draft_counts are {drafter.draft_counts}, and the last must be {drafter.lookahead}")
+    counts, most = [0, *drafter.draft_counts], drafter.lookahead
+    if most and (counts != sorted(set(counts)) or counts[-1] != most):
+        raise part.fault(
+            f"its draft_counts are {counts[1:]}, and they must ascend from 1 or more to its lookahead={most}"
+        )
     if drafter.verify not in get_args(Verify):
         raise part.fault(f"its verify is {drafter.verify!r}, and there are {', '.join(get_args(Verify))}")
 

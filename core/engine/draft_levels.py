@@ -13,7 +13,8 @@ class Levels:
     def __init__(self, lookahead: int, counts: Sequence[int] = ()) -> None:
         """`counts`: SchedulerLimits.draft_counts. Level 0 has no drafts; the last one all."""
         self._lookahead, self._counts = lookahead, counts or (lookahead,)
-        means = (*(mean for mean in MEANS if mean < lookahead), lookahead)
+        # Each count is also a mean: `lowest` finds a level for rows that all have so many drafts.
+        means = (*sorted(mean for mean in {*MEANS, *self._counts} if mean < lookahead), lookahead)
         pairs = ((mean, each) for mean in means for each in (self._count(mean), lookahead))
         self._all = [(0.0, 0), *dict.fromkeys(pairs)]
         self._of: dict[int, list[int]] = {}

@@ -244,6 +244,7 @@ class Drafting:
             if bucket.level:
                 # That of the other rows alone.
                 saved = self._best(bucket, rows, length, self._rank(decoding), cost)[2]
+            # Chunks are lost at once if drafts turn out to be worse, so these must pay with a standard error less, too.
             saved = min(saved, self._saved_at(rows, length, cost, -1.0))
             catching_up.where_it_pays(decoding, saved, cost, proposals=bucket.level > 0)
         if bucket.left <= 0 and not ranking.possible and not catching_up.wanted:

@@ -27,6 +27,7 @@ from dovetail.core.interfaces.placement import expert_ranks
 from dovetail.core.interfaces.tuning import Tunable
 from dovetail.core.parallel.lane_ranks import LaneRanks
 from dovetail.core.tuning.startup import MOST_ROWS
+from dovetail.core.worker.drafts import makes_fewer
 from dovetail.core.worker.dtypes import resolve_dtype, resolve_kv_dtype
 from dovetail.core.worker.fill import read_headers
 from dovetail.core.worker.graph_sizes import graph_sizes
@@ -144,9 +145,10 @@ def build_context(
     )
 
 
-def tuned_sizes(most_rows: int, most_tokens: int, lookahead: int) -> list[int]:
+def tuned_sizes(most_rows: int, most_tokens: int, drafter: Drafter) -> list[int]:
     """Return the numbers of rows for which operations are tuned: those of steps with a graph."""
-    return [size for size in graph_sizes(most_rows, most_tokens, lookahead) if size <= MOST_ROWS]
+    sizes = graph_sizes(most_rows, most_tokens, drafter.lookahead, few=makes_fewer(drafter))
+    return [size for size in sizes if size <= MOST_ROWS]
 
 
 def tunables_of(build: BuildContext, sizes: Iterable[int]) -> Iterator[Tunable]:
@@ -163,5 +165,5 @@ def tunables_without_weights(composition: Composition, device: torch.device, siz
     engine = composition.engine
     build = model_without_weights(composition, build_quantizer(composition), device, 0, engine.tp).build
     graph_tokens = min(engine.graph_tokens, engine.token_budget)
-    lookahead = composition.build("spec_decode").lookahead
-    return list(tunables_of(build, list(sizes) or tuned_sizes(engine.max_seqs, graph_tokens, lookahead)))
+    drafter = composition.build("spec_decode")
+    return list(tunables_of(build, list(sizes) or tuned_sizes(engine.max_seqs, graph_tokens, drafter)))

@@ -72,6 +72,7 @@ class Drafts:
         self.lookahead, self.taps, self.counts = drafter.lookahead, drafter.taps, drafter.draft_counts
         self.on_device = self.lookahead > 0 and not drafter.needs_host_tokens
         """Whether `propose` drafts; otherwise nothing does, or the host."""
+        self.makes_fewer = makes_fewer(drafter)
         self.takes_leave = self.on_device and type(drafter).leave is not Drafter.leave
         """Whether the drafter does something when a sequence leaves; its arguments cost a launch per slot."""
 
@@ -275,6 +276,11 @@ class Drafts:
             FedTokens(tokens.ids_T, tokens.slots_T, ctx, slots_B, row_start_B1, tokens.kv_len_B, decodes, follow),
             hidden,
         )
+
+
+def makes_fewer(drafter: Drafter) -> bool:
+    """Return whether a step that verifies few drafts takes less work on the device than one with all."""
+    return len(drafter.draft_counts) > 1 and not drafter.needs_host_tokens
 
 
 def _too_many_distributions(found: int, most: int) -> str:

@@ -74,18 +74,24 @@ def token_sizes(most: int) -> list[int]:
     return [*(size for size in sizes if size < most), most] if most else []
 
 
-def ragged_sizes(most_rows: int, lookahead: int) -> list[int]:
+def ragged_sizes(most_rows: int, lookahead: int, *, few: bool = False) -> list[int]:
     """Token counts of graphs for decode steps in which rows verify unlike numbers of drafts. Padding is at most a third
-    of the tokens. Smaller steps are weight-bound: all drafts take no longer than some."""
+    of the tokens. Smaller steps are weight-bound: to verify all drafts takes no longer than some. `few`: to make them
+    does, so that every step in which no row has all drafts gets such a graph."""
     sizes, most = [16], most_rows * (1 + lookahead)
     while sizes[-1] < most:
         sizes.append(sizes[-1] * 3 // 2 if sizes[-1].bit_count() == 1 else sizes[-1] * 4 // 3)
-    return [size for size in sizes if size < most] if lookahead else []
+    sizes = [size for size in sizes if size < most] if lookahead else []
+    if few:
+        sizes = [*(size for size in (4, 8) if size < most), *sizes]
+        if not sizes or sizes[-1] < most_rows * lookahead:
+            sizes.append(most_rows * lookahead)
+    return sizes
 
 
-def graph_sizes(most_rows: int, most_tokens: int, lookahead: int) -> list[int]:
-    """Return the numbers of tokens of all steps that get a graph."""
+def graph_sizes(most_rows: int, most_tokens: int, lookahead: int, *, few: bool = False) -> list[int]:
+    """Return the numbers of tokens of all steps that get a graph. `few`: as in `ragged_sizes`."""
     sizes = {size * width for size in batch_sizes(most_rows) for width in (1, 1 + lookahead)}
     if most_tokens:
-        sizes |= {*token_sizes(most_tokens), *ragged_sizes(most_rows, lookahead)}
+        sizes |= {*token_sizes(most_tokens), *ragged_sizes(most_rows, lookahead, few=few)}
     return sorted(sizes)

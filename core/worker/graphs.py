@@ -3,9 +3,9 @@ mixed steps, which also feed prompts, one per number of tokens; and drawing, one
 rows that sample, after any layers. With adapters, layers have a second set of graphs for steps in which some row has an
 adapter, so that other steps do not pay for adapters. With drafts, decode steps and drawing have two more sets: for
 steps in which each row verifies all drafts, one graph per number of rows, and for steps whose rows verify unlike
-numbers of drafts, one per number of tokens. The former begin with the drafter's work; before other steps it is a graph
-by itself, one per number of decode rows. If the drafter has pages of its own, mixed steps have a second set, for
-prompts that it does not follow.
+numbers of drafts, one per number of tokens. The former begin with the drafter's work, for all drafts; before other
+steps it is a graph by itself, one per number of decode rows and of drafts. If the drafter has pages of its own, mixed
+steps have a second set, for prompts that it does not follow.
 
 The rows are the only input of a replay. A graph reads the rest (lengths, tokens, page tables) from the device state.
 Unused capacity is padding: rows of the scratch slot, which is never written, rows without tokens, and tokens without a
@@ -188,7 +188,8 @@ class StepGraphs:
     @property
     def _ragged_sizes(self) -> Seq[int]:
         """Backends that serve no mixed steps need rows of equal lengths."""
-        return ragged_sizes(self.sizes[-1], self.drafts.lookahead) if self._most_tokens else ()
+        few = self.drafts.makes_fewer
+        return ragged_sizes(self.sizes[-1], self.drafts.lookahead, few=few) if self._most_tokens else ()
 
     def _ragged(self, tokens: int) -> Capacity:
         rows = min(self.sizes[-1], tokens * 2 // 3)
@@ -323,6 +324,8 @@ class StepGraphs:
             return None
         width = self.widths[-1] if chunks else self._width(shape.width)
         follows |= not chunks or not self._skips
+        fewer = width > 1 and self.drafts.makes_fewer and self.drafts.count(shape.width - 1) < width - 1
+        found = None
         for graph in self._forward:
             capacity = graph.capacity
             if (
@@ -335,8 +338,11 @@ class StepGraphs:
                 and decodes <= capacity.decodes
                 and chunks <= capacity.chunks
             ):
-                return graph
-        return None
+                if not (fewer and capacity.drafts):
+                    return graph
+                # It begins with more passes of the drafter than the step needs: the last resort.
+                found = found or graph
+        return found
 
     def starts(self, graph: ForwardGraph, rows: Rows) -> Seq[int]:
         """Return the index of each row's first token."""

@@ -266,7 +266,7 @@ def _graph_tokens(composition: Composition, device: torch.device) -> int:
 
 def _tune(composition: Composition, parts: RankParts, progress: Progress) -> str:
     """Install the tuned choices of the operations that steps run. Return the hash of their table."""
-    sizes = tuned_sizes(parts.engine.max_seqs, parts.graph_tokens, parts.drafter.lookahead)
+    sizes = tuned_sizes(parts.engine.max_seqs, parts.graph_tokens, parts.drafter)
     tunables = tunables_of(parts.model.build, sizes)
     return install_choices(composition, tunables, parts.connection.collective, parts.connection.device, progress)
 

@@ -169,7 +169,7 @@ def transformed(location: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (changed(num_bits=3), r"quantization_config\.num_bits is 3: there are 4, 8"),
+        (changed(num_bits=3), r"quantization_config\.weights\.num_bits is 3: there are 4, 8"),
         (changed(group_size=48), r"group_size is 48: there are 32, 64, 128"),
         (changed(strategy="block"), r"strategy is 'block'"),
         (changed(actorder="sometimes"), r"actorder is 'sometimes'"),

@@ -42,12 +42,19 @@ class TuneApp(App):
         with torch.inference_mode():
             return self._tune(compositions, device)
 
+    @property
+    def _export(self) -> Path | None:
+        """The exported file, with ~ expanded, as in engine.tune_table, which reads it."""
+        try:
+            return None if self.config.export is None else Path(self.config.export).expanduser()
+        except RuntimeError as error:
+            raise ConfigError(f"tune.export={self.config.export}: {error}") from None
+
     def _check_export(self) -> None:
         """Raise ConfigError before the search if its entries cannot be added to the exported file."""
-        if self.config.export is None:
+        if (path := self._export) is None:
             return
-        check_writable(self.config.export, "tune.export")
-        path = Path(self.config.export)
+        check_writable(str(path), "tune.export")
         if path.exists() and not path.is_file():
             raise ConfigError(
                 f"tune.export={path}: is a device or a pipe, and a table needs a file: choose another name"
@@ -119,8 +126,7 @@ class TuneApp(App):
         from dovetail.core.tuning.table import merged
 
         self._all_kept &= cache.add(table)
-        if self.config.export is not None:
-            path = Path(self.config.export)
+        if (path := self._export) is not None:
             try:
                 write_file(path, merged([table, _exported(path)]).text())
             except (OSError, ConfigError) as error:

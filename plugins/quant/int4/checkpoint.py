@@ -99,14 +99,14 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Stored:
     weights = group.get("weights")
     if not isinstance(weights, Mapping):
         raise wrong("weights", weights, "it must be an object")
-    one_of(weights, "type", ("int",))
-    strategy = one_of(weights, "strategy", ("group", "channel", "tensor"))
-    order = one_of(weights, "actorder", (None, False, "weight", "static", "group", "dynamic"))
+    one_of(weights, "type", ("int",), below="weights")
+    strategy = one_of(weights, "strategy", ("group", "channel", "tensor"), below="weights")
+    order = one_of(weights, "actorder", (None, False, "weight", "static", "group", "dynamic"), below="weights")
     return Stored(
         "packed" if config["format"] == "pack-quantized" else "flat",
-        bits=one_of(weights, "num_bits", (4, 8)),
-        group=one_of(weights, "group_size", GROUPS) if strategy == "group" else 0,
-        zeros=not one_of(weights, "symmetric", (True, False), default=True),
+        bits=one_of(weights, "num_bits", (4, 8), below="weights"),
+        group=one_of(weights, "group_size", GROUPS, below="weights") if strategy == "group" else 0,
+        zeros=not one_of(weights, "symmetric", (True, False), default=True, below="weights"),
         # With "weight", columns were quantized in another order, but groups are consecutive.
         act_order=order in ("group", "dynamic"),
         ignored=read_ignored(config, "ignore"),

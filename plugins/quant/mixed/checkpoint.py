@@ -60,7 +60,10 @@ def config_groups(hf: Mapping[str, Any]) -> list[ConfigGroup]:
     """Return the groups of a checkpoint that `reads` recognizes."""
     registry, found = installed(), []
     config = hf["quantization_config"]
-    for name, group in config["config_groups"].items():
+    groups = config.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise wrong("config_groups", groups, "it must be an object with a group for each format of layers")
+    for name, group in groups.items():
         targets = read_ignored(group, "targets") if isinstance(group, Mapping) else ()
         if not targets:
             raise wrong(f"config_groups.{name}", group, "it must have a list of targets")
@@ -80,6 +83,9 @@ def inferred(group: Mapping[str, Any]) -> str:
         raise wrong("config_groups.weights", weights, "it must be an object, for a group without a format")
     integers = weights.get("type", "int") == "int"
     bits, size = weights.get("num_bits", 8), weights.get("group_size")
+    for key, value in (("num_bits", bits), ("group_size", size)):
+        if not isinstance(value, int | None):
+            raise wrong(f"config_groups.weights.{key}", value, "it must be a whole number")
     if not integers and bits in _FLOATS.get(size, {}):
         return _FLOATS[size][bits]
     if not integers and (bits, size, weights.get("scale_dtype")) == (8, 32, "torch.uint8"):

@@ -48,11 +48,7 @@ class Mixed(Quantizer):
     def read_checkpoint(self, checkpoint: Checkpoint) -> None:
         hf, options = checkpoint.config(), self._options()
         if not reads(hf):
-            for name, value in options.items():
-                raise ConfigError(
-                    f"quant.{name}={value} is for a checkpoint with several config_groups: set quant.rest.{name} or "
-                    f"quant.those.{name}"
-                )
+            self._refuse_options()
             for quantizer in (self.those, self.rest):
                 quantizer.read_checkpoint(checkpoint)
             return
@@ -81,6 +77,14 @@ class Mixed(Quantizer):
         """Return the options for the quantizers of groups that are set."""
         found = {"activations": self.config.activations, "head": self.config.head}
         return {name: value for name, value in found.items() if value != "auto"}
+
+    def _refuse_options(self) -> None:
+        """Raise ConfigError for options of groups, since there are none."""
+        for name, value in self._options().items():
+            raise ConfigError(
+                f"quant.{name}={value} is for a checkpoint with several config_groups: set quant.rest.{name} or "
+                f"quant.those.{name}"
+            )
 
     def _cannot(self, groups: list[str]) -> None:
         """Note that `activations` does not apply to these groups. Raise ConfigError if it applies to none."""
@@ -121,6 +125,7 @@ class Mixed(Quantizer):
 
     def table(self, path: str, shape: LinearShape, *, lookup: bool) -> LinearMethod | None:
         if not self.groups:
+            self._refuse_options()  # Random weights have no headers that `read_checkpoint` could read.
             return self.rest.table(path, shape, lookup=lookup)
         quantizer, head = self._of(shape.names[0]), self.config.head
         method = None if quantizer is None else quantizer.table(path, shape, lookup=lookup)

@@ -364,6 +364,13 @@ def test_what_stands_behind_its_guesses_is_ignored() -> None:
     [
         ("lookahead", -1, "lookahead is -1, and it must be a number of drafts"),
         ("depth", 9, "depth is 9, and it must be from 1 to its lookahead=4"),
+        (
+            "draft_counts",
+            (2, 1, 4),
+            r"draft_counts are \[2, 1, 4\], and they must ascend from 1 or more to its lookahead=4",
+        ),
+        ("draft_counts", (0, 4), r"draft_counts are \[0, 4\], and they must"),
+        ("draft_counts", (1, 2), r"draft_counts are \[1, 2\], and they must"),
         ("verify", "always", "verify is 'always', and there are draws, rejection, typical"),
     ],
 )

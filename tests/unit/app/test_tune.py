@@ -159,10 +159,11 @@ def test_an_export_that_would_fail_is_refused_before_the_search(gpu, capsys, con
         os.close(reader)
 
 
-def test_an_export_may_be_empty(gpu):
+def test_an_export_may_be_empty_and_in_the_home_folder(gpu, monkeypatch):
+    monkeypatch.setenv("HOME", str(gpu))
     path = gpu / "there.json"
     path.touch()
-    assert main([*WORDS, f"tune.export={path}"]) == 0 and len(read_table(path, "a test", CHECKS)) == 14
+    assert main([*WORDS, 'tune.export="~/there.json"']) == 0 and len(read_table(path, "a test", CHECKS)) == 14
 
 
 def test_several_models_share_what_they_have_in_common(gpu, capsys):

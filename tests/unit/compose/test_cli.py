@@ -177,6 +177,17 @@ def test_a_bug_of_ours_keeps_its_traceback(seen, monkeypatch):
         cli.main([])
 
 
+def test_so_does_one_in_a_class_of_ours_that_a_package_registers(seen, monkeypatch):
+    registry = composer.installed()
+    reader = (Package("acme", "2.1"), "dovetail.core.checkpoint:FolderCheckpoint")
+    found = Registry(registry.registered.values(), config_dirs=registry.config_dirs, checkpoint_readers=[reader])
+    for each in (composer, cli):
+        monkeypatch.setattr(each, "installed", lambda: found)
+    monkeypatch.setattr(composer, "validate", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cli.main([])
+
+
 @pytest.mark.parametrize("debug", ["", "1"])
 def test_an_error_in_the_code_of_a_package_names_it(seen, monkeypatch, capsys, debug):
     """Not only in components: here in a checkpoint reader, which calls a library."""

@@ -247,3 +247,16 @@ def test_lanes_share_experts_and_the_slowest_decides(cost_of):
     assert few.weights < 0.8 * many.weights and few.decode == many.decode
     mixed = cost.lanes_seconds([prompt, *[decode] * 7])
     assert cost.lanes_seconds([prompt, *[[]] * 7]) < mixed < cost.step_seconds(prompt)
+
+
+@pytest.mark.parametrize(("drafter", "window"), [("draft_model", 5), ("layer_skip", None)])
+def test_the_first_pass_of_a_proposal_feeds_the_drafters_window(drafter, window):
+    composition = compose(["app=generate", "model=tiny", "cost=h200", f"spec_decode={drafter}"])
+    model = composition.part("model")
+    cost = bind_cost(composition, model.target().spec(model.config))
+    assert cost.draft_window == window
+    rows = 2048
+    later = cost.drafter.decode_seconds(rows, 1000)
+    first = cost.drafter.step_seconds([RowWork(window or 1, 1000, 1, rows)])
+    assert cost.draft_seconds(rows, 3, 1000) == pytest.approx(first + 2 * later)
+    assert (first > 1.01 * later) is (window is not None)

@@ -27,6 +27,14 @@ def test_nothing_is_known_at_first(kind: Kind, most: float) -> None:
     assert (np.diff(survival_K) <= 0).all() and survival_K.sum() == pytest.approx(most, rel=1e-3)
 
 
+@pytest.mark.parametrize("kind", [Acceptance, TreeAcceptance])
+def test_rates_less_an_error_are_still_probabilities(kind: Kind) -> None:
+    acceptance = kind(2, K)
+    learn(acceptance, K, 0.0, steps=4)
+    low_K, high_K = acceptance.expected(-1.0), acceptance.expected(1.0)
+    assert (low_K >= 0).all() and (low_K <= acceptance.expected()).all() and high_K.sum() > low_K.sum()
+
+
 @pytest.mark.parametrize("mean", [0.5, 2.0, 4.0])
 def test_a_whole_tree_is_expected_to_accept_what_it_did(mean: float) -> None:
     acceptance = TreeAcceptance(2, K)

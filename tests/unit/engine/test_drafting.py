@@ -181,10 +181,14 @@ def test_fewer_drafts_take_fewer_passes(share: float, rows: int, best: int) -> N
     check(device, rows, 500, 0.95)
 
 
-@pytest.mark.parametrize("lookahead", [1, 3, 4, 5, 7, 16, 17])
+@pytest.mark.parametrize("lookahead", [1, 3, 4, 5, 7, 16, 17, 40])
 def test_levels(lookahead: int) -> None:
-    counts = tuple(count for count in (1, 2, 3, 4, 6, 8, 12, 16) if count < lookahead)
-    for levels in (Levels(lookahead), Levels(lookahead, (*counts, lookahead))):
+    counts = tuple(count for count in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) if count < lookahead)
+    for levels in (
+        Levels(lookahead),
+        Levels(lookahead, (*counts, lookahead)),
+        Levels(lookahead, (*counts[2:], lookahead)),
+    ):
         for rows in (1, 2, 7, 256):
             found = levels.of(rows)
             pairs = [levels.drafts(level, rows) for level in found]
@@ -192,6 +196,9 @@ def test_levels(lookahead: int) -> None:
             assert all(drafts and drafts <= rows * each for drafts, each in pairs[1:])
             for drafts, each in pairs:
                 assert levels.drafts(levels.lowest(drafts, each, rows), rows) == (drafts, each)
+            # Sequences near their end have fewer drafts than the level that was chosen.
+            for most in range(1, lookahead + 1):
+                assert levels.drafts(levels.lowest(rows * most, most, rows), rows)[0] >= rows * most
 
 
 class OfLength(ToyCost):

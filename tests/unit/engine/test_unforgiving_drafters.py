@@ -25,8 +25,10 @@ def feed(drafting: Drafting, seq: Any, decoding: Iterable[Any] = (), *, outputs:
 class Unforgiving:
     """Steps of rows whose drafter cannot catch up (EAGLE)."""
 
-    def __init__(self, cost: ToyCost) -> None:
-        limits = SchedulerLimits(1 << 16, 256, 1 << 20, K, draft_window=K + 1, draft_resumes=False)
+    def __init__(self, cost: ToyCost, lookahead: int = K, depth: int | None = None) -> None:
+        limits = SchedulerLimits(
+            1 << 16, 256, 1 << 20, lookahead, draft_window=K + 1, draft_resumes=False, draft_depth=depth
+        )
         self.drafting, self.cost = Drafting(limits), cost
 
     def step(self, seqs: list[Any], accepted: Callable[[Any], int] | int) -> list[int]:
@@ -122,6 +124,13 @@ def test_one_rejection_does_not_give_up_drafts_for_a_whole_request() -> None:
     useless, first = Unforgiving(ToyCost(128, 1.0)), request(0)
     assert feed(useless.drafting, first)
     assert LEARNT_ROWS <= sum(useless.step([first], 0) != [0] for _ in range(60)) < LEARNT_ROWS + 4
+
+
+def test_a_useless_tree_is_given_up_as_soon_as_a_chain() -> None:
+    """A single draft of a large tree is little evidence of the tree, and as much of whether drafts are of use."""
+    useless, first = Unforgiving(ToyCost(128, 1.0), lookahead=64, depth=4), request(0)
+    assert feed(useless.drafting, first)
+    assert LEARNT_ROWS <= sum(useless.step([first], 0) != [0] for _ in range(200)) < LEARNT_ROWS + 12
 
 
 def test_trials_leave_no_row_behind_that_cannot_catch_up() -> None:

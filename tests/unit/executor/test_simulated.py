@@ -152,12 +152,15 @@ def test_made_up_drafts_change_no_token_and_are_accepted_at_the_given_rate(depth
 
 def test_drafting_takes_the_time_of_the_draft_model() -> None:
     model = ("spec_decode=draft_model", "model@spec_decode.model=llama3_8b", "executor.acceptance=0", "cost=h200")
+    drafter = (*model, "engine.drafts=always", "spec_decode.lookahead=3")
     seconds = []
-    for words in ((), (*model, "engine.drafts=always", "spec_decode.lookahead=3")):
+    for words, drafts in (((), 0), (drafter, 3), (drafter, 1)):
         with engine("cost=h200", "engine.depth=2", *words) as simulated:
+            simulated.scheduler.draft_tokens = lambda seq, ctx, drafts=drafts: drafts  # type: ignore[attr-defined]
             outputs(simulated, SamplingParams(max_tokens=20), [1, 2, 3])
             seconds.append(simulated.counters.device_seconds)
     assert 3 < seconds[1] / seconds[0] < 4, "up to three passes as long as the step, fewer near the end"
+    assert 1.5 < seconds[2] / seconds[0] < 2.1, "one pass"
 
 
 def test_a_draft_model_that_catches_up_takes_the_time_of_its_chunks() -> None:

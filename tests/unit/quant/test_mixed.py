@@ -10,14 +10,14 @@ from safetensors.torch import load_file, save_file
 
 from dovetail.core.checkpoint import open_checkpoint
 from dovetail.core.compose import compose
-from dovetail.core.errors import CapabilityError, ConfigError
+from dovetail.core.errors import CapabilityError, ConfigError, TextError
 from dovetail.core.interfaces import ExpertShape
 from dovetail.core.startup_notes import collect_notes
 from dovetail.core.testing.model_driver import build_context
 from dovetail.plugins.model.config import LlamaConfig
 from dovetail.plugins.model.llama.decoder import Llama
 from dovetail.plugins.quant.int8.format import quantize_rows
-from dovetail.plugins.quant.mixed.checkpoint import group_of, inferred
+from dovetail.plugins.quant.mixed.checkpoint import config_groups, group_of, inferred
 
 from ...layouts import compressed_tensors, rounded
 from ...numerics.checkpoints import save_random
@@ -237,6 +237,24 @@ def test_an_option_that_some_groups_have_not_is_noted_and_one_that_none_has_is_a
         read(groups, "quant.activations=int3")
 
 
+@pytest.mark.parametrize(
+    ("groups", "says"),
+    [
+        (None, "config_groups is None: it must be an object"),
+        ({}, r"config_groups is \{\}: it must be an object with a group"),
+        (
+            {"a": {"targets": ["Linear"], "weights": {"num_bits": [4]}}},
+            r"weights\.num_bits is \[4\]: it must be a whole",
+        ),
+        ({"a": {"targets": ["Linear"], "weights": {"group_size": {}}}}, r"weights\.group_size is \{\}: it must be a"),
+    ],
+)
+def test_groups_of_another_type_are_refused(groups, says):
+    said = {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": groups}
+    with pytest.raises(TextError, match=says):
+        config_groups({"quantization_config": said})
+
+
 def test_quantized_logits_stay_as_they_are(grouped):
     """int8 has no option `head`; the file quantizes lm_head."""
     for kind in ("stored", "plain"):
@@ -258,5 +276,10 @@ def test_quantized_logits_stay_as_they_are(grouped):
 
 
 def test_options_of_groups_are_for_checkpoints_that_have_some():
-    with pytest.raises(ConfigError, match=r"quant\.head=fp8 is for a checkpoint with several config_groups"):
+    """Also with random weights, whose headers no quantizer reads."""
+    says = r"quant\.head=fp8 is for a checkpoint with several config_groups"
+    with pytest.raises(ConfigError, match=says):
         model("quant=mixed", "quant.head=fp8")
+    unread = compose(["quant=mixed", "quant.head=fp8"]).build("quant")
+    with pytest.raises(ConfigError, match=says):
+        Llama(LlamaConfig(path=TINY), build_context(Llama.spec(LlamaConfig(path=TINY)), quantizer=unread))

@@ -85,6 +85,16 @@ def test_options_that_do_not_fit_are_refused(words: list[str], error: type[Excep
         start(*words)
 
 
+@pytest.mark.parametrize("chosen", ["llama", "auto"])
+def test_a_config_of_a_draft_model_that_cannot_be_read_is_the_same_error_for_auto(chosen: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "vocab_size": 97}')
+    words = f"model@spec_decode.model={chosen}", f"spec_decode.model.path={tmp_path}"
+    with pytest.raises(
+        ConfigError, match=rf"^spec_decode.model.path={tmp_path}: config.json: the key '\w+' is missing"
+    ):
+        start("spec_decode=draft_model", *words)
+
+
 def test_weights_of_a_drafter_that_fits_are_loaded(tmp_path: Path) -> None:
     save_head(tmp_path / "head", "eagle3")
     with pytest.raises(AssertionError, match="weights are loaded"):

@@ -184,6 +184,11 @@ def test_wrong_results_are_found():
     assert "not the same bits" in fault_of(lambda: exact * (1 + 1e-4 * torch.rand(1)), exact, 1e-2)
     counter = itertools.count()
     assert "off by" in fault_of(lambda: exact * (1 + next(counter)), exact, 1e-2), "state is left behind"
+    # Tokens are names: one that differs by 1 is as wrong as any other.
+    drawn = torch.arange(100_000, 100_200)
+    assert fault_of(drawn.clone, drawn, 1e-2) is None
+    assert fault_of(lambda: torch.cat([drawn[:-1], drawn[-1:] + 1]), drawn, 1e-2) is None, "one of 200, near a border"
+    assert "off by" in fault_of(lambda: torch.cat([drawn[:-9], drawn[-9:] + 1]), drawn, 1e-2)
 
 
 def test_weights_exceed_the_cache():

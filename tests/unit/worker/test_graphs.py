@@ -56,11 +56,12 @@ def test_padding_tokens_fill_no_additional_tile() -> None:
         assert -(-size // tile) == -(-tokens // tile), (tokens, size)
 
 
+@pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize(("most", "lookahead"), [(1, 4), (5, 4), (100, 2), (256, 4), (256, 16)])
-def test_ragged_steps_have_little_padding(most: int, lookahead: int) -> None:
+def test_ragged_steps_have_little_padding(most: int, lookahead: int, few: bool) -> None:
     """In a step with more drafts than the largest such graph serves, all rows are padded to all drafts."""
-    sizes = [*ragged_sizes(most, lookahead), most * (1 + lookahead)]
-    assert sizes == sorted(set(sizes)) and len(sizes) < 20
+    sizes = [*ragged_sizes(most, lookahead, few=few), most * (1 + lookahead)]
+    assert sizes == sorted(set(sizes)) and len(sizes) < 23
     for tokens in range(12, sizes[-1] + 1):
         size = next(size for size in sizes if size >= tokens)
         assert size - tokens <= size / 3, (tokens, size)
@@ -88,18 +89,27 @@ class CountedModel:
         return self.logits(states_NC), 0
 
 
-def bare_graphs(lookahead: int = 0, model: CountedModel | None = None) -> StepGraphs:
+class Autoregressive(NgramDrafter):
+    autoregressive = True
+
+
+def bare_graphs(
+    lookahead: int = 0,
+    model: CountedModel | None = None,
+    drafter_class: type[NgramDrafter] = NgramDrafter,
+    most_rows: int = 100,
+) -> StepGraphs:
     """Graphs of up to 100 rows and, in mixed steps, 200 tokens."""
     state = DeviceState(slots=100, max_len=64, lookahead=lookahead, groups=(), device=torch.device("cpu"), seed=0)
     attention = FromDevice(None)
-    drafter = NgramDrafter(NgramConfig(lookahead=lookahead)) if lookahead else NoDrafter(NoneConfig())
+    drafter = drafter_class(NgramConfig(lookahead=lookahead)) if lookahead else NoDrafter(NoneConfig())
     return StepGraphs(
         model or CountedModel(),  # type: ignore[arg-type]
         state,
         (),
         attention,
         Drafts(drafter, state, attention, vocab=16),
-        most_rows=100,
+        most_rows=most_rows,
         most_tokens=200,
         max_len=64,
     )
@@ -131,6 +141,24 @@ def test_steps_without_drafts_take_no_larger_graphs_if_there_is_a_drafter() -> N
             rows += [Row(90, 90, 0, chunk, chunk, 0, sample)] if chunk else []
             one, other = (graphs.pick(Rows(rows).shape) for graphs in both)
             assert one is not None and other is not None and one.capacity.tokens == other.capacity.tokens
+
+
+@pytest.mark.parametrize("most_rows", [1, 3, 100])
+@pytest.mark.parametrize("lookahead", [4, 7])
+def test_steps_of_few_drafts_make_no_more(lookahead: int, most_rows: int) -> None:
+    """Where each draft takes a pass: graphs that begin with the passes make all drafts."""
+    graphs = bare_graphs(lookahead, drafter_class=Autoregressive, most_rows=most_rows)
+    graphs.capture(run_nothing, quiet)
+    decode = int(RowFlag.DECODE | RowFlag.SAMPLE)
+    for rows in range(1, min(most_rows, 20) + 1):
+        for drafts in range(1, lookahead + 1):
+            shape = Rows([Row(n, n, 0, 1 + drafts, 50, drafts, decode) for n in range(rows)]).shape
+            found = graphs.pick(shape)
+            assert found is not None
+            if drafts < lookahead:
+                assert found.capacity.drafts is (graphs.drafts.count(drafts) == lookahead)
+            elif rows in graphs.sizes:
+                assert found.capacity.drafts
 
 
 def test_chunks_with_long_contexts_run_without_a_graph() -> None:
