@@ -20,6 +20,7 @@ from dovetail.core.interfaces.expert import Routing
 from dovetail.core.interfaces.weight import PackedWeight
 from dovetail.core.layers.looped_experts import LoopedExperts
 from dovetail.core.layers.packed import PackedLinear
+from dovetail.core.ops.packing import LANES
 from dovetail.core.ops.stacked_experts import StackedExperts, fits_strips, stacked_gated_experts
 
 OWN = ("create", "finish", "apply", "packed", "allocate")
@@ -88,12 +89,14 @@ class PackedLinearExperts(LoopedExperts):
             if not isinstance(method, PackedLinear) or any(
                 getattr(type(method), name) is not getattr(PackedLinear, name) for name in OWN
             ):
-                return f"{type(method).__name__} is no PackedLinear, or multiplies in a way of its own"
+                return f"{type(method).__name__} does not store or multiply as PackedLinear does"
             method.prepare(shapes[side], device)
+            if method.input.perm is not None:
+                return "act-order gives the inputs of each expert an order of their own"
             if not _multiplies(method.input) or method.width != shapes[side].inp:
-                return f"its input format is {method.input.name}"
+                return f"inputs have the format {method.input.name} and {method.width} columns"
             if not fits_strips(method.step):
-                return f"{method.step} inputs share a scale"
+                return f"{method.step} inputs share a scale, neither a multiple nor a divisor of {LANES}"
             first = first or method
             if _traits(method) != _traits(first):
                 return "experts have unlike formats"
@@ -106,7 +109,7 @@ def _multiplies(fmt: ActFormat) -> bool:
     if fmt is PLAIN:
         return True
     of_rows = fmt.group == "token" and fmt.dtype is torch.float8_e4m3fn
-    return of_rows and fmt.pre_scale is None and fmt.perm is None
+    return of_rows and fmt.pre_scale is None
 
 
 def _traits(method: PackedLinear) -> tuple[object, ...]:
