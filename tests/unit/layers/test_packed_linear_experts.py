@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dovetail.core.interfaces import ActFormat, ExpertShape
+from dovetail.core.interfaces import PLAIN, ActFormat, Activation, ExpertShape
+from dovetail.core.layers import packed_linear_experts
 from dovetail.core.layers.packed import PackedLinear
 from dovetail.core.layers.packed_linear_experts import PackedLinearExperts
 from dovetail.core.layers.plain import PlainLinear
@@ -59,6 +60,14 @@ def test_tensors_of_all_experts_are_stacked():
         "down.row_scale": (3, 96),
     }
     assert not any(hasattr(method, "_workspace") for each in experts.methods for method in each)
+
+
+def test_each_product_has_the_input_format_of_its_methods(monkeypatch):
+    experts, params = created(lambda path: Packed(INT4, 32, activations=PLAIN if "down" in path else FP8_TOKEN))
+    found = {}
+    monkeypatch.setattr(packed_linear_experts, "stacked_gated_experts", lambda *args, **how: found.update(how))
+    experts.apply(params, Activation(FP8_TOKEN, torch.empty(0)), None)
+    assert found == {"between": PLAIN, "dtype": torch.bfloat16} and experts.input is FP8_TOKEN
 
 
 SCALED = replace(FP8_TOKEN, pre_scale=torch.ones(96))

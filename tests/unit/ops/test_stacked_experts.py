@@ -20,7 +20,7 @@ from dovetail.core.ops.weight_formats import BITSANDBYTES_FP4, E2M1, E4M3, INT4,
 from dovetail.core.testing.numeric import poisoned_memory
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 
-from .test_experts import CLAMPED, DEVICE, case, check, exact, kernels
+from .test_experts import CLAMPED, DEVICE, INTERPRETED, case, check, exact, kernels
 
 FP16, FP32 = torch.float16, torch.float32
 FP8 = torch.float8_e4m3fn
@@ -122,16 +122,17 @@ def test_the_kernel_is_near_the_exact_sum(tokens, experts, active, hidden, chann
 
 @kernels
 @pytest.mark.parametrize(
-    ("tokens", "up", "down"),
+    ("tokens", "up", "down", "rounds"),
     [
-        (5, GPTQ, (UINT4, 32, FP16)),
-        (9, (E2M1, 32, torch.bfloat16), (INT4, 0, FP16)),
-        (9, (E4M3, 128, FP32), (E2M1, 16, FP8, torch.uint8, True)),  # the second product is in float16
-        (9, (NF4, 64, FP32), (UINT4, 32, FP16, FP16)),  # neither is exact in E4M3
-        (150, GPTQ, GPTQ),  # too many rows
+        (5, GPTQ, (UINT4, 32, FP16), True),
+        (9, (E2M1, 32, torch.bfloat16), (INT4, 0, FP16), True),
+        (9, (E4M3, 128, FP32), (E2M1, 16, FP8, torch.uint8, True), False),  # the second product is in float16
+        (9, (NF4, 64, FP32), (UINT4, 32, FP16, FP16), False),  # neither is exact in E4M3
+        (150, GPTQ, GPTQ, False),  # too many rows
     ],
 )
-def test_the_kernel_multiplies_rows_with_scales(tokens, up, down):
+def test_the_kernel_multiplies_rows_with_scales(tokens, up, down, rounds):
+    """`rounds`: whether inputs of the second product are rounded to E4M3."""
     from dovetail.core.ops.kernels.stacked_experts import stacked_experts_triton
 
     x_TC, routing, weights, bias, *matrices = stacked_case(tokens, 3, 2, 128, 64, "random", FP16, up, down)
@@ -146,7 +147,49 @@ def test_the_kernel_multiplies_rows_with_scales(tokens, up, down):
     # A value near the border of two E4M3 numbers may be rounded to either, and some products do not round.
     check(got.float().reshape(1, -1), want.double().reshape(1, -1), 0.1)
     decoded = (given.values.float() * given.scale).double()
-    check(got.float().reshape(1, -1), exact(decoded, routing, *matrices, activation, bias).reshape(1, -1), 0.1)
+    expected = exact(decoded, routing, *matrices, activation, bias)
+    check(got.float().reshape(1, -1), expected.reshape(1, -1), 0.1 if rounds else 1e-2)
+
+
+BF16 = torch.bfloat16
+PUBLISHED = [
+    (INT4, 128, BF16),
+    (UINT8, 128, BF16),
+    (INT8, 0, BF16),
+    (E2M1, 16, FP8, torch.uint8, True),
+    (NF4, 64, FP32),
+    (UINT4, 32, FP16, FP16),
+    (INT6, 16, FP16),
+]
+ON_GPU = [
+    *product(PUBLISHED, (7, 300), (PLAIN,)),
+    *product([(UINT4, 128, BF16)], (1, 7, 40, 90, 300), (PLAIN,)),
+    *product([(UINT4, 128, BF16), (INT4, 128, BF16), (E2M1, 32, BF16), (E4M3, 128, FP32)], (7, 40), (FP8_TOKEN,)),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="the interpreter cannot decode to bfloat16")
+@pytest.mark.parametrize(
+    ("how", "tokens", "fmt"),
+    [pytest.param(*each, id=f"{each[0][0].name}, {each[1]}, {each[2].name}") for each in ON_GPU],
+)
+def test_published_formats_on_a_gpu(how, tokens, fmt):
+    """Rows of several blocks and a part of one, in tiles of 16 to 128 rows, and the same result each time."""
+    from dovetail.core.ops.kernels.stacked_experts import stacked_experts_triton
+
+    x_TC, routing, weights, bias, *matrices = stacked_case(tokens, 8, 2, 1024, 352, "random", BF16, how, how)
+    biases = None if bias is None else ExpertBias(bias.up.to(DEVICE), bias.down.to(DEVICE))
+    at = Routing(routing.experts_TK.to(DEVICE), routing.weights_TK.to(DEVICE))
+    given = encode(x_TC.to(DEVICE), (fmt,))[fmt]
+    with poisoned_memory():
+        got, again = (
+            stacked_experts_triton(given, at, on_device(weights), CLAMPED, biases, fmt, BF16) for _ in range(2)
+        )
+    assert torch.equal(got, again)
+    decoded = given.values.cpu().double() * (1.0 if given.scale is None else given.scale.cpu().double())
+    expected = exact(decoded, routing, *matrices, CLAMPED, bias)
+    check(got.cpu().float().reshape(1, -1), expected.reshape(1, -1), 2e-2 if fmt is PLAIN else 0.1)
 
 
 @kernels
