@@ -71,6 +71,7 @@ def test_each_product_has_the_input_format_of_its_methods(monkeypatch):
 
 
 SCALED = replace(FP8_TOKEN, pre_scale=torch.ones(96))
+ORDERED = replace(FP8_TOKEN, perm=torch.arange(96))
 
 
 @pytest.mark.parametrize(
@@ -81,6 +82,7 @@ SCALED = replace(FP8_TOKEN, pre_scale=torch.ones(96))
         (lambda path: KeepsAll(INT4, 32), "KeepsAll does not store or multiply"),
         (lambda path: Packed(INT4, 48), "48 inputs share a scale, neither a multiple nor a divisor of 32"),
         (lambda path: Packed(INT4, 32, activations=SCALED), "inputs have the format fp8"),
+        (lambda path: Packed(INT4, 32, activations=ORDERED), "act-order gives the inputs of each expert an order"),
         (lambda path: Packed(INT4, 32, activations=ActFormat("int8", torch.int8, "token")), "the format int8"),
         (lambda path: Packed(INT4, 32 if "1" in path else 64), "experts have unlike formats"),
         (lambda path: Packed(INT4, 32, row_scale="1.down" in path), "experts have unlike formats"),
