@@ -3,9 +3,12 @@
     python benchmarks/experts.py [--models qwen3_30b_a3b,mixtral_8x7b,glm45_air] [--dtypes bf16,fp8] [--rows 1,64,8192]
     python benchmarks/experts.py --models gpt_oss_20b,gpt_oss_120b --dtypes mxfp4,mxfp4_a8
     python benchmarks/experts.py --models deepseek_v3_rank --dtypes fp8_block
+    python benchmarks/experts.py --models qwen3_30b_a3b,mixtral_8x7b --dtypes int4,int4_a8 --rows 1,16,64,256,1024,8192
     python benchmarks/experts.py --search --models qwen3_30b_a3b --rows 1,64
 
-mxfp4 has inputs in bfloat16, mxfp4_a8 in FP8; fp8_block has a scale for each block of 128 x 128 weights.
+mxfp4 has inputs in bfloat16, mxfp4_a8 in FP8; fp8_block has a scale for each block of 128 x 128 weights. int4 has codes
+with a scale and a zero for each 128 inputs, as GPTQ and AWQ, nvfp4 a scale for each 16, nf4 for each 64; int4_a8 has
+inputs in FP8.
 
 Every call has its own routing, drawn uniformly. `experts` is the mean number of experts that a call touches. The limit
 is the larger of the time to read their matrices at --bandwidth and of the products at --tflops; below about 50 MB the
@@ -28,6 +31,7 @@ from timing import microseconds
 from dovetail.core.arithmetic import ceil_div
 from dovetail.core.compose import compose
 from dovetail.core.interfaces import PLAIN, SWIGLU, Activation, MoE, Routing, RoutingRule
+from dovetail.core.interfaces.weight import PackedWeight
 from dovetail.core.ops import (
     ExpertWeights,
     PackedExperts,
@@ -47,17 +51,28 @@ from dovetail.core.ops.expert_tiles import (
     specialized_blocks,
     specialized_expert_tile,
     specialized_packed,
+    stacked_expert_tile,
+    stacked_shared,
 )
 from dovetail.core.ops.kernels.experts import gated_experts_triton
 from dovetail.core.ops.kernels.packed_experts import packed_experts_triton
+from dovetail.core.ops.kernels.stacked_experts import in_e4m3, stacked_experts_triton
 from dovetail.core.ops.matmul import device_facts
 from dovetail.core.ops.packed_experts import BIAS, EACH, spans
+from dovetail.core.ops.packing import words_of_row
+from dovetail.core.ops.stacked_experts import StackedExperts, stacked_gated_experts
 from dovetail.core.ops.tiles import MOST_SHARED_TILES
-from dovetail.core.ops.weight_formats import E2M1
+from dovetail.core.ops.weight_formats import E2M1, NF4, UINT4
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 
 BLOCK = 128
 """Outputs, and inputs, that share a scale of fp8_block; a model's channels are multiples of it."""
+STACKED = {
+    "int4": (UINT4, 128, torch.bfloat16),
+    "nvfp4": (E2M1, 16, torch.float8_e4m3fn),
+    "nf4": (NF4, 64, torch.float32),
+}
+"""Format, inputs that share a scale, and dtype of scales."""
 CALLS = 8
 """Calls in a graph, each with its own routing."""
 DEVICE, GPU = torch.device("cuda"), torch.device("cuda", 0)
@@ -67,7 +82,8 @@ class Layer:
     """Experts of one layer, with random weights, and the inputs of CALLS calls."""
 
     def __init__(self, moe: MoE, hidden: int, dtype: str, rows: int) -> None:
-        self.moe, self.hidden, self.rows, self.fp8 = moe, hidden, rows, dtype in ("fp8", "fp8_block", "mxfp4_a8")
+        self.moe, self.hidden, self.rows, self.dtype = moe, hidden, rows, dtype
+        self.fp8 = dtype in ("fp8", "fp8_block") or dtype.endswith("_a8")
         self.block = (BLOCK, BLOCK) if dtype == "fp8_block" else None
         self.rule = RoutingRule(moe.experts, moe.active, normalize=True, uniform=True)
         self.fmt = FP8_TOKEN if self.fp8 else PLAIN
@@ -177,6 +193,56 @@ class PackedLayer(Layer):
                 yield tile
 
 
+class StackedLayer(Layer):
+    """The same in a format of STACKED."""
+
+    def draw(self) -> StackedExperts:
+        """Random codes and zeros, with scales for products of about 1."""
+        experts, hidden, channels = self.moe.experts, self.hidden, self.moe.intermediate
+        return StackedExperts(self._packed(experts, 2 * channels, hidden), self._packed(experts, hidden, channels))
+
+    def _packed(self, experts: int, outputs: int, inputs: int) -> PackedWeight:
+        fmt, group, scales = STACKED[self.dtype.removesuffix("_a8")]
+        groups = experts, outputs, ceil_div(inputs, group)
+        words = experts, outputs, words_of_row(inputs, fmt.stored_bits)
+        codes = torch.randint(-(2**31), 2**31, words, dtype=torch.int32, device=DEVICE)
+        size = fmt.reference(torch.arange(16, dtype=torch.uint8)).std().item() * inputs**0.5
+        row_scale = torch.full(groups[:2], 1 / size, device=DEVICE) if group == 16 else None
+        scale = torch.full(groups, 1.0 if group == 16 else 1 / size, device=DEVICE).to(scales)
+        zero = torch.randint(6, 10, groups, dtype=torch.uint8, device=DEVICE) if fmt.zero else None
+        return PackedWeight(fmt, inputs, group, codes, scale, zero, row_scale)
+
+    @property
+    def nbytes(self) -> int:
+        sides = self.weights.up, self.weights.down
+        tensors = (x for side in sides for x in (side.codes, side.scale, side.zero, side.row_scale) if x is not None)
+        return sum(x[0].nbytes for x in tensors)
+
+    def multiply(self, x: Activation, routing: Routing, tiles: tuple[ExpertTile, ExpertTile] | None = None) -> object:
+        if tiles is None:
+            options = dict(between=self.fmt, dtype=torch.bfloat16)
+            return stacked_gated_experts(x, routing, self.weights, SWIGLU, **options)
+        return stacked_experts_triton(x, routing, self.weights, SWIGLU, None, self.fmt, torch.bfloat16, tiles)
+
+    def ruled(self, rows: int) -> tuple[ExpertTile, ExpertTile]:
+        up, down = (self._of(side, rows) for side in (self.weights.up, self.weights.down))
+        shared = device_facts(GPU)[3]
+        return stacked_expert_tile(rows, *up, True, shared), stacked_expert_tile(rows, *down, False, shared)
+
+    def _of(self, packed: PackedWeight, rows: int) -> tuple[int, int]:
+        """Bits of a code, and bytes of a number of x as it is multiplied."""
+        return packed.format.stored_bits, 1 if self.fp8 and in_e4m3(packed, rows) else 2
+
+    def candidates(self, rows: int, gated: bool) -> Iterator[ExpertTile]:
+        bits, itemsize = self._of(self.weights.up if gated else self.weights.down, rows)
+        for outputs, warps, stages in product((32, 64, 128, 256), (2, 4, 8), (1, 2, 3, 4, 5, 6)):
+            tile = ExpertTile(rows, outputs, 1024 // bits, warps, stages)
+            sums = rows * outputs * (1 + gated) // (32 * warps)
+            fits = stacked_shared(tile, bits, itemsize, gated) <= device_facts(GPU)[3]
+            if outputs >= 16 * warps and sums <= 160 and fits:
+                yield tile
+
+
 def _each(call: Callable[[int], object]) -> float:
     return microseconds(lambda: [call(i) for i in range(CALLS)]) / CALLS
 
@@ -210,7 +276,9 @@ def search(layer: Layer) -> None:
 
 def measure(model: str, dtype: str, rows: int, args: argparse.Namespace) -> None:
     spec = compose([f"model={model}"]).part("model").facts()
-    layer = (PackedLayer if dtype.startswith("mxfp4") else Layer)(spec.moe, spec.hidden, dtype, rows)
+    kind = PackedLayer if dtype.startswith("mxfp4") else Layer
+    kind = StackedLayer if dtype.removesuffix("_a8") in STACKED else kind
+    layer = kind(spec.moe, spec.hidden, dtype, rows)
     routing = _each(lambda i: layer.route(layer.plain[i]))
     limit = layer.limit(args.bandwidth, args.tflops or (900 if layer.fp8 else 600))
     us = layer.microseconds()

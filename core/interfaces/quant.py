@@ -173,8 +173,9 @@ class Quantizer(ABC):
 
     def experts(self, path: str, shape: ExpertShape) -> ExpertMethod | None:
         """Return the method for the routed experts at this module path, for instance "layers.3.mlp.experts". None = two
-        methods of `linear` for each expert, at paths such as "layers.3.mlp.experts.7.down", multiply every token by
-        every expert, which is slow; a start-up note says so. Raises CapabilityError like `linear`."""
+        methods of `linear` for each expert, at paths such as "layers.3.mlp.experts.7.down". If all are PackedLinear
+        with equal formats, their matrices are multiplied together; otherwise every token is multiplied by every expert,
+        which is slow, as a start-up note says. Raises CapabilityError like `linear`."""
         return None
 
     def kv_scales(self, layer: int) -> tuple[float, float]:

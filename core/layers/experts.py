@@ -31,7 +31,7 @@ from dovetail.core.interfaces.rows import padded, padded_activation
 from dovetail.core.interfaces.tensor_record import TensorRecord
 from dovetail.core.layers.expert_slots import layouts_of, moved, slots_of
 from dovetail.core.layers.linear import share_of_channels
-from dovetail.core.layers.looped_experts import LoopedExperts
+from dovetail.core.layers.packed_linear_experts import PackedLinearExperts
 from dovetail.core.layers.share import Wanted, below, check_records, fewer_ranks, shares_of, stored_of
 from dovetail.core.layers.weights import Taker, Weight, WeightSet
 from dovetail.core.ops import route, router_logits
@@ -127,7 +127,8 @@ class Experts:
             first_channel=start,
             ids=tuple(ids),
         )
-        self.method = build.quantizer.experts(path, self.shape) or LoopedExperts(build.quantizer, path, self.shape)
+        method = build.quantizer.experts(path, self.shape)
+        self.method = method or PackedLinearExperts(build.quantizer, path, self.shape)
         if size > build.collective.size:
             _check_own_scales(self.method.input, path)
         self.params = self.method.create(self.shape, build.device)
@@ -237,7 +238,7 @@ def _check_stacked(method: ExpertMethod, path: str) -> None:
     if not method.stacked:
         raise ConfigError(
             f"{path}: experts.rebalance moves experts between ranks, and the weight format of these ones has no "
-            f"products of stacked experts ({type(method).__name__}). Set experts.rebalance=0, or quant=none, fp8 or fp4"
+            f"products of stacked experts ({type(method).__name__}). Set experts.rebalance=0, or another quantizer"
         )
 
 

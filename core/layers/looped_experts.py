@@ -56,8 +56,8 @@ class LoopedExperts(ExpertMethod):
     def create(self, shape: ExpertShape, device: torch.device) -> dict[str, torch.Tensor]:
         if device.type == "cuda":
             note(
-                f"{type(self.methods[0][0]).__name__} has no products of experts: {self.path} and layers like it "
-                f"multiply every token by all {shape.experts} experts"
+                f"{type(self.methods[0][0]).__name__} has no products of experts{self.reason()}: {self.path} and "
+                f"layers like it multiply every token by all {shape.experts} experts"
             )
         params: dict[str, torch.Tensor] = {}
         self._keys: list[dict[str, str]] = []
@@ -70,6 +70,10 @@ class LoopedExperts(ExpertMethod):
         formats = {up.input for up, _ in self.methods}
         self.input = formats.pop() if len(formats) == 1 else PLAIN
         return params
+
+    def reason(self) -> str:
+        """Return the reason for the loop, for a note: "" or words in parentheses."""
+        return ""
 
     def load(
         self, params: dict[str, torch.Tensor], expert: int, part: ExpertPart, tensors: Mapping[str, torch.Tensor]

@@ -35,21 +35,29 @@ class PackedLinear(LinearMethod):
         self.scale_dtype, self.zero_dtype, self.row_scale = scale_dtype, zero_dtype, row_scale
 
     def create(self, shape: LinearShape, device: torch.device) -> dict[str, torch.Tensor]:
+        self.prepare(shape, device)
+        self._reserve(device)
+        return self.allocate(device) | {"counts": torch.zeros(MOST_SHARED_TILES, dtype=torch.int32, device=device)}
+
+    def prepare(self, shape: LinearShape, device: torch.device) -> None:
+        """Set what depends on the shape. A subclass may choose its input format here: routed experts call this and
+        `allocate` instead of `create`."""
         self.shape, self.dtype = shape, shape.dtype
         self.width, self.step = self.columns(shape)
-        self._reserve(device)
+
+    def allocate(self, device: torch.device, experts: int | None = None) -> dict[str, torch.Tensor]:
+        """Return the uninitialized tensors of a matrix, or those of so many experts, with a dimension for these."""
+        outputs = (self.shape.out,) if experts is None else (experts, self.shape.out)
         groups = ceil_div(self.width, self.step) if self.step else 1
+        words = words_of_row(self.width, self.format.stored_bits)
         params = {
-            "codes": torch.empty(
-                shape.out, words_of_row(self.width, self.format.stored_bits), dtype=torch.int32, device=device
-            ),
-            "scale": torch.empty(shape.out, groups, dtype=self.scale_dtype or shape.dtype, device=device),
-            "counts": torch.zeros(MOST_SHARED_TILES, dtype=torch.int32, device=device),
+            "codes": torch.empty(*outputs, words, dtype=torch.int32, device=device),
+            "scale": torch.empty(*outputs, groups, dtype=self.scale_dtype or self.dtype, device=device),
         }
         if self.format.zero:
-            params["zero"] = torch.empty(shape.out, groups, dtype=self.zero_dtype, device=device)
+            params["zero"] = torch.empty(*outputs, groups, dtype=self.zero_dtype, device=device)
         if self.row_scale:
-            params["row_scale"] = torch.empty(shape.out, dtype=torch.float32, device=device)
+            params["row_scale"] = torch.empty(*outputs, dtype=torch.float32, device=device)
         return params
 
     def finish(self, params: dict[str, torch.Tensor]) -> None:

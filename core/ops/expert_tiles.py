@@ -116,6 +116,24 @@ def packed_shared(tile: ExpertTile, itemsize: int) -> int:
     return (tile.rows * itemsize + tile.outputs) * tile.inputs * tile.stages
 
 
+def stacked_expert_tile(rows: int, bits: int, itemsize: int, gated: bool, shared: int) -> ExpertTile:
+    """Return the tile of core.ops.kernels.stacked_experts. `bits`: stored bits of a code; others as in
+    `packed_expert_tile`. A block is a word of each lane (core.ops.packing), of 256 or 128 inputs."""
+    tile = ExpertTile(rows, 64, BLOCK_BYTES * 8 // bits, warps=4, stages=4)
+    if rows >= MOST_ROWS:
+        tile = replace(tile, outputs=128, warps=8)
+    room = shared if rows >= 64 else shared // 2
+    while stacked_shared(tile, bits, itemsize, gated) > room and tile.stages > 1:
+        tile = replace(tile, stages=tile.stages - 1)
+    return tile
+
+
+def stacked_shared(tile: ExpertTile, bits: int, itemsize: int, gated: bool) -> int:
+    """Upper estimate of a program's shared memory in bytes: rows of x, and codes."""
+    of_codes = tile.outputs * (1 + gated) * bits // 8
+    return (tile.rows * itemsize + of_codes) * tile.inputs * tile.stages
+
+
 def specialized_packed(hidden: int, channels: int) -> bool:
     """Whether core.ops.kernels.specialized_experts can multiply packed weights of these shapes: it decodes words of a
     row's last span to whole matrix instructions."""

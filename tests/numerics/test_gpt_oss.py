@@ -40,7 +40,7 @@ def quantizer(folder: Path, **options) -> FP4:
 def test_logits_of_the_published_layout_equal_transformers(published, monkeypatch):
     """In one step and in chunks beside decoding, on one rank, and on two, of which the second begins inside a block of
     channels: all of them multiply stacked experts."""
-    monkeypatch.setattr(core_experts, "LoopedExperts", None)
+    monkeypatch.setattr(core_experts, "PackedLinearExperts", None)
     folder, reference = published
     expected = reference_logits(reference, TOKENS)
     assert router_gap(reference, TOKENS) > LEAST_GAP and expected.std() > 0.5

@@ -53,6 +53,7 @@ def test_processes_equal_one(placement, ranks, more, expected):
         ("whole", 4, ("engine.ep=2", "experts.rebalance=1")),
         ("gather", 4, ("experts.redundant=4", "experts.rebalance=1", "spec_decode=ngram")),
         ("all_to_all", 4, ("experts.redundant=16", "experts.rebalance=3", "engine.depth=2")),
+        ("whole", 2, ("experts.redundant=4", "experts.rebalance=2", "quant=int4", "quant.group=32")),
     ],
 )
 def test_moves_change_no_token(placement: str, ranks: int, more: tuple[str, ...]) -> None:
@@ -61,4 +62,5 @@ def test_moves_change_no_token(placement: str, ranks: int, more: tuple[str, ...]
     options = "model=small_moe", "engine.token_budget=32"
     moving = alone(work, *options, f"experts={placement}", "executor=multiproc", f"engine.tp={ranks}", *more)
     assert moving.moved > 3 and moving.loads
-    assert moving.tokens == alone(work, *options).tokens
+    quantizer = [option for option in more if option.startswith("quant")]
+    assert moving.tokens == alone(work, *options, *quantizer).tokens

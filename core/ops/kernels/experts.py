@@ -76,7 +76,7 @@ def _multiply_block(acc, x, weight, scale_O, SWAP: tl.constexpr):
 
 
 @triton.jit
-def _complete(acc_TO, x_scale_T, scale_ptr, bias_ptr, at_O, inside_O):
+def completed(acc_TO, x_scale_T, scale_ptr, bias_ptr, at_O, inside_O):
     """Apply scales and bias. Pointers are to the expert's first output."""
     if x_scale_T is not None:
         acc_TO = acc_TO * x_scale_T[:, None]
@@ -217,9 +217,9 @@ def _expert_matmul(
     x_scale_T = None
     if x_scale_ptr is not None:
         x_scale_T = tl.load(x_scale_ptr + row_T * x_scale_st, mask=inside_T, other=0.0)
-    y_TO = _complete(acc, x_scale_T, outer_ptr, bias_ptr, at_O, inside_O)
+    y_TO = completed(acc, x_scale_T, outer_ptr, bias_ptr, at_O, inside_O)
     if GATED:
-        up_TO = _complete(acc_up, x_scale_T, outer_ptr, bias_ptr, outputs + at_O, inside_O)
+        up_TO = completed(acc_up, x_scale_T, outer_ptr, bias_ptr, outputs + at_O, inside_O)
         y_TO = activated(y_TO, up_TO, alpha, limit, offset, LIMITED)
         write_rows(out_ptr, y_TO, place_T, inside_T, at_O, outputs)
     else:

@@ -39,7 +39,7 @@ from dovetail.core.ops.expert_tiles import (
 from dovetail.core.ops.formats import encode
 from dovetail.core.ops.kernels.decoders import decode_small_e2m1_words
 from dovetail.core.ops.kernels.expert_pairs import Sorted, gather_rows, inner_rows, order_of, sort_pairs, sum_pairs
-from dovetail.core.ops.kernels.experts import activated, pairs_of_tile, place_of_program, write_rows
+from dovetail.core.ops.kernels.experts import activated, completed, pairs_of_tile, place_of_program, write_rows
 from dovetail.core.ops.kernels.launch import announce, dependent, wait
 from dovetail.core.ops.matmul import device_facts
 from dovetail.core.ops.packed_experts import BIAS, BLOCK, EACH, SPANS, PackedExperts
@@ -112,17 +112,6 @@ def _load(ptr, ok, EVEN: tl.constexpr):
     if EVEN:
         return tl.load(ptr, eviction_policy="evict_first")
     return tl.load(ptr, mask=ok, other=0, eviction_policy="evict_first")
-
-
-@triton.jit
-def _complete(acc_OT, x_scale_T, bias_ptr, at_O, inside_O):
-    """Return rows, with the scale of the input and the bias."""
-    y_TO = acc_OT.T
-    if x_scale_T is not None:
-        y_TO = y_TO * x_scale_T[:, None]
-    if bias_ptr is not None:
-        y_TO += tl.load(bias_ptr + at_O, mask=inside_O, other=0.0).to(tl.float32)[None, :]
-    return y_TO
 
 
 @triton.jit(do_not_specialize=["tiles", "x_scale_st"])
@@ -205,9 +194,9 @@ def _packed_expert_matmul(
     x_scale_T = None
     if x_scale_ptr is not None:
         x_scale_T = tl.load(x_scale_ptr + row_T * x_scale_st, mask=inside_T, other=0.0)
-    y_TO = _complete(acc, x_scale_T, bias_ptr, at_O, inside_O)
+    y_TO = completed(acc.T, x_scale_T, None, bias_ptr, at_O, inside_O)
     if GATED:
-        up_TO = _complete(acc_up, x_scale_T, bias_ptr, outputs + at_O, inside_O)
+        up_TO = completed(acc_up.T, x_scale_T, None, bias_ptr, outputs + at_O, inside_O)
         y_TO = activated(y_TO, up_TO, alpha, limit, offset, LIMITED)
         write_rows(out_ptr, y_TO, place_T, inside_T, at_O, outputs)
     else:

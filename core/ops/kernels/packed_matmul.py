@@ -43,6 +43,22 @@ def of_strip(source_ptr, o, outputs, groups, first, GROUP: tl.constexpr, STRIP: 
 
 
 @triton.jit
+def decoded_strip(word_OI, zero, scale, STRIP: tl.constexpr, BITS: tl.constexpr, CODE: tl.constexpr,
+                  VALUE: tl.constexpr, DTYPE: tl.constexpr, DECODE: tl.constexpr, WORDS: tl.constexpr):  # fmt: skip
+    """Return strip number STRIP of words in DTYPE: codes are decoded to CODE, and less `zero` and times `scale`, each
+    None or as of_strip returns it, in VALUE."""
+    if WORDS:
+        value_OI = DECODE(word_OI, STRIP * BITS, CODE).to(VALUE)
+    else:
+        value_OI = DECODE((word_OI >> (STRIP * BITS)) & ((1 << BITS) - 1), CODE).to(VALUE)
+    if zero is not None:
+        value_OI -= zero
+    if scale is not None:
+        value_OI *= scale
+    return value_OI.to(DTYPE)
+
+
+@triton.jit
 def _range_of_tile(x_ptr, codes_ptr, scale_ptr, zero_ptr, first, last, row_o, row_t, size, words, groups,
                    BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, EVEN: tl.constexpr,
                    BITS: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, STRIP: tl.constexpr, RUN: tl.constexpr,
@@ -91,15 +107,10 @@ def _range_of_tile(x_ptr, codes_ptr, scale_ptr, zero_ptr, first, last, row_o, ro
                     if not EVEN:
                         ok = ok & (start + i < inputs)[:, None]
                     x_IT = tl.load(x_at + start, mask=ok, other=0.0, eviction_policy="evict_last")
-                    if WORDS:
-                        w_OI = DECODE(word, strip * BITS, CODE).to(VALUE)
-                    else:
-                        w_OI = DECODE((word >> (strip * BITS)) & ((1 << BITS) - 1), CODE).to(VALUE)
-                    if zero_ptr is not None:
-                        w_OI -= zeros[run]
-                    if not SUMS:
-                        w_OI *= scales[run]
-                    total = tl.dot(w_OI.to(DTYPE), x_IT, total, input_precision=PRECISION)
+                    zero = zeros[run] if zero_ptr is not None else None
+                    scale = None if SUMS else scales[run]
+                    w_OI = decoded_strip(word, zero, scale, strip, BITS, CODE, VALUE, DTYPE, DECODE, WORDS)
+                    total = tl.dot(w_OI, x_IT, total, input_precision=PRECISION)
                 if SUMS:
                     acc += total * scales[run]
                 else:

@@ -131,10 +131,10 @@ class SpreadBlockFP8Linear(PackedLinear):
         self.stored, self.by_device = stored, config.activations == "auto"
         self.tensors = _records(stored)
 
-    def create(self, shape: LinearShape, device: torch.device) -> dict[str, torch.Tensor]:
+    def prepare(self, shape: LinearShape, device: torch.device) -> None:
+        super().prepare(shape, device)
         if self.by_device and not multiplies_fp8(device):
             self.input = PLAIN
-        return super().create(shape, device)
 
     def load(self, params: dict[str, torch.Tensor], part: slice, tensors: Mapping[str, torch.Tensor]) -> None:
         scale_OG = _scales(self.stored, tensors)

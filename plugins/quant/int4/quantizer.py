@@ -72,16 +72,15 @@ class StoredLinear(PackedLinear):
 
     def __init__(self, path: str, stored: Stored, shape: LinearShape, activations: ActFormat) -> None:
         super().__init__(FORMATS[stored.bits, stored.zeros], stored.group, activations=activations)
-        self.path, self.stored = path, stored
+        self.path, self.stored, self.activations = path, stored, activations
         self._loaded_order: torch.Tensor | None = None
         self.order = GroupOrder(stored.group, shape) if stored.act_order and stored.group else None
         self.tensors = RECORDS[stored.layout](stored, shape)
 
-    def create(self, shape: LinearShape, device: torch.device) -> dict[str, torch.Tensor]:
-        params = super().create(shape, device)
+    def prepare(self, shape: LinearShape, device: torch.device) -> None:
+        super().prepare(shape, device)
         if self.order is not None:
-            self.input = with_order(self.input, self.width, device)
-        return params
+            self.input = with_order(self.activations, self.width, device)
 
     def columns(self, shape: LinearShape) -> tuple[int, int]:
         return super().columns(shape) if self.order is None else (self.order.width, self.order.step)

@@ -49,6 +49,19 @@ def test_drawn_packed_experts_are_finite(script, monkeypatch):
     assert layer.multiply(layer.inputs[0], layer.routings[0]).isfinite().all()
 
 
+@pytest.mark.parametrize(("dtype", "scales"), [("int4", 3), ("int4_a8", 3), ("nvfp4", 1), ("nf4", 4)])
+def test_drawn_stacked_experts_are_finite(script, monkeypatch, dtype, scales):
+    """`scales`: bytes of a group's scale and zero."""
+    monkeypatch.setattr(script, "DEVICE", torch.device("cpu"))
+    layer = script.StackedLayer(MoE(experts=2, active=1, intermediate=256), 512, dtype, rows=3)
+    groups = 3 * 256 * 512 // script.STACKED[dtype.removesuffix("_a8")][1]
+    rows = 4 * (2 * 256 + 512) if dtype == "nvfp4" else 0
+    assert layer.nbytes == 3 * 256 * 512 // 2 + scales * groups + rows
+    assert layer.multiply(layer.inputs[0], layer.routings[0]).isfinite().all()
+    found = list(layer.candidates(16, True))
+    assert len(found) > 5 and all(script.stacked_shared(tile, 4, 1, True) <= SHARED for tile in found)
+
+
 def test_drawn_blocks_have_scales(script, monkeypatch):
     monkeypatch.setattr(script, "DEVICE", torch.device("cpu"))
     layer = script.Layer(MoE(experts=2, active=1, intermediate=128), 256, "fp8_block", rows=3)

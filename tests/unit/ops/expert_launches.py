@@ -16,14 +16,17 @@ from dovetail.core.interfaces import (
     Routing,
     RoutingRule,
 )
+from dovetail.core.interfaces.weight import PackedWeight
 from dovetail.core.ops.expert_copies import count_experts, locate_copies
 from dovetail.core.ops.experts import ExpertWeights, gated_experts
 from dovetail.core.ops.packed_experts import PackedExperts, packed_gated_experts, spans
 from dovetail.core.ops.routing import route
-from dovetail.core.ops.weight_formats import E2M1
+from dovetail.core.ops.stacked_experts import StackedExperts, stacked_gated_experts
+from dovetail.core.ops.weight_formats import E2M1, INT8, NF4, UINT4
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 
 from .emulated import BF16, E4M3, EVERYTHING, FP16, FP32, cuda, has_fp8
+from .packed_launches import packed_weight
 
 CLAMPED = GatedActivation(1.702, 7.0, 1.0)
 RULES = (
@@ -55,7 +58,17 @@ def experts() -> None:
             multiply_packed(tokens, 128, 4, 2880, 2880, PLAIN)
         if has_fp8():
             multiply_packed(tokens, 128, 4, 2880, 2880, FP8_TOKEN)
+    # Qwen3-30B-A3B in int4, with inputs in the model's dtype and in FP8.
+    gptq = packed_weight(UINT4, 8, 2048, 128, BF16)
+    for tokens in (1, 64, 256, 512, 8192) if EVERYTHING else (64,):
+        multiply_stacked(tokens, 128, 8, 2048, 768, gptq, PLAIN)
+        if has_fp8() and (EVERYTHING or tokens == 64):
+            multiply_stacked(tokens, 128, 8, 2048, 768, gptq, FP8_TOKEN)
     if EVERYTHING:
+        nvfp4 = packed_weight(E2M1, 8, 2048, 16, E4M3 if has_fp8() else BF16)
+        for packed in (nvfp4, packed_weight(INT8, 8, 2048, 0, BF16), packed_weight(NF4, 8, 2048, 64, FP32)):
+            for tokens in (1, 64, 512, 8192):
+                multiply_stacked(tokens, 128, 8, 2048, 704, packed, PLAIN)
         # Ends of rows with 192 and 128 inputs, and tiles of 32 and 64 rows.
         multiply_packed(256, 32, 4, 2880, 704, PLAIN)
         multiply_packed(128, 32, 4, 2880, 384, PLAIN, FP16)
@@ -122,3 +135,22 @@ def multiply_packed(
     x = Activation(fmt, cuda(tokens, hidden, dtype=fmt.dtype or model), scale)
     routing = Routing(cuda(tokens, active, dtype=torch.int32), cuda(tokens, active, dtype=FP32))
     packed_gated_experts(x, routing, weights, CLAMPED, bias, between=fmt, dtype=model)
+
+
+def multiply_stacked(
+    tokens: int, count: int, active: int, hidden: int, channels: int, like: PackedWeight, fmt: ActFormat
+) -> None:
+    """Experts in the format of `like`, with scales of a row if these are in E4M3, as in NVFP4."""
+
+    def stacked(outputs: int, inputs: int) -> PackedWeight:
+        one = packed_weight(like.format, count * outputs, inputs, like.group, like.scale.dtype)
+        tensors = {name: getattr(one, name) for name in ("codes", "scale", "zero")}
+        row_scale = cuda(count, outputs, dtype=FP32) if like.scale.dtype is E4M3 else None
+        split = {name: x if x is None else x.unflatten(0, (count, outputs)) for name, x in tensors.items()}
+        return replace(one, **split, row_scale=row_scale)
+
+    weights = StackedExperts(stacked(2 * channels, hidden), stacked(hidden, channels))
+    scale = None if fmt is PLAIN else cuda(tokens, 1, dtype=FP32)
+    x = Activation(fmt, cuda(tokens, hidden, dtype=fmt.dtype or BF16), scale)
+    routing = Routing(cuda(tokens, active, dtype=torch.int32), cuda(tokens, active, dtype=FP32))
+    stacked_gated_experts(x, routing, weights, SWIGLU, between=fmt, dtype=BF16)

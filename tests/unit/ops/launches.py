@@ -355,6 +355,8 @@ SPILLS = {
     "dovetail.core.ops.kernels.packed_experts:_packed_expert_matmul": 512,
     # The ends of products with tiles of 128 rows; blocks are multiplied without spilling.
     "dovetail.core.ops.kernels.specialized_experts:experts_specialized": 256,
+    # Sums of gate and up in tiles of 64 and 128 rows, before Hopper, whose tensor cores read an operand from memory.
+    "dovetail.core.ops.kernels.stacked_experts:_stacked_expert_matmul": 384,
     # The outputs of 64 rows for adapters of high rank.
     "dovetail.plugins.adapter.lora.kernel:_expand": 512,
 }

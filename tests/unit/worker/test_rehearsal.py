@@ -131,6 +131,7 @@ MODELS = {
         *("model@spec_decode.model=llama32_1b", "spec_decode.model.hf.num_hidden_layers=1"),
     ],
     "experts": ["model=small_moe", "quant=fp8"],
+    "packed experts": ["model=small_moe", "quant=w4a8"],
     "llama": ["model=qwen3_8b", "model.hf.num_hidden_layers=2", "quant=int8"],
     "adapters": ["model=qwen3_8b", "model.hf.num_hidden_layers=2", "quant=fp8", "adapter=lora"],
 }

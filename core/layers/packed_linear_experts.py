@@ -1,0 +1,118 @@
+"""Experts by the linear methods of a quantizer, whose packed matrices are stacked and multiplied together. Shapes: T
+tokens, E experts, C hidden channels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from dovetail.core.interfaces import (
+    PLAIN,
+    SWIGLU,
+    ActFormat,
+    Activation,
+    ExpertBias,
+    ExpertShape,
+    GatedActivation,
+)
+from dovetail.core.interfaces.expert import Routing
+from dovetail.core.interfaces.weight import PackedWeight
+from dovetail.core.layers.looped_experts import LoopedExperts
+from dovetail.core.layers.packed import PackedLinear
+from dovetail.core.ops.packing import LANES
+from dovetail.core.ops.stacked_experts import StackedExperts, fits_strips, stacked_gated_experts
+
+OWN = ("create", "finish", "apply", "packed", "allocate")
+"""Methods of PackedLinear whose results this module computes otherwise."""
+
+
+class PackedLinearExperts(LoopedExperts):
+    """Where all methods are PackedLinear with equal formats, the tensors of the experts are stacked, and each method
+    loads into a view of them. Otherwise the experts are multiplied one after another, as in the base class."""
+
+    up: PackedLinear
+    """A method that stands for those of all experts."""
+    down: PackedLinear
+
+    def create(self, shape: ExpertShape, device: torch.device) -> dict[str, torch.Tensor]:
+        sides = [self._common(side, device) for side in range(2)]
+        self._differs = next((side for side in sides if isinstance(side, str)), "")
+        if self._differs:
+            return super().create(shape, device)
+        self.up, self.down = (side for side in sides if isinstance(side, PackedLinear))
+        self.stacked, self.input = True, self.up.input
+        return {
+            f"{name}.{key}": tensor
+            for name, method in (("up", self.up), ("down", self.down))
+            for key, tensor in method.allocate(device, shape.experts).items()
+        }
+
+    def reason(self) -> str:
+        return f" ({self._differs})" if self._differs else ""
+
+    def finish(self, params: dict[str, torch.Tensor]) -> None:
+        if not self.stacked:
+            super().finish(params)
+
+    def apply(
+        self,
+        params: dict[str, torch.Tensor],
+        x: Activation,
+        routing: Routing,
+        activation: GatedActivation = SWIGLU,
+        bias: ExpertBias | None = None,
+    ) -> torch.Tensor:
+        if not self.stacked:
+            return super().apply(params, x, routing, activation, bias)
+        weights = StackedExperts(self._packed(params, "up"), self._packed(params, "down"))
+        between, dtype = self.down.input, self.shape.dtype
+        return stacked_gated_experts(x, routing, weights, activation, bias, between=between, dtype=dtype)
+
+    def _packed(self, params: Mapping[str, torch.Tensor], side: str) -> PackedWeight:
+        """Return the matrices of all experts."""
+        method: PackedLinear = getattr(self, side)
+        names = ("codes", "scale", "zero", "row_scale")
+        return PackedWeight(method.format, method.width, method.step, *(params.get(f"{side}.{name}") for name in names))
+
+    def _params(self, params: Mapping[str, torch.Tensor], expert: int, side: int) -> dict[str, torch.Tensor]:
+        if not self.stacked:
+            return super()._params(params, expert, side)
+        prefix = ("up.", "down.")[side]
+        return {name.removeprefix(prefix): x[expert] for name, x in params.items() if name.startswith(prefix)}
+
+    def _common(self, side: int, device: torch.device) -> PackedLinear | str:
+        """Return a method that stands for those of all experts, or the reason why none does."""
+        first: PackedLinear | None = None
+        for methods, shapes in zip(self.methods, self.shapes, strict=True):
+            method = methods[side]
+            if not isinstance(method, PackedLinear) or any(
+                getattr(type(method), name) is not getattr(PackedLinear, name) for name in OWN
+            ):
+                return f"{type(method).__name__} does not store or multiply as PackedLinear does"
+            method.prepare(shapes[side], device)
+            if method.input.perm is not None:
+                return "act-order gives the inputs of each expert an order of their own"
+            if not _multiplies(method.input) or method.width != shapes[side].inp:
+                return f"inputs have the format {method.input.name} and {method.width} columns"
+            if not fits_strips(method.step):
+                return f"{method.step} inputs share a scale, neither a multiple nor a divisor of {LANES}"
+            first = first or method
+            if _traits(method) != _traits(first):
+                return "experts have unlike formats"
+        assert first is not None
+        return first
+
+
+def _multiplies(fmt: ActFormat) -> bool:
+    """Whether the kernel takes an input format: plain, or E4M3 with a scale per row."""
+    if fmt is PLAIN:
+        return True
+    of_rows = fmt.group == "token" and fmt.dtype is torch.float8_e4m3fn
+    return of_rows and fmt.pre_scale is None
+
+
+def _traits(method: PackedLinear) -> tuple[object, ...]:
+    """Return what methods whose tensors are stacked have in common."""
+    scales = method.scale_dtype, method.zero_dtype, method.row_scale
+    return method.format, method.width, method.step, method.input, *scales

@@ -1,0 +1,94 @@
+"""Which linear methods have their experts stacked, and the reasons for those that have not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dovetail.core.interfaces import PLAIN, ActFormat, Activation, ExpertShape
+from dovetail.core.layers import packed_linear_experts
+from dovetail.core.layers.packed import PackedLinear
+from dovetail.core.layers.packed_linear_experts import PackedLinearExperts
+from dovetail.core.layers.plain import PlainLinear
+from dovetail.core.ops.weight_formats import INT4, INT8, UINT4
+from dovetail.plugins.quant.fp8.format import FP8_TOKEN
+
+CPU = torch.device("cpu")
+SHAPE = ExpertShape(3, 96, 64, torch.bfloat16, names=tuple((f"{e}.gate", f"{e}.up", f"{e}.down") for e in range(3)))
+
+
+class Packed(PackedLinear):
+    def load(self, params, part, tensors):
+        raise NotImplementedError
+
+
+class Multiplies(Packed):
+    def apply(self, params, x, bias=None):
+        return super().apply(params, x, bias)
+
+
+class KeepsAll(Packed):
+    def finish(self, params):
+        super().finish(params)
+
+
+def created(make, shape: ExpertShape = SHAPE) -> tuple[PackedLinearExperts, dict[str, torch.Tensor]]:
+    """`make`: returns the linear method of a path."""
+    experts = PackedLinearExperts(SimpleNamespace(linear=lambda path, shape: make(path)), "experts", shape)
+    return experts, experts.create(shape, CPU)
+
+
+def test_tensors_of_all_experts_are_stacked():
+    """No workspaces and no counters of single matrices; gate and up, and down, may have unlike formats."""
+
+    def make(path: str) -> PackedLinear:
+        if path.endswith("down"):
+            return Packed(INT8, 0, row_scale=True)
+        return Packed(UINT4, 32, activations=FP8_TOKEN)
+
+    experts, params = created(make)
+    assert experts.stacked and experts.input is FP8_TOKEN and not experts.reason()
+    assert {name: tuple(x.shape) for name, x in params.items()} == {
+        "up.codes": (3, 128, 32),
+        "up.scale": (3, 128, 3),
+        "up.zero": (3, 128, 3),
+        "down.codes": (3, 96, 32),
+        "down.scale": (3, 96, 1),
+        "down.row_scale": (3, 96),
+    }
+    assert not any(hasattr(method, "_workspace") for each in experts.methods for method in each)
+
+
+def test_each_product_has_the_input_format_of_its_methods(monkeypatch):
+    experts, params = created(lambda path: Packed(INT4, 32, activations=PLAIN if "down" in path else FP8_TOKEN))
+    found = {}
+    monkeypatch.setattr(packed_linear_experts, "stacked_gated_experts", lambda *args, **how: found.update(how))
+    experts.apply(params, Activation(FP8_TOKEN, torch.empty(0)), None)
+    assert found == {"between": PLAIN, "dtype": torch.bfloat16} and experts.input is FP8_TOKEN
+
+
+SCALED = replace(FP8_TOKEN, pre_scale=torch.ones(96))
+ORDERED = replace(FP8_TOKEN, perm=torch.arange(96))
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda path: PlainLinear(), "PlainLinear does not store or multiply as PackedLinear does"),
+        (lambda path: Multiplies(INT4, 32), "Multiplies does not store or multiply"),
+        (lambda path: KeepsAll(INT4, 32), "KeepsAll does not store or multiply"),
+        (lambda path: Packed(INT4, 48), "48 inputs share a scale, neither a multiple nor a divisor of 32"),
+        (lambda path: Packed(INT4, 32, activations=SCALED), "inputs have the format fp8"),
+        (lambda path: Packed(INT4, 32, activations=ORDERED), "act-order gives the inputs of each expert an order"),
+        (lambda path: Packed(INT4, 32, activations=ActFormat("int8", torch.int8, "token")), "the format int8"),
+        (lambda path: Packed(INT4, 32 if "1" in path else 64), "experts have unlike formats"),
+        (lambda path: Packed(INT4, 32, row_scale="1.down" in path), "experts have unlike formats"),
+    ],
+)
+def test_other_methods_keep_their_own_tensors(make, reason):
+    experts, params = created(make)
+    assert not experts.stacked and reason in experts.reason()
+    assert {name.rsplit(".", 1)[0] for name in params} == {f"{e}.{side}" for e in range(3) for side in ("up", "down")}
