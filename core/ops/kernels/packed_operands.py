@@ -69,7 +69,7 @@ def scaled(sums, of_x, scale, zero, LEFT_OVER: gl.constexpr, SUBTRACTS: gl.const
 
 @gluon.constexpr_function
 def restore(DTYPE):
-    """What decoded codes of E2M1 with scales in E4M3 are divided by, so that their factors are finite numbers."""
+    """Return the divisor of decoded codes of E2M1 with scales in E4M3, with which their factors are finite numbers."""
     return 2.0**64 if DTYPE == gl.bfloat16 else 2.0**10
 
 
