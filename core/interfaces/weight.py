@@ -25,6 +25,13 @@ class ShiftedDecoder:
     unit: float = 1.0
     """A power of two."""
 
+    @property
+    def less(self) -> int:
+        """Bits in E4M3 of shift times -unit."""
+        import torch
+
+        return int(torch.tensor(-self.shift * self.unit).to(torch.float8_e4m3fn).view(torch.int8).item())
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightFormat:

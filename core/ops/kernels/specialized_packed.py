@@ -55,6 +55,8 @@ WHOLE = 1 << 30
 """GROUP of a matrix with one scale for each row: a multiple of every block."""
 TOGETHER = gl.constexpr(4)
 """Partial sums that are loaded together."""
+ONE = 0x38
+"""Bits of 1 in E4M3."""
 MOST_SUBTRACTED = 32
 """Tokens of a tile up to which matrix instructions subtract the shifts of codes in E4M3. With more they take longer
 than decoding to signed numbers, as they do in 16 bits with any number of tokens."""
@@ -369,8 +371,7 @@ def launch_packed(
     if fp8 and tile.tokens <= MOST_SUBTRACTED and torch.float8_e4m3fn in packed.format.shifted:
         narrow, shifted = True, packed.format.shifted[torch.float8_e4m3fn]
         # For sums of x times the shift, or sums of x where each group has a zero of its own.
-        number = -shifted.shift * shifted.unit if packed.zero is None else 1.0
-        less = torch.tensor(number).to(torch.float8_e4m3fn).view(torch.int8).item()
+        less = shifted.less if packed.zero is None else ONE
     elif packed.zero is not None:
         # One instruction subtracts both the shift and the zero.
         shifted = packed.format.shifted.get(torch.float16 if fp8 else x_TI.dtype)

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from dovetail.core.interfaces.activation import PLAIN, ActFormat, Activation
 from dovetail.core.interfaces.expert import ExpertBias, GatedActivation, Routing
-from dovetail.core.interfaces.weight import PackedWeight
+from dovetail.core.interfaces.weight import PackedWeight, ShiftedDecoder
 from dovetail.core.ops.expert_tiles import GROUPED, ExpertTile, stacked_expert_tile
 from dovetail.core.ops.formats import encode
 from dovetail.core.ops.kernels.expert_pairs import Sorted, order_of, sort_pairs, sum_pairs
@@ -45,6 +45,33 @@ def _of_runs(ptr, o, outputs, groups, column, RUNS: tl.constexpr, WIDTH: tl.cons
     for run in tl.static_range(1, RUNS):
         found += (of_strip(ptr, o, outputs, groups, column + run * WIDTH, GROUP, STRIP, DTYPE),)  # type: ignore[assignment]
     return found
+
+
+@triton.jit
+def _subtrahend(zero, BLOCK_O: tl.constexpr, STRIP: tl.constexpr, UNIT: tl.constexpr, LESS: tl.constexpr,
+                DTYPE: tl.constexpr):  # fmt: skip
+    """Return what a product subtracts from a strip of codes that are decoded to (value + shift) * UNIT. `zero`: None,
+    or zeros plus the shift. LESS: bits in E4M3 of the shift times -UNIT; a conversion of constants came out wrong
+    (packed_operands.filled)."""
+    if zero is None:
+        return tl.full((BLOCK_O, STRIP), LESS, tl.int8).to(DTYPE, bitcast=True)
+    else:
+        return tl.broadcast_to((zero * -UNIT).to(DTYPE), (BLOCK_O, STRIP))
+
+
+@triton.jit
+def _add_strip(total, word, x_IT, zero, scale, STRIP_AT: tl.constexpr, BITS: tl.constexpr, CODE: tl.constexpr,
+               VALUE: tl.constexpr, DECODE: tl.constexpr, WORDS: tl.constexpr, UNIT: tl.constexpr, LESS: tl.constexpr,
+               TWICE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Return total + weight @ x of strip number STRIP_AT, over UNIT."""
+    DTYPE: tl.constexpr = x_IT.dtype
+    if TWICE:
+        w_OI = decoded_strip(word, None, None, STRIP_AT, BITS, DTYPE, DTYPE, DTYPE, DECODE, WORDS)
+        less_OI = _subtrahend(zero, word.shape[0], word.shape[1], UNIT, LESS, DTYPE)
+        total = tl.dot(less_OI, x_IT, total, input_precision=PRECISION)
+    else:
+        w_OI = decoded_strip(word, zero, scale, STRIP_AT, BITS, CODE, VALUE, DTYPE, DECODE, WORDS)
+    return tl.dot(w_OI, x_IT, total, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=["tiles", "x_scale_st"])
@@ -86,11 +113,15 @@ def _stacked_expert_matmul(
     DECODE: tl.constexpr,
     WORDS: tl.constexpr,
     NARROW: tl.constexpr,
+    SHIFT: tl.constexpr,
+    UNIT: tl.constexpr,
+    LESS: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One tile, as in experts.py; constants are those of packed_matmul.py. TILES: tiles of rows that are multiplied by
-    the same outputs one after another. EVEN: blocks divide the inputs."""
+    the same outputs one after another. EVEN: blocks divide the inputs. SHIFT, UNIT: those of DECODE (ShiftedDecoder);
+    with SHIFT 0 and UNIT 1, it returns values. UNIT is 1 but for E4M3."""
     wait(PDL)
     tile, start_O = place_of_program(tiles, outputs, TILES, BLOCK_O)
     expert, place_T, inside_T, pair_T = pairs_of_tile(order_ptr, tiles_ptr, experts_ptr, tile, ROWS)
@@ -103,6 +134,8 @@ def _stacked_expert_matmul(
     SCALE: tl.constexpr = scale_ptr.dtype.element_ty
     # The reasons for these are in packed_matmul.py.
     WIDER: tl.constexpr = (WORDS and not NARROW) or zero_ptr is not None
+    # E4M3 has no arithmetic: a second product subtracts zeros, with the same x.
+    TWICE: tl.constexpr = UNIT != 1.0
     CODE: tl.constexpr = tl.float16 if DTYPE == tl.float8e4nv and WIDER else DTYPE
     WHOLE_ZEROS: tl.constexpr = zero_ptr is None or zero_ptr.dtype.element_ty == tl.uint8
     SHORT: tl.constexpr = WHOLE_ZEROS and (SUMS or SCALE == DTYPE or SCALE == tl.float8e4nv)
@@ -141,25 +174,26 @@ def _stacked_expert_matmul(
                     of_up_zero = zero_at + up_groups
                     up_zeros = _of_runs(of_up_zero, o, outputs, groups, column, RUNS, WIDTH, GROUP, STRIP, VALUE)
             for run in tl.static_range(RUNS):
+                zero = zeros[run] + SHIFT if zero_ptr is not None else None
+                scale = None if SUMS else scales[run]
                 total = tl.zeros((BLOCK_O, ROWS), tl.float32) if SUMS else acc
-                total_up = tl.zeros((BLOCK_O, ROWS), tl.float32) if SUMS else acc_up
+                if GATED:
+                    up_zero = up_zeros[run] + SHIFT if zero_ptr is not None else None
+                    up_scale = None if SUMS else up_scales[run]
+                    total_up = tl.zeros((BLOCK_O, ROWS), tl.float32) if SUMS else acc_up
                 for strip in tl.static_range(run * RUN, run * RUN + RUN):
                     ok = ok_T
                     if not EVEN:
                         ok = ok & (column + strip * LANES + i < inputs)[:, None]
                     x_IT = tl.load(x_at + (column + strip * LANES), mask=ok, other=0.0, eviction_policy="evict_last")
-                    zero = zeros[run] if zero_ptr is not None else None
-                    scale = None if SUMS else scales[run]
-                    w_OI = decoded_strip(word, zero, scale, strip, BITS, CODE, VALUE, DTYPE, DECODE, WORDS)
-                    total = tl.dot(w_OI, x_IT, total, input_precision=PRECISION)
+                    total = _add_strip(total, word, x_IT, zero, scale, strip, BITS, CODE, VALUE, DECODE, WORDS, UNIT,
+                                       LESS, TWICE, PRECISION)  # fmt: skip
                     if GATED:
-                        zero = up_zeros[run] if zero_ptr is not None else None
-                        scale = None if SUMS else up_scales[run]
-                        w_OI = decoded_strip(up_word, zero, scale, strip, BITS, CODE, VALUE, DTYPE, DECODE, WORDS)
-                        total_up = tl.dot(w_OI, x_IT, total_up, input_precision=PRECISION)
-                acc = acc + total * scales[run] if SUMS else total
+                        total_up = _add_strip(total_up, up_word, x_IT, up_zero, up_scale, strip, BITS, CODE, VALUE,
+                                              DECODE, WORDS, UNIT, LESS, TWICE, PRECISION)  # fmt: skip
+                acc = acc + total * (scales[run] * (1.0 / UNIT)) if SUMS else total
                 if GATED:
-                    acc_up = acc_up + total_up * up_scales[run] if SUMS else total_up
+                    acc_up = acc_up + total_up * (up_scales[run] * (1.0 / UNIT)) if SUMS else total_up
     announce(PDL)
     if row_scale_ptr is not None:
         row_scale_ptr += first_O
@@ -190,6 +224,9 @@ def stacked_experts_triton(
 ) -> torch.Tensor:
     """Launch the kernels of core.ops.stacked_experts.stacked_gated_experts. `chosen`: tiles of the two products, with
     equally many rows; None = those of the rule."""
+    for group in (weights.up.group, weights.down.group):
+        if not fits_strips(group):
+            raise ValueError(f"groups have a multiple or a divisor of {LANES} inputs, not {group}")
     (tokens, active), device = routing.experts_TK.shape, x.values.device
     experts, hidden, _ = weights.down.codes.shape
     if not tokens:
@@ -236,12 +273,10 @@ def _multiply_pairs(
 ) -> None:
     """Launch the first product, which ends in `activation`, or the second one (None)."""
     fmt, kind, group = packed.format, x.values.dtype, packed.group or WHOLE
-    if not fits_strips(packed.group):
-        raise ValueError(f"groups have a multiple or a divisor of {LANES} inputs, not {packed.group}")
     fp8, strips = kind is torch.float8_e4m3fn, group % LANES == 0
     block = LANES * (32 // fmt.stored_bits)
     run = gcd(group, block) // LANES if strips else 1
-    by_words = x.values.is_cuda and kind is not torch.float32 and fmt.decode_words is not None
+    decoder, by_words = decoder_of(packed, x.values)
     limit = activation.limit if activation is not None else None
     _stacked_expert_matmul[(pairs.tiles * triton.cdiv(out.shape[1], tile.outputs),)](
         x.values.contiguous(),
@@ -278,14 +313,34 @@ def _multiply_pairs(
         STRIP=LANES if strips else LEAST_STRIP,
         RUN=run,
         SUMS=fp8 or (strips and 2 * tile.rows <= min(LANES * run, 2 * MOST_SUM_ROWS)),
-        DECODE=fmt.decode_words if by_words else fmt.decode,
+        DECODE=decoder.decode,
         WORDS=by_words,
         NARROW=fmt.narrow_words,
+        SHIFT=decoder.shift,
+        UNIT=decoder.unit,
+        LESS=decoder.less,
         PRECISION="ieee" if kind is torch.float32 else "tf32",
         num_warps=tile.warps,
         num_stages=tile.stages,
         **dependent(out),
     )
+
+
+def decoder_of(packed: PackedWeight, x: torch.Tensor) -> tuple[ShiftedDecoder, bool]:
+    """Return the decoder with the fewest instructions, and whether it takes words. Zeros are subtracted together with
+    the shift."""
+    fmt = packed.format
+    if not reads_words(x) or fmt.decode_words is None:
+        return ShiftedDecoder(fmt.decode, 0.0), False
+    shifted, whole = fmt.shifted.get(x.dtype), packed.zero is None or packed.zero.dtype is torch.uint8
+    if shifted is None or not whole or (packed.zero is None and shifted.unit == 1.0):
+        return ShiftedDecoder(fmt.decode_words, 0.0), True
+    return shifted, True
+
+
+def reads_words(x: torch.Tensor) -> bool:
+    """Whether several codes can be decoded by one instruction, which Triton's interpreter does not support."""
+    return x.is_cuda and x.dtype is not torch.float32
 
 
 def in_e4m3(packed: PackedWeight, rows: int) -> bool:

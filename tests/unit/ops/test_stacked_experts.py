@@ -11,7 +11,7 @@ import torch
 
 from dovetail.core.arithmetic import ceil_div
 from dovetail.core.interfaces import PLAIN, SWIGLU, Activation, ExpertBias, Routing
-from dovetail.core.interfaces.weight import PackedWeight, WeightFormat
+from dovetail.core.interfaces.weight import PackedWeight, ShiftedDecoder, WeightFormat
 from dovetail.core.ops.expert_tiles import stacked_expert_tile, stacked_shared
 from dovetail.core.ops.formats import encode
 from dovetail.core.ops.packing import dequantize, pack
@@ -190,6 +190,38 @@ def test_published_formats_on_a_gpu(how, tokens, fmt):
     decoded = given.values.cpu().double() * (1.0 if given.scale is None else given.scale.cpu().double())
     expected = exact(decoded, routing, *matrices, CLAMPED, bias)
     check(got.cpu().float().reshape(1, -1), expected.reshape(1, -1), 2e-2 if fmt is PLAIN else 0.1)
+
+
+@kernels
+@pytest.mark.parametrize(
+    ("fmt", "group", "tokens", "kind"),
+    [(UINT4, 128, 9, FP16), (UINT4, 32, 40, FP16), (UINT4, 128, 9, FP8), (INT4, 32, 9, FP8), (INT4, 32, 9, FP16)],
+)
+def test_shifted_decoders_give_the_same_sums(monkeypatch, fmt, group, tokens, kind):
+    """In Triton's interpreter, by decoders without instructions of a GPU."""
+    from dovetail.core.ops.kernels import stacked_experts
+    from dovetail.core.ops.kernels.stacked_experts import stacked_experts_triton
+
+    if INTERPRETED:
+        from .shifted_decoders import code_less_8, code_over_512, code_plus_128
+
+        offset = 8.0 if fmt is INT4 else 0.0
+        shifted = {
+            FP16: ShiftedDecoder(code_plus_128, 128.0 + offset),
+            FP8: ShiftedDecoder(code_over_512, offset, 2.0**-9),
+        }
+        fmt = replace(fmt, decode_words=code_plus_128 if offset == 0 else code_less_8, shifted=shifted)
+        monkeypatch.setattr(stacked_experts, "reads_words", lambda x: True)
+    how = fmt, group, FP16
+    x_TC, routing, weights, bias, *matrices = stacked_case(tokens, 3, 2, 128, 64, "some padding", FP16, how, how)
+    biases = None if bias is None else ExpertBias(bias.up.to(DEVICE), bias.down.to(DEVICE))
+    at = Routing(routing.experts_TK.to(DEVICE), routing.weights_TK.to(DEVICE))
+    act = FP8_TOKEN if kind is FP8 else PLAIN
+    given = encode(x_TC.to(DEVICE), (act,))[act]
+    got = stacked_experts_triton(given, at, on_device(weights), CLAMPED, biases, act, FP16).cpu()
+    scale = 1.0 if given.scale is None else given.scale.cpu().double()
+    expected = exact(given.values.cpu().double() * scale, routing, *matrices, CLAMPED, bias)
+    check(got.float().reshape(1, -1), expected.reshape(1, -1), 0.1 if kind is FP8 else 5e-3)
 
 
 @kernels
