@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from prepare import prepared
 from train import HERE, heldout_loss
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -48,7 +49,7 @@ def complete(model, tokenizer, prompt, **options):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data", type=Path, default=HERE / ".data")
+    parser.add_argument("--data", type=prepared, default=str(HERE / ".data"))
     parser.add_argument("--models", type=Path, default=HERE.parents[1] / "plugins/model/bundled")
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--tokens", type=int, help="measure on only this many held-out tokens")

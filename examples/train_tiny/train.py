@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from prepare import prepared
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
@@ -352,7 +353,7 @@ def write_json(path, value):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data", type=Path, default=HERE / ".data")
+    parser.add_argument("--data", type=prepared, default=str(HERE / ".data"))
     parser.add_argument("--out", type=Path, default=HERE.parents[1] / "plugins/model/bundled")
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--epochs", type=int, default=22, help="for the model")
