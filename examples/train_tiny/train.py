@@ -107,14 +107,14 @@ class Corpus:
 
 
 @torch.no_grad()
-def heldout_loss(model, stream, context, batch=16):
-    """Return nats per token over the whole stream, predicted window by window."""
+def heldout_loss(model, stream, context, batch=16, watch=iter):
+    """Return nats per token over the whole stream, predicted window by window. `watch` iterates over the batches."""
     training = model.training
     model.eval()
     whole = (len(stream) - 1) // context * context
     batches = [*stream.unfold(0, context + 1, context).split(batch), stream[None, whole:]]
     total = 0.0
-    for windows in batches:
+    for windows in watch(batches):
         logits = model(input_ids=windows[:, :-1].long()).logits.float().flatten(0, 1)
         total += F.cross_entropy(logits, windows[:, 1:].flatten().long(), reduction="sum").item()
     model.train(training)
