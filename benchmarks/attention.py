@@ -374,6 +374,8 @@ def main() -> None:
     parser.add_argument("--page", default="16,64", help="tokens of a page")
     parser.add_argument("--decode", default="", help="rows x keys of decode steps, such as 24x600,64x640")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("needs a GPU: there is none")
     torch.manual_seed(torch.seed() % 2**31)
     heads = Heads(args.heads, args.kv_heads, args.head_dim)
     pages = [int(page) for page in args.page.split(",")]

@@ -300,6 +300,8 @@ def main() -> None:
     parser.add_argument("--tflops", type=float, default=0, help="0 = 600 in bf16, 900 in fp8")
     parser.add_argument("--search", action="store_true")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("needs a GPU: there is none")
     torch.manual_seed(0)
     print(f"{torch.cuda.get_device_name()}; uniform routing, {CALLS} routings")
     print(f"{'':25s}{'rows':>6}{'experts':>9}{'limit':>9}{'route':>8}{'products':>10}{'of limit':>10}")

@@ -141,8 +141,11 @@ def main() -> None:
     parser.add_argument("--page", type=int, default=64)
     parser.add_argument("--general", action="store_true")
     parser.add_argument("--bandwidth", type=float, default=4.44, help="TB/s")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("needs a GPU: there is none")
     torch.manual_seed(0)
-    for line in lines(parser.parse_args()):
+    for line in lines(args):
         print(line, flush=True)
 
 

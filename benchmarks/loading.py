@@ -25,8 +25,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from dovetail.core.checkpoint import Checkpoint
 from dovetail.core.compose import Composition, compose
-from dovetail.core.worker import loader
+from dovetail.core.worker import fill, loader
+from dovetail.core.worker.build import build_quantizer, check_weights
+from dovetail.core.worker.dtypes import resolve_device
 
 HIDDEN, INNER, KV, VOCAB = 4096, 14336, 1024, 128256
 LAYER = {
@@ -52,7 +55,7 @@ class NoCheck:
     def watch(self, name: str, opener: Callable[[], Any]) -> Callable[[], Any]:
         return opener
 
-    def finish(self, folder: Path) -> None:
+    def finish(self, checkpoint: Checkpoint) -> None:
         pass
 
 
@@ -84,12 +87,12 @@ def write(folder: Path, layers: int) -> int:
 @contextmanager
 def checking(check: bool) -> Iterator[None]:
     """Load without the check in this context if `check` is false."""
-    kept = loader.WeightCheck
-    loader.WeightCheck = kept if check else NoCheck  # type: ignore[assignment, misc]
+    kept = fill.WeightCheck
+    fill.WeightCheck = kept if check else NoCheck  # type: ignore[assignment, misc]
     try:
         yield
     finally:
-        loader.WeightCheck = kept  # type: ignore[misc]
+        fill.WeightCheck = kept  # type: ignore[misc]
 
 
 def load(composition: Composition) -> float:
@@ -98,9 +101,12 @@ def load(composition: Composition) -> float:
     def silent(phase: str, share: float | None) -> None:
         pass
 
+    quantizer = build_quantizer(composition)
+    check_weights(composition, quantizer, 0, 1)
+    device = resolve_device(composition.engine.device, 0, composition.engine.first_gpu)
     phases = loader._Phases()
-    connection = loader._connect(composition, 0, 1, "", silent, lambda connection: None)
-    parts = loader._build_parts(composition, connection, silent, phases)
+    connection = loader._connect(composition, device, 0, 1, "", silent, lambda connection: None)
+    parts = loader._build_parts(composition, quantizer, connection, silent, phases)
     parts.release()
     parts.close()
     gc.collect()

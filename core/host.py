@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from dovetail.core.compose import Host
+from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import ModelSpec
 
 if TYPE_CHECKING:
@@ -59,3 +60,17 @@ def model_facts(spec: ModelSpec) -> Mapping[str, object]:
         "experts": spec.moe is not None,
         "compressed_kv": spec.mla is not None,
     }
+
+
+def gpu_of(rank: int, first_gpu: int) -> int:
+    """Return the index of the rank's GPU. Raises ConfigError if this host has fewer."""
+    import torch
+
+    count, gpu = torch.cuda.device_count(), first_gpu + rank
+    if gpu >= count:
+        why = f" (torch {torch.__version__} is built without CUDA)" if torch.version.cuda is None else ""
+        raise ConfigError(
+            f"engine.device=cuda: rank {rank} needs GPU {gpu} (engine.first_gpu={first_gpu}), this host has "
+            f"{count}{why}; use engine.device=cpu, fewer ranks (engine.tp) or fewer replicas (engine.dp)"
+        )
+    return gpu

@@ -83,11 +83,9 @@ def check_table(composition: Composition, here: Host) -> None:
     """Raise ConfigError if engine.tune_table is set and its table is not for this GPU."""
     engine = composition.engine
     if engine.tune_table is not None:
-        import torch
-
         from dovetail.core.tuning.startup import table_by_hand
 
-        table_by_hand(engine, torch.cuda.get_device_name(engine.first_gpu) if here.device == "cuda" else None)
+        table_by_hand(engine, device_name(engine.first_gpu, here) if here.device == "cuda" else None)
 
 
 def check_cost(composition: Composition, spec: ModelSpec, here: Host) -> None:
@@ -99,12 +97,12 @@ def check_cost(composition: Composition, spec: ModelSpec, here: Host) -> None:
 
 
 def device_name(first_gpu: int, here: Host) -> str:
-    """Return the name of the GPU, or "cpu"."""
+    """Return the name of the GPU, or "cpu". Raises ConfigError without that GPU."""
     if here.device != "cuda":
         return "cpu"
     import torch
 
-    return torch.cuda.get_device_name(first_gpu)
+    return torch.cuda.get_device_name(host.gpu_of(0, first_gpu))
 
 
 def has_virtual_time(composition: Composition) -> bool:

@@ -120,8 +120,8 @@ def formats(composition: Composition, spec: ModelSpec, device: str, here: Host |
     if missing := [key for key in ("weight_bits", "product") if stated.get(key) is None]:
         raise PluginError(
             str(quant.package),
-            f"quant={quant.name} does not state {' and '.join(missing)} among what it provides, which "
-            f"cost={composition.part('cost').name} needs: choose cost=none, or another quant",
+            f"quant={quant.name} does not state {' and '.join(missing)} in its capabilities, which "
+            f"cost={composition.part('cost').name} needs: choose another quant, or for a run cost=none",
         )
     product = dtype if stated["product"] == "model" else str(stated["product"])
     tables = table_formats(stated, stored)

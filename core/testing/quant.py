@@ -383,4 +383,7 @@ class QuantizerContract(FormatTests, ExpertTests):
         got, exact = got.double().cpu(), exact.double().cpu()
         assert got.shape == exact.shape, f"shape {tuple(got.shape)}, expected {tuple(exact.shape)}"
         error, most = float((got - exact).norm() / exact.norm()), factor * self.error + TOLERANCE[dtype]
-        assert error <= most, f"relative error of the matmul is {error:.2e}, more than {most:.2e} ({seed_note()})"
+        assert error <= most, (
+            f"relative error of the matmul is {error:.2e}, more than {most:.2e}: the suite's attribute `error` is "
+            f"{self.error:g}; set it to that of the format ({seed_note()})"
+        )

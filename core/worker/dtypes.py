@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from dovetail.core.errors import ConfigError
+from dovetail.core.host import gpu_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_DTYPES = {**DTYPES, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -15,14 +16,7 @@ def resolve_device(name: str, rank: int, first_gpu: int = 0) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":
-        count, gpu = torch.cuda.device_count(), first_gpu + rank
-        if gpu >= count:
-            why = f" (torch {torch.__version__} is built without CUDA)" if torch.version.cuda is None else ""
-            raise ConfigError(
-                f"engine.device=cuda: rank {rank} needs GPU {gpu} (engine.first_gpu={first_gpu}), this host has "
-                f"{count}{why}; use engine.device=cpu, fewer ranks (engine.tp) or fewer replicas (engine.dp)"
-            )
-        return torch.device("cuda", gpu)
+        return torch.device("cuda", gpu_of(rank, first_gpu))
     return torch.device(name)
 
 

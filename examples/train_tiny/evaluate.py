@@ -7,10 +7,13 @@ Uses the saved bfloat16 weights with float32 arithmetic.
 
 import argparse
 import math
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from prepare import prepared
+from rich.progress import track
 from train import HERE, heldout_loss
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -48,7 +51,7 @@ def complete(model, tokenizer, prompt, **options):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data", type=Path, default=HERE / ".data")
+    parser.add_argument("--data", type=prepared, default=str(HERE / ".data"))
     parser.add_argument("--models", type=Path, default=HERE.parents[1] / "plugins/model/bundled")
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--tokens", type=int, help="measure on only this many held-out tokens")
@@ -62,7 +65,7 @@ def main():
 
     models = {name: load(args.models / name, device) for name in ("tiny", "tiny_draft")}
     for name, model in models.items():
-        loss = heldout_loss(model, stream, args.context, batch=4)
+        loss = heldout_loss(model, stream, args.context, batch=4, watch=partial(track, description=name))
         count = sum(parameter.numel() for parameter in model.parameters())
         size = (args.models / name / "model.safetensors").stat().st_size
         print(

@@ -12,6 +12,7 @@ import argparse
 from pathlib import Path
 
 import numpy as np
+from prepare import prepared
 from rich.progress import track
 
 from dovetail import LLM, SamplingParams
@@ -56,7 +57,7 @@ def measure(drafter, shape, prompts, tokens, device):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data", type=Path, default=HERE / ".data", help="folder that prepare.py wrote")
+    parser.add_argument("--data", type=prepared, default=str(HERE / ".data"), help="folder that prepare.py wrote")
     parser.add_argument("--only", nargs="+", choices=DRAFTERS, default=DRAFTERS, help="measure these drafters")
     parser.add_argument("--prompts", type=int, default=128)
     parser.add_argument("--prompt-tokens", type=int, default=128)

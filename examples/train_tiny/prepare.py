@@ -153,6 +153,13 @@ def token_stream(tokenizer, texts):
     return np.array([*ids, 0], dtype=np.uint16)
 
 
+def prepared(folder):
+    """Return the folder that this script wrote, as the type of an option of the scripts that read it."""
+    if not (Path(folder) / "manifest.json").is_file():
+        raise argparse.ArgumentTypeError(f"{folder} has no manifest.json: first run `python prepare.py --out {folder}`")
+    return Path(folder)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--stdlib", type=Path, default=Path(sysconfig.get_paths()["stdlib"]))

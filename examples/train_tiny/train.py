@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from prepare import prepared
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
@@ -106,14 +107,14 @@ class Corpus:
 
 
 @torch.no_grad()
-def heldout_loss(model, stream, context, batch=16):
-    """Return nats per token over the whole stream, predicted window by window."""
+def heldout_loss(model, stream, context, batch=16, watch=iter):
+    """Return nats per token over the whole stream, predicted window by window. `watch` iterates over the batches."""
     training = model.training
     model.eval()
     whole = (len(stream) - 1) // context * context
     batches = [*stream.unfold(0, context + 1, context).split(batch), stream[None, whole:]]
     total = 0.0
-    for windows in batches:
+    for windows in watch(batches):
         logits = model(input_ids=windows[:, :-1].long()).logits.float().flatten(0, 1)
         total += F.cross_entropy(logits, windows[:, 1:].flatten().long(), reduction="sum").item()
     model.train(training)
@@ -352,7 +353,7 @@ def write_json(path, value):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data", type=Path, default=HERE / ".data")
+    parser.add_argument("--data", type=prepared, default=str(HERE / ".data"))
     parser.add_argument("--out", type=Path, default=HERE.parents[1] / "plugins/model/bundled")
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--epochs", type=int, default=22, help="for the model")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from prepare import prepared
 from rich.progress import track
 from safetensors.torch import save_file
 from torch import nn
@@ -311,7 +312,7 @@ def save(head, folder):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data", type=Path, default=HERE / ".data")
+    parser.add_argument("--data", type=prepared, default=str(HERE / ".data"))
     parser.add_argument("--model", type=Path, default=HERE.parents[1] / "plugins/model/bundled/tiny")
     parser.add_argument("--out", type=Path, default=HERE / ".heads")
     parser.add_argument("--context", type=int, default=512)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from prepare import prepared
 from rich.progress import track
 from safetensors.torch import save_file
 from torch import nn
@@ -326,7 +327,7 @@ def save(model, corpus, folder):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data", type=Path, default=HERE / ".data")
+    parser.add_argument("--data", type=prepared, default=str(HERE / ".data"))
     parser.add_argument("--out", type=Path, default=HERE / ".moe")
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=16, help="windows in a step")

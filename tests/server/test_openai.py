@@ -68,6 +68,8 @@ def test_a_predicted_output_is_counted(client, llm, greedy):
         assert details.accepted_prediction_tokens >= 16 and details.rejected_prediction_tokens >= 2
     with pytest.raises(openai.BadRequestError, match="prediction: a part of type 'image' has no text"):
         client.chat.completions.create(**ask, prediction={"type": "content", "content": [{"type": "image"}]})
+    with pytest.raises(openai.BadRequestError, match="the prediction has more than 2048 tokens: shorten it"):
+        client.chat.completions.create(**ask, prediction={"type": "content", "content": "x = 1\n" * 20_000})
 
 
 def test_sampling_fields_reach_the_engine(client, llm):

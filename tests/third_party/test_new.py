@@ -152,7 +152,7 @@ REFUSED = {
     "new.component=grammar/choices": "its class would be called Choices, which is taken",
     "new.component=app/engine": "the name of a node",
     "new.component=scheduler/mine new.package=a--b": "with single hyphens",
-    "new.component=scheduler/mine new.folder=full": "is not an empty folder",
+    "new.component=scheduler/mine new.folder=full": "is not an empty folder: set new.folder",
     "new.component=scheduler/mine new.folder=full/file": "is not an empty folder",
 }
 

@@ -79,7 +79,7 @@ def _write(folder: Path, made: dict[str, str]) -> None:
     """Write the files into an empty or a new folder. Nothing is overwritten."""
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ConfigError(f"new.folder={folder} is not an empty folder")
+            raise ConfigError(f"new.folder={folder} is not an empty folder: set new.folder to another one")
         for path, text in made.items():
             file = folder / path
             file.parent.mkdir(parents=True, exist_ok=True)

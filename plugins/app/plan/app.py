@@ -74,6 +74,7 @@ class PlanApp(App):
             "kv_bytes_per_token": spec.kv_bytes_per_token(plan.formats.kv_bytes),
             "draft_kv_bytes_per_token": drafts.kv_bytes_per_token(plan.formats.kv_bytes) if drafts else 0,
             "kv_bytes_per_token_and_gpu": spec.kv_bytes_per_token(plan.formats.kv_bytes, plan.engine.tp),
+            "spec_decode": composition.part("spec_decode").name,
             "experts": plan.experts.facts(self.config.batches, plan.engine.dp, plan.formats) if plan.experts else None,
             "max_len": plan.max_len,
             "sequences_of_max_len": plan.sequences(plan.max_len),
@@ -141,6 +142,8 @@ def _print(facts: dict[str, Any]) -> None:
             mark = "" if row["fits"] else " (does not fit at once)"
             speed.add_row(f"{row['batch']}{mark}", f"{row['tpot_ms']:.2f}", f"{row['output_tokens_per_s']:.0f}")
         out.print(speed)
+        if facts["spec_decode"] != "none":
+            out.print(f"these are steps without drafts: what spec_decode={facts['spec_decode']} gains is not predicted")
         prefill = ", ".join(f"{n} tokens {s * 1e3:.1f} ms" for n, s in facts["ttft_s"].items())
         out.print(f"predicted prefill of one prompt: {prefill or 'none: max_len is shorter'}")
         out.print(

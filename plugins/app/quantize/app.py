@@ -6,13 +6,14 @@ Shapes: S sequences, L positions, C channels.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces import App
+from dovetail.core.interfaces import App, Progress
 from dovetail.plugins.app.quantize.config import QuantizeConfig
-from dovetail.plugins.app.waiting import bar, line_console
+from dovetail.plugins.app.waiting import bar, line_console, phases_in_lines
 
 if TYPE_CHECKING:
     import torch
@@ -110,15 +111,18 @@ class QuantizeApp(App):
             hidden_SLC = F.embedding(sequences_SL, self.tensors[EMBEDDING]())
         if output.done:
             self.console.print(f"{output.done} of {output.layers} layers are in {output.path}", markup=False)
-        with bar(self.console, "quantize", output.layers, left=True) as update:
+        with (
+            bar(self.console, "quantize", output.layers, left=True) as update,
+            phases_in_lines(self.console, "quantizing") as progress,
+        ):
             update(completed=output.done)
             for index in range(output.done, output.layers):
-                tensors, hidden_SLC = self._layer(decoder, index, hidden_SLC)
+                tensors, hidden_SLC = self._layer(decoder, index, hidden_SLC, progress)
                 output.write_layer(index, tensors, hidden_SLC)
                 update(advance=1)
 
     def _layer(
-        self, decoder: Decoder, index: int, hidden_SLC: torch.Tensor | None
+        self, decoder: Decoder, index: int, hidden_SLC: torch.Tensor | None, progress: Progress
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
         """Return (the tensors of a quantized layer by their names in the checkpoint, its output)."""
         from dovetail.plugins.app.quantize.calibration import BlockStatistics
@@ -127,6 +131,7 @@ class QuantizeApp(App):
         from dovetail.plugins.app.quantize.writing import kv_scales, tensors_of
 
         prefix, statistics = LAYER.format(index), BlockStatistics()
+        layer = f"layer {index + 1} of {decoder.spec.layers}"
         weights = {
             name.removeprefix(prefix): open_().to(self.device)
             for name, open_ in self.tensors.items()
@@ -136,11 +141,13 @@ class QuantizeApp(App):
             raise ConfigError(f"the checkpoint has no {prefix}{absent[0]}.weight")
         dtype = weights[f"{LINEARS[0]}.weight"].dtype
         if hidden_SLC is not None:
-            _run(decoder, index, weights, hidden_SLC, self.device, statistics)
+            _run(decoder, index, weights, hidden_SLC, self.device, partial(progress, f"{layer}, calibrate"), statistics)
+        progress(f"{layer}, quantize", None)
         quantized, others = quantize_block(self.config, grid_of(self.config, dtype), weights, statistics)
         if hidden_SLC is not None:
             values = {f"{name}.weight": found.values(dtype) for name, found in quantized.items()}
-            hidden_SLC = _run(decoder, index, {**others, **values}, hidden_SLC, self.device)
+            outputs = partial(progress, f"{layer}, inputs of the next one")
+            hidden_SLC = _run(decoder, index, {**others, **values}, hidden_SLC, self.device, outputs)
         made = {f"{name}.{part}": x for name, q in quantized.items() for part, x in tensors_of(self.config, q).items()}
         scales = kv_scales(statistics.largest) if self.config.kv else {}
         return {prefix + name: x for name, x in {**others, **made, **scales}.items()}, hidden_SLC
@@ -159,12 +166,17 @@ def _run(
     weights: dict[str, torch.Tensor],
     hidden_SLC: torch.Tensor,
     device: torch.device,
+    progress: Callable[[float], None],
     statistics: BlockStatistics | None = None,
 ) -> torch.Tensor:
-    """Run a block on one sequence after another. Returns its output, on the host."""
+    """Run a block on one sequence after another. Returns its output, on the host. `progress` is called with the share
+    of sequences that are done."""
     import torch
 
     table_LR = decoder.table(hidden_SLC.shape[1], device)
     seen = {} if statistics is None else {"seen": statistics}
-    outputs = [decoder.run(index, weights, x_LC[None].to(device), table_LR, **seen).cpu() for x_LC in hidden_SLC]
+    outputs: list[torch.Tensor] = []
+    for x_LC in hidden_SLC:
+        progress(len(outputs) / len(hidden_SLC))
+        outputs.append(decoder.run(index, weights, x_LC[None].to(device), table_LR, **seen).cpu())
     return torch.cat(outputs)

@@ -90,6 +90,8 @@ class OutputFolder:
     def _save(self, name: str, tensors: Mapping[str, torch.Tensor], stated: dict[str, str]) -> None:
         part = self.path / f"{name}.part"
         save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, part, stated)
+        # safetensors makes files that their owner alone can read, and a server often runs as another user.
+        shutil.copymode(self.path / SETTINGS, part)
         os.replace(part, self.path / name)
 
     def _write(self, name: str, content: Mapping[str, Any]) -> None:

@@ -176,8 +176,9 @@ class Texts:
 
 def too_long(tokens: str, limit: int, param: str) -> FieldError:
     # Clients recognise the first sentence, which is OpenAI's.
+    what = "prediction" if param == "prediction" else "prompt"
     return FieldError(
-        f"This model's maximum context length is {limit} tokens (engine.max_len). However, the prompt has {tokens} "
+        f"This model's maximum context length is {limit} tokens (engine.max_len). However, the {what} has {tokens} "
         "tokens: shorten it",
         param,
         code="context_length_exceeded",

@@ -28,11 +28,11 @@ class TuneApp(App):
     config: TuneConfig
 
     def run(self, composition: Composition, prompts: Sequence[str]) -> int:
-        self._check_export()
         self.console = line_console()
         self._reported: set[str] = set()
         compositions = self._compositions(composition)
         device = _gpu(composition)
+        self._check_export()
         import torch
 
         from dovetail.core.ops.kernels.launch import keep_shared_memory

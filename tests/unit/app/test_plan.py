@@ -150,6 +150,13 @@ def test_a_drafter_takes_its_share() -> None:
     assert whole["sequences"]["4096"] == int(whole["bytes_per_gpu"]["kv_cache"] // (4096 * per_token))
 
 
+def test_the_predicted_speed_is_marked_as_that_without_drafts(capsys: pytest.CaptureFixture[str]) -> None:
+    """How many drafts a model accepts is not known before it runs."""
+    for drafter in ("none", "ngram"):
+        assert main(["app=plan", "+preset=h200_fp8_tp1", f"spec_decode={drafter}"]) == 0
+        assert ("what spec_decode=ngram gains is not predicted" in capsys.readouterr().out) == (drafter == "ngram")
+
+
 def test_a_layer_for_multi_token_prediction_takes_its_share() -> None:
     """DeepSeek-V3's has 11.5 B weights in FP8, and a latent of 576 values per token."""
     words = ["model=deepseek_v3", "quant=fp8", "engine.tp=8", "cost=h200"]

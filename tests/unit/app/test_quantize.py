@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from dovetail.core.compose import compose
 from dovetail.core.worker.build import build_quantizer, check_weights
+from dovetail.plugins.app import waiting
 from dovetail.plugins.app.quantize.calibration import InputStatistics
 from dovetail.plugins.app.quantize.decoder import Decoder
 from dovetail.plugins.app.quantize.folder import OutputFolder
@@ -171,7 +172,11 @@ def test_an_interrupted_run_continues(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("quantize.method=gptq", *SMALL)
-    assert quantize(tmp_path / "whole", *words, source=small) == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(waiting, "SECONDS", 0.01)
+        assert quantize(tmp_path / "whole", *words, source=small) == 0
+    assert "quantizing for 0 s: layer 1 of 2, " in capsys.readouterr().err
+    assert len({file.stat().st_mode for file in (tmp_path / "whole").iterdir()}) == 1, "the umask's"
     write = OutputFolder.write_layer
 
     def stops(self: OutputFolder, index: int, *given: object) -> None:

@@ -74,8 +74,9 @@ def gpu(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("words", [("engine.device=cpu",), ("+preset=h200_fp8_tp1",)])
-def test_without_a_gpu_it_is_refused(capsys, words):
-    assert main(["app=tune", *words]) == 2
+def test_without_a_gpu_it_is_refused(capsys, words, tmp_path):
+    assert main(["app=tune", f"tune.export={tmp_path}/new/table.json", *words]) == 2
+    assert not (tmp_path / "new").exists(), "nothing is written"
     out, err = capsys.readouterr()
     assert out == "" and len(err.splitlines()) == 1 and ("on a GPU" in err or "GPU 0" in err)
 

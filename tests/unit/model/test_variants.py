@@ -8,6 +8,8 @@ import pytest
 import torch
 import transformers
 
+from dovetail.core.chat_template import ChatTemplate
+from dovetail.core.checkpoint import open_checkpoint
 from dovetail.core.compose import compose
 from dovetail.plugins.model.llama.families import spec_of
 
@@ -111,3 +113,9 @@ def test_parameters_are_those_that_transformers_makes(variant):
         model = model_class._from_config(model_class.config_class(**hf))
     biases = sum(each.numel() for name, each in model.named_buffers() if name.endswith("e_score_correction_bias"))
     assert spec(variant).parameters.total == model.num_parameters() + biases
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny_draft", "tiny_moe"])
+def test_a_bundled_model_has_a_chat_template(name: str) -> None:
+    template = ChatTemplate.load(open_checkpoint(f"pkg://dovetail.plugins.model.bundled/{name}"))
+    assert template is not None and template.special["bos_token"] == "<|endoftext|>"

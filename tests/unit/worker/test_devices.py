@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dovetail.core.compose import compose
+from dovetail.core.engine.checks import check_fit
 from dovetail.core.errors import ConfigError
 from dovetail.core.worker.dtypes import resolve_device
 
@@ -24,3 +26,12 @@ def test_auto_never_falls_back_to_the_cpu_when_gpus_run_out(monkeypatch: pytest.
     assert resolve_device("auto", 0, 0) == torch.device("cuda", 0)
     with pytest.raises(ConfigError, match="needs GPU 1"):
         resolve_device("auto", 0, 1)
+
+
+@pytest.mark.parametrize("words", [("+preset=h200_fp8_tp1",), ("engine.device=cuda", "engine.tune_table=table.json")])
+def test_a_preset_of_a_gpu_is_refused_without_one(monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
+    """The cost model and the table are for a GPU, whose name torch cannot state here."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ConfigError, match="rank 0 needs GPU 0 .*this host has 0"):
+        check_fit(compose([*words, "model=tiny"]))
