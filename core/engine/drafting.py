@@ -242,8 +242,7 @@ class Drafting:
         if bucket.pays:
             saved = bucket.saved
             if bucket.level:
-                # That of the other rows alone.
-                saved = self._best(bucket, rows, length, self._rank(decoding), cost)[2]
+                saved = self._best(bucket, rows, length, self._rank(decoding), cost)[2]  # that of the other rows alone
             # Chunks are lost at once if drafts turn out to be worse, so these must pay with a standard error less, too.
             saved = min(saved, self._saved_at(rows, length, cost, -1.0))
             catching_up.where_it_pays(decoding, saved, cost, proposals=bucket.level > 0)

@@ -6,6 +6,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -94,10 +95,7 @@ class Autoregressive(NgramDrafter):
 
 
 def bare_graphs(
-    lookahead: int = 0,
-    model: CountedModel | None = None,
-    drafter_class: type[NgramDrafter] = NgramDrafter,
-    most_rows: int = 100,
+    lookahead: int = 0, model: CountedModel | None = None, drafter_class=NgramDrafter, most_rows: int = 100
 ) -> StepGraphs:
     """Graphs of up to 100 rows and, in mixed steps, 200 tokens."""
     state = DeviceState(slots=100, max_len=64, lookahead=lookahead, groups=(), device=torch.device("cpu"), seed=0)
@@ -150,15 +148,11 @@ def test_steps_of_few_drafts_make_no_more(lookahead: int, most_rows: int) -> Non
     graphs = bare_graphs(lookahead, drafter_class=Autoregressive, most_rows=most_rows)
     graphs.capture(run_nothing, quiet)
     decode = int(RowFlag.DECODE | RowFlag.SAMPLE)
-    for rows in range(1, min(most_rows, 20) + 1):
-        for drafts in range(1, lookahead + 1):
-            shape = Rows([Row(n, n, 0, 1 + drafts, 50, drafts, decode) for n in range(rows)]).shape
-            found = graphs.pick(shape)
-            assert found is not None
-            if drafts < lookahead:
-                assert found.capacity.drafts is (graphs.drafts.count(drafts) == lookahead)
-            elif rows in graphs.sizes:
-                assert found.capacity.drafts
+    for rows, drafts in product(range(1, min(most_rows, 20) + 1), range(1, lookahead + 1)):
+        found = graphs.pick(Rows([Row(n, n, 0, 1 + drafts, 50, drafts, decode) for n in range(rows)]).shape)
+        assert found is not None
+        if drafts < lookahead or rows in graphs.sizes:
+            assert found.capacity.drafts is (graphs.drafts.count(drafts) == lookahead)
 
 
 def test_chunks_with_long_contexts_run_without_a_graph() -> None:
