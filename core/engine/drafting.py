@@ -52,6 +52,8 @@ HOLD = 8
 """Steps for which the choice of no drafts stands: nothing is learnt in them."""
 BETTER = 1.01
 """Drafts replace none if they should yield this many times the tokens per second."""
+SURELY = 1.5
+"""Prompts are followed if drafts should save so many times what that takes: it delays first tokens in any case."""
 WORSE = 1.03
 """No drafts replace some if they should yield this many times their tokens per second and the drafter cannot catch up:
 the rows have no drafts later either, when fewer of them run and drafts would pay."""
@@ -283,17 +285,15 @@ class Drafting:
         bucket = self._buckets[rows.bit_length()]
         saved = bucket.saved
         if bucket.level < 0 and self.acceptance.evidence >= FRUITLESS_ROWS:
-            # No step had about as many rows yet, but others have measured the acceptance.
-            # Rows that are left behind by chance have no drafts later either if the drafter cannot catch up.
+            # Others have measured the acceptance. Rows left behind by chance never have drafts if it cannot catch up.
             errors = 1.0 if self._catching_up is None else 0.0
             saved = self._saved_at(rows, max(row.bound for row in prompts), self._cost, errors)
         if saved in (0.0, float("inf")) or sequences is None:
             return saved > 0
-        shares = (
-            (row.count / (seq := sequences[row.uid]).prompt_len) * (seq.limit - seq.prompt_len) for row in prompts
-        )
+        followed = ((row.count, sequences[row.uid]) for row in prompts)
+        shares = (count / seq.prompt_len * (seq.limit - seq.prompt_len) for count, seq in followed)
         worth = saved * sum(shares) / (1.0 if self._catching_up is None else LATER)
-        return worth > self._cost.follow_seconds(map(RowWork.of, prompts))
+        return worth > SURELY * self._cost.follow_seconds(map(RowWork.of, prompts))
 
     def _saved_at(self, rows: int, length: int, cost: CostModel, errors: float) -> float:
         """Return the seconds that drafts save per token of so many rows, if these accept what others did, or so many

@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from dovetail.core.errors import EngineDown, RequestError, shown
+from dovetail.plugins.app.serve.schemas import ChatRequest, ResponsesRequest
 
 log = logging.getLogger(__name__)
 
@@ -131,6 +132,14 @@ def _unreadable(request: Request, cause: BaseException | None) -> str:
     return "the body is nested too deeply" if isinstance(cause, RecursionError) else ""
 
 
+def _meant(field: str) -> str:
+    """Return what an unknown field of the body itself may be meant as."""
+    for path, request in (("chat/completions", ChatRequest), ("responses", ResponsesRequest)):
+        if field in request.model_fields:
+            return f"; it is a field of /v1/{path}"
+    return f'; a parameter of a logits processor is given as "extra": {{"{field}": ...}}'
+
+
 def _field_error(error: RequestValidationError) -> FieldError:
     """Return the first mistake, by field. The value may be a prompt, so it is not repeated."""
     first = error.errors()[0]
@@ -144,7 +153,7 @@ def _field_error(error: RequestValidationError) -> FieldError:
     # Pydantic puts this before the words of our own checks.
     reason = message.removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        # Only the fields of the body itself may be meant as parameters of a logits processor.
-        hint = f'; a parameter of a logits processor is given as "extra": {{"{path}": ...}}' if len(where) == 1 else ""
-        reason = f"there is no such field{hint}"
+        reason = "there is no such field"
+        if len(where) == 1:
+            reason += _meant(where[0])
     return FieldError(f"{path or 'body'}: {reason}", where[0] if where else None)

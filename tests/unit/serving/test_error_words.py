@@ -55,6 +55,12 @@ class Body(BaseModel):
             r"^y+\.\.\.y+: .{,250}$",
             f"{'y' * 57}...{'y' * 58}",
         ),
+        (
+            b'{"prompt": "x", "prediction": {"type": "content", "content": "y"}}',
+            "application/json",
+            "^prediction: there is no such field; it is a field of /v1/chat/completions$",
+            "prediction",
+        ),
         (b'{"prompt": "x", "no_repeat": 3}', "application/json", r'given as "extra": {"no_repeat": ...}', "no_repeat"),
     ],
 )
