@@ -73,7 +73,7 @@ class PackedWeight:
     codes: torch.Tensor
     """int32 [O, W], see dovetail.core.ops.packing."""
     scale: torch.Tensor
-    """[O, G], any floating-point dtype."""
+    """[O, G], any floating-point dtype. In E4M3 none is negative or NaN."""
     zero: torch.Tensor | None = None
     """[O, G], uint8 or floating point; None = 0."""
     row_scale: torch.Tensor | None = None

@@ -78,6 +78,10 @@ class FP4(StoredOrRounded[Stored]):
         return StoredFP4(stored, PLAIN)
 
 
+LARGEST = 0x7E
+"""Bits of the largest number in E4M3."""
+
+
 class FP4Linear(PackedLinear):
     def __init__(self, block: int, activations: ActFormat) -> None:
         # Powers of two are exact in bfloat16.
@@ -120,6 +124,8 @@ class StoredFP4(FP4Linear):
                 raise TensorError(names.whole, f"must be a positive number; it is {factor.item():g}")
             row_scale_O = (1 / factor if names.divides else factor).expand(part.stop - part.start)
             scale_OG = scale_OG.view(torch.uint8)
+            if (scale_OG > LARGEST).any():  # Hopper's kernel decodes neither.
+                raise TensorError(names.scale, "has scales that are negative or not numbers")
             scale_OG = self.shape.spread_groups(scale_OG, self.group).view(E4M3)
         else:
             scale_OG = decode_e8m0(names.scale, self.shape.spread_groups(scale_OG, self.group))

@@ -35,6 +35,7 @@ from dovetail.core.ops.matmul import int8_matmul, matmul, scaled_matmul
 from dovetail.core.ops.norm import rms_norm
 from dovetail.core.ops.tile_choice import BLOCK
 from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
+from dovetail.core.ops.weight_formats import UINT4
 from dovetail.core.ops.wide_norm import wide_qk_norm
 from dovetail.core.testing.compiling import resources
 from dovetail.core.testing.formats import SCALED_ROWS
@@ -50,11 +51,11 @@ from dovetail.plugins.spec_decode.kernels import look_up_triton
 from ..nowhere import lone_copies, lone_reducer
 from .attention_launches import SCARCE, attention, attention_cases
 from .emulated import BF16, E4M3, EVERYTHING, FP16, FP32, INT32, INT64, cuda, has_fp8
-from .expert_launches import RULES, choose, experts
+from .expert_launches import RULES, choose, experts, multiply_stacked
 from .expert_launches import multiply as multiply_experts
 from .expert_launches import multiply_packed as multiply_packed_experts
 from .latent_launches import latents
-from .packed_launches import hopper_operands, packed_products
+from .packed_launches import hopper_operands, packed_products, packed_weight
 from .shipped import SHIPPED, TILES
 
 VOCAB = 128256
@@ -306,6 +307,8 @@ def more_functions() -> None:
     multiply_experts(64, 128, 8, 2048, 768, E4M3, blocks=True)
     multiply_packed_experts(256, 32, 4, 2880, 2880, PLAIN)
     hopper_operands()
+    like = packed_weight(UINT4, 8, 2048, 128, BF16)
+    multiply_stacked(64, 128, 8, 2048, 768, like, FP8_TOKEN)
     tile = MatmulTile(128, 256, 128, stages=4, split=2, specialized=True)
     scales = cuda(200, 1, dtype=FP32), cuda(1280, dtype=FP32)
     given = cuda(200, 8192, dtype=E4M3), cuda(1280, 8192, dtype=E4M3)
