@@ -24,6 +24,7 @@ from dovetail.core.engine.progress import ProgressWatch
 from dovetail.core.engine.requests import RequestBuilder, salted
 from dovetail.core.engine.results import Results, SequenceEvent, ended_event
 from dovetail.core.engine.tracked import GrammarState, Tracked
+from dovetail.core.heap import freeze_heap, unfreeze_heap
 from dovetail.core.host import detect_host
 from dovetail.core.interfaces import (
     Blobs,
@@ -131,6 +132,7 @@ class Engine:
         self.executor.interrupt()
 
     def shutdown(self) -> None:
+        unfreeze_heap()
         self.observers.close()
         self._recorder.close()
         if self._grammars is not None:
@@ -440,7 +442,9 @@ def start_engine(
     record = recording_path(composition, again=again)
     executor: Executor = composition.build("executor", composition=composition)
     try:
-        return Engine(composition, executor, executor.start(progress), record, lanes)
+        engine = Engine(composition, executor, executor.start(progress), record, lanes)
+        freeze_heap()
+        return engine
     except BaseException:
         executor.shutdown()
         raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import signal
@@ -16,6 +15,7 @@ from dovetail.core.engine.engine import Engine, start_engine
 from dovetail.core.errors import RequestError
 from dovetail.core.frontend.engine_loop import EngineLoop, check_clock, describe_engine
 from dovetail.core.frontend.zmq_link import ZmqCommands
+from dovetail.core.heap import freeze_heap
 from dovetail.core.interfaces import RequestOptions, SamplingParams
 from dovetail.core.parallel.channel import ChannelClosed
 from dovetail.core.parallel.lanes import Lanes
@@ -46,9 +46,7 @@ def main(control_fd: int, parent: int) -> None:
         loop = EngineLoop(engine, ZmqCommands(control, **order["link"], lanes=lanes))
         info = describe_engine(composition, engine, time.perf_counter() - began)
         control.send({"op": "ready", "info": msgspec.to_builtins(info)})
-        # Loaded objects live as long as the process, so the collector need not traverse them repeatedly.
-        gc.collect()
-        gc.freeze()
+        freeze_heap(collect=True)
         loop.run()
     except ChannelClosed:
         # The front-end has ended, so the error cannot be reported.

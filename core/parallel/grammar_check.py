@@ -27,6 +27,7 @@ import numpy as np
 
 from dovetail.core.arithmetic import ceil_div
 from dovetail.core.errors import RequestError
+from dovetail.core.heap import freeze_heap
 from dovetail.core.interfaces import Grammar, GrammarCompiler, Matcher, Vocabulary
 from dovetail.core.parallel.channel import Channel, ChannelClosed
 from dovetail.core.parallel.failure import describe_exit
@@ -253,8 +254,7 @@ class _Checks:
                 with _memory_limit(self._memory + _SHARED_BYTES):
                     self._trial(raw)
                 self._first = False
-                gc.collect()
-                gc.freeze()
+                freeze_heap(collect=True)
             with _memory_limit(self._memory):
                 return {"bytes": self._trial(raw)}
         except RequestError as error:

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
+from dovetail.core.heap import freeze_heap
 from dovetail.core.interfaces import JoinBlob
 from dovetail.core.parallel.channel import Channel, ChannelClosed
 from dovetail.core.parallel.encoding import decode_blob, decode_late, decode_plan
@@ -63,6 +64,7 @@ class _Worker:
         rank = self.load(self.composition, self._progress, **self.place)
         control.send({"op": "loaded", "pages": sorted(rank.info.num_pages.items())})
         runner = rank.bind({int(group): int(pages) for group, pages in self._expect("bind")["pages"]})
+        freeze_heap()
         control.send({"op": "bound"})
         self._serve(runner)
         runner.close()

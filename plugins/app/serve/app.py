@@ -14,10 +14,11 @@ from dovetail.core import logs
 from dovetail.core.compose import Host
 from dovetail.core.errors import ConfigError
 from dovetail.core.frontend.fleet import Reports
+from dovetail.core.heap import freeze_heap
 from dovetail.core.interfaces import App
 from dovetail.plugins.app.serve import hosts, keys, lifecycle, output_parsing, ports
 from dovetail.plugins.app.serve.config import ServeConfig
-from dovetail.plugins.app.serve.http_server import HttpServer, event_loop, freeze_heap
+from dovetail.plugins.app.serve.http_server import HttpServer, event_loop
 from dovetail.plugins.app.serve.monitor import Monitor
 from dovetail.plugins.app.serve.service import Service
 from dovetail.plugins.app.serve.supervisor import Supervisor
@@ -78,7 +79,7 @@ class ServeApp(App):
 
         def ready() -> None:
             lifecycle.log_ready(fleet)
-            freeze_heap()
+            freeze_heap(collect=True)
 
         async def end_of_engine() -> None:
             await lifecycle.watch_engines(self.config, fleet, monitor, ready)

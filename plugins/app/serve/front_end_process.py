@@ -15,11 +15,12 @@ from dovetail.core.frontend.attached import AttachedFleet
 from dovetail.core.frontend.fleet import Reports
 from dovetail.core.frontend.process_rpc import ProcessRPC
 from dovetail.core.frontend.shared_counters import SharedCounters
+from dovetail.core.heap import freeze_heap
 from dovetail.core.parallel.channel import Channel, ChannelClosed
 from dovetail.core.parallel.process import enter, recompose, report
 from dovetail.plugins.app.serve import ports
 from dovetail.plugins.app.serve.config import ServeConfig
-from dovetail.plugins.app.serve.http_server import HttpServer, event_loop, freeze_heap, seconds_or_inf
+from dovetail.plugins.app.serve.http_server import HttpServer, event_loop, seconds_or_inf
 from dovetail.plugins.app.serve.keys import Keys
 from dovetail.plugins.app.serve.monitor import Reporter
 from dovetail.plugins.app.serve.service import Service
@@ -66,7 +67,7 @@ async def _answer(config: ServeConfig, composition: Composition, channel: Channe
 
     async def ready() -> None:
         await fleet.wait_ready()
-        freeze_heap()
+        freeze_heap(collect=True)
         owner.notify("ready")
 
     threading.Thread(target=_listen, args=(owner,), name="dovetail-owner", daemon=True).start()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import math
 import socket
 from collections.abc import Callable, Iterator
@@ -29,12 +28,6 @@ def event_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
 def seconds_or_inf(seconds: float | None) -> float:
     """Convert an optional time limit; None = no limit."""
     return math.inf if seconds is None else seconds
-
-
-def freeze_heap() -> None:
-    """Exclude all objects loaded so far from garbage collection, so that each collection is faster."""
-    gc.collect()
-    gc.freeze()
 
 
 class HttpServer(uvicorn.Server):

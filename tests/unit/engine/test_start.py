@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import subprocess
 import sys
@@ -182,3 +183,11 @@ def test_gpus_without_kernels_are_refused(
     except CapabilityError as error:
         found = str(error)
     assert ("compute capability 7.5, and kernels are for 8.0 (Ampere) and newer" in found) is refused
+
+
+def test_collections_of_garbage_leave_out_what_an_engine_loaded():
+    """A full collection would stop its steps for long."""
+    before = gc.get_freeze_count()
+    with LLM(overrides=["model=tiny", "engine.device=cpu", "engine.kv_pages=16"]):
+        assert gc.get_freeze_count() > before + 10_000
+    assert gc.get_freeze_count() <= before
