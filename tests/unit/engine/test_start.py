@@ -187,7 +187,7 @@ def test_gpus_without_kernels_are_refused(
 
 def test_collections_of_garbage_leave_out_what_an_engine_loaded():
     """A full collection would stop its steps for long."""
-    before = gc.get_freeze_count()
+    gc.unfreeze()  # another test's engine may run
     with LLM(overrides=["model=tiny", "engine.device=cpu", "engine.kv_pages=16"]):
-        assert gc.get_freeze_count() > before + 10_000
-    assert gc.get_freeze_count() <= before
+        assert gc.get_freeze_count() > 10_000
+    assert gc.get_freeze_count() == 0
