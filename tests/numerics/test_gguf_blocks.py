@@ -137,7 +137,9 @@ def test_it_is_chosen_and_generates(files):
     tokens = []
     for path in (files / "mixed.gguf", files):
         with LLM(str(path), overrides=["engine.device=cpu", "engine.dtype=float32", "engine.kv_pages=64"]) as llm:
-            tokens.append(llm.generate([tuple(TOKENS)], SamplingParams(max_tokens=8, temperature=0))[0].token_ids)
+            tokens.append(
+                llm.generate([tuple(TOKENS)], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))[0].token_ids
+            )
     assert tokens[0] == tokens[1]
 
 
