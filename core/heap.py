@@ -18,5 +18,5 @@ def freeze_heap(*, collect: bool | None = None) -> None:
 
 
 def unfreeze_heap() -> None:
-    """Collect garbage among all objects again."""
+    """Collect garbage among all objects again, also those that other engines or callers of gc.freeze excluded."""
     gc.unfreeze()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ class ShiftedDecoder:
     by matrix instructions."""
 
     decode: Any
-    """As `WeightFormat.decode_words`."""
+    """A triton.JITFunction that is called as `WeightFormat.decode_words` is."""
     shift: float
     """With each zero added, an exact number of the dtype when multiplied by `unit`."""
     unit: float = 1.0
@@ -28,9 +29,15 @@ class ShiftedDecoder:
     @property
     def less(self) -> int:
         """Bits in E4M3 of shift times -unit."""
-        import torch
+        return _bits_in_e4m3(-self.shift * self.unit)
 
-        return int(torch.tensor(-self.shift * self.unit).to(torch.float8_e4m3fn).view(torch.int8).item())
+
+@lru_cache
+def _bits_in_e4m3(value: float) -> int:
+    """Every launch needs them."""
+    import torch
+
+    return int(torch.tensor(value, device="cpu").to(torch.float8_e4m3fn).view(torch.int8).item())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -231,10 +231,10 @@ def check_fields(choice: Choice, least_tokens: int = 16) -> None:
         if not 0 <= value < 1 << 16:
             raise ValueError(f"{name} is {value}, which is not from 0 to 65535")
     sides = (16, 32, 64, 128, 256, 512, 1024)
-    for name, more in (("tokens", least_tokens), ("outputs", 16), ("inputs", 16)):
+    for name, least in (("tokens", least_tokens), ("outputs", 16), ("inputs", 16)):
         side = choice.get(name, 0)
-        if side not in (more, *sides) and not (choice.get("specialized") and name == "tokens"):
-            raise ValueError(f"{name} is {side}, not a power of two from {more} to 1024")
+        if side not in (least, *sides) and not (choice.get("specialized") and name == "tokens"):
+            raise ValueError(f"{name} is {side}, not a power of two from {least} to 1024")
     tile = tile_of(choice)
     if tile.warps not in (1, 2, 4, 8, 16) or not 1 <= tile.stages <= 16 or not 1 <= tile.split:
         raise ValueError(f"warps={tile.warps}, stages={tile.stages}, split={tile.split} cannot be launched")

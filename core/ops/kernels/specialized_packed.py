@@ -149,7 +149,8 @@ def _consume(rings, work, begin, split, weight, epilogue, size, GROUP_O: gl.cons
     # A second matrix instruction for each strip subtracts shifts from sums of codes.
     SUBTRACTS: gl.constexpr = NARROW and SHIFT is not None
     BY_ZERO: gl.constexpr = BY_SUM if SUBTRACTS else BY_CODE
-    IN_RUN: gl.constexpr = RUN * (2 if SUBTRACTS else 1)
+    # A wait counts to 7 at most.
+    IN_RUN: gl.constexpr = min(RUN * (2 if SUBTRACTS else 1), 7)
     # With FACTORS, four scales are loaded in a word.
     IN_WORD: gl.constexpr = 4 if FACTORS else 1
     SCALES: gl.constexpr = RUNS // IN_WORD

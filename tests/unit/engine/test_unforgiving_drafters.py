@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
+
 from dovetail.core.engine.drafting import LEARNT_ROWS, Drafting
 from dovetail.core.interfaces import Join, Row, RowFlag, RowResult, RowWork, SchedulerLimits, StepPlan, StepResult
 
@@ -142,3 +144,18 @@ def test_trials_leave_no_row_behind_that_cannot_catch_up() -> None:
     for _ in range(200):
         many.step(rows, lambda seq: K if seq.uid == 0 else K - 1)
     assert many.step(rows, 0) == [K] * 16
+
+
+@pytest.mark.parametrize(("times", "follows"), [(0.9, False), (1.2, False), (1.8, True)])
+def test_prompts_are_followed_where_drafts_surely_pay(times: float, follows: bool) -> None:
+    """Drafts that are to save hardly more than that takes may never come, and first tokens are late in any case."""
+    drafting = Drafting(SchedulerLimits(1 << 16, 256, 1 << 20, K, draft_window=K + 1, draft_resumes=False))
+    seq, cost = sequence(0), ToyCost(passes=1.0)
+    seq.prompt_len = 700
+    bucket = drafting._buckets[1]
+    bucket.level, bucket.left = 1, 1000.0
+    bucket.saved = times * cost.follow_seconds(()) / (seq.limit - seq.prompt_len)
+    drafting._cost, drafting._chosen = cost, None  # type: ignore[assignment]
+    plan = StepPlan(0, [Row(0, 0, 0, 700, 700, 0, int(RowFlag.SAMPLE))])
+    drafting.launched(plan, {0: seq})
+    assert plan.follows is follows
