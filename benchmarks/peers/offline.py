@@ -63,11 +63,14 @@ MORE_BYTES = 5e9
 
 
 def share_of(composition: Composition, jobs: dict[str, list[Job]]) -> Share:
-    """Return what the largest of the jobs needs. Raises ConfigError without a cost model."""
+    """Return what the largest of the jobs needs, or all that the GPU has. Raises ConfigError without a cost model."""
     plan, tokens = make_plan(composition), 0
     for runs in jobs.values():
         lengths = sorted(len(request.prompt_ids) + request.output_tokens for request in runs[-1].requests)
         tokens = max(tokens, sum(lengths[-composition.engine.max_seqs :]))
+    # Requests for which there is no room wait, and those with a common prefix take less.
+    room = (plan.budget - plan.weights - plan.activations - CONTEXT_BYTES - MORE_BYTES) / plan.cost.kv_bytes(1)
+    tokens = min(tokens, int(room) - plan.engine.max_seqs * plan.engine.page_size)
     kv = plan.cost.kv_bytes(tokens)
     return Share(plan.weights + plan.activations + CONTEXT_BYTES + kv, kv, tokens, plan)
 

@@ -43,10 +43,11 @@ _CHATS = ("chat", "190x150/400-sampled", "multi_turn", "agents")
 _OFFLINE = _workloads(*_GREEDY, *_CHATS)
 _ROWS = _workloads("1x512/128", "24x512/128", "100x512/128", "200x512/128", "chat")
 _FEW = _workloads("1x512/256", "8x512/256", "64x512/256")
-# The last one is a prompt: the time of its first token counts. Medians of three rounds, since vLLM's kernels of experts
-# compile in the first runs of a number of rows.
+_PROMPT = ("1x8192/2",)
+"""The time of its first token counts."""
+# Medians of three rounds, since vLLM's kernels of experts compile in the first runs of a number of rows.
 _EXPERTS = (
-    *_workloads("1x512/256", "64x512/256", "256x512/256", "1000x512/256", "1x8192/2", whole_only="1000x512/256"),
+    *_workloads("1x512/256", "64x512/256", "256x512/256", "1000x512/256", *_PROMPT, whole_only="1000x512/256"),
     *("--rounds", "3"),
 )
 _ONLINE = _online(seconds="8", at_least="8")
@@ -108,7 +109,7 @@ _DENSE = {
         f"{shape}_{name}",
         f"{title} {format_title}",
         (*options, *_ROWS),
-        (f"+preset=h200_{name}_tp1", f"model={shape}", "engine.max_len=4096"),
+        (f"+preset=h200_{name}_tp1", f"model={shape}", "engine.max_len=4096", "engine.dtype=bfloat16"),
     )
     for shape, title in {
         "llama2_13b": "Llama 2 13B", "qwen25_7b": "Qwen 2.5 7B", "mistral_7b": "Mistral 7B"
@@ -165,7 +166,46 @@ _DRAFTED = {
     for name, overrides in _DRAFTERS.items()
 }
 
-RUNS: dict[str, Run] = _LLAMA3 | _ROUTED | _DENSE | _DRAFTED
+
+def _codes(inputs: Mapping[str, Any] | None, form: str = "pack-quantized", **weights: Any) -> tuple[str, ...]:
+    """vLLM's options for weights of 4 bits as compressed-tensors stores them, with a plain head."""
+    group = {
+        "targets": ["Linear"],
+        "weights": {"num_bits": 4, "symmetric": True, **weights},
+        "input_activations": inputs,
+    }
+    return _stored(
+        {
+            "quant_method": "compressed-tensors",
+            "format": form,
+            "quantization_status": "compressed",
+            "ignore": ["lm_head"],
+            "config_groups": {"group_0": group},
+        }
+    )
+
+
+_INT4: dict[str, Any] = {"type": "int", "strategy": "group", "group_size": 128, "dynamic": False}
+_NVFP4: dict[str, Any] = {"type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": False}
+_E4M3_TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
+_PACKED_FORMATS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    "w4a16": ("W4A16", _codes(None, **_INT4), ("+preset=h200_int4_tp1",)),
+    "w4a8": ("W4A8", _codes(_E4M3_TOKENS, **_INT4), ("+preset=h200_w4a8_tp1",)),
+    "nvfp4": ("NVFP4", _codes(None, "nvfp4-pack-quantized", **_NVFP4), ("+preset=h200_fp8_tp1", "quant=fp4")),
+}
+"""Name -> title, options of vLLM, overrides of Dovetail."""
+_PACKED = {
+    f"{name}_{form}": Run(
+        f"{name}_{form}",
+        f"{title} {form_title}",
+        (*options, *_workloads("1x512/256", "16x512/256", "64x512/256", "256x512/256", *_PROMPT)),
+        (*preset, f"model={model}", "engine.max_len=9216"),
+    )
+    for name, title, model in (("70b", "70B", "llama3_70b"), ("8b", "8B", "llama3_8b"))
+    for form, (form_title, options, preset) in _PACKED_FORMATS.items()
+}
+
+RUNS: dict[str, Run] = _LLAMA3 | _ROUTED | _PACKED | _DENSE | _DRAFTED
 """The longest first."""
 README = ("8b_bf16", "8b_fp8", "70b_fp8")
 MODELS = tuple(dict.fromkeys((*README, *(run.model for run in RUNS.values()))))

@@ -156,6 +156,15 @@ def test_what_an_engine_needs_of_a_gpu_that_it_shares(compare: ModuleType) -> No
     assert compare.part_of_memory(share, [*words, "engine.kv_pages=9", "engine.memory_fraction=0.3"]) == {}
 
 
+def test_an_engine_takes_no_more_of_a_shared_gpu_than_there_is(compare: ModuleType) -> None:
+    words = ["+preset=h200_bf16_tp1", "model=llama2_13b", "model.load=dummy", "engine.max_len=4096"]
+    requests = [SimpleNamespace(prompt_ids=[1] * 4000, output_tokens=96)] * 256
+    share = compare.offline.share_of(compose(words, app="bench"), {"some": [SimpleNamespace(requests=requests)]})
+    assert share.tokens < 256 * 4096
+    assert share.plan.weights + share.pages * 32 * share.kv_bytes / share.tokens < share.plan.budget
+    assert share.fraction <= share.plan.engine.memory_fraction
+
+
 def test_a_peer_gets_our_settings_and_an_environment(race: Race) -> None:
     words = ("--workloads", "fixed", "--rounds", "1", "--order", "sequential")
     words += ("--env", "MARK=x=y", "--args", '{"a": 1}')
