@@ -48,6 +48,8 @@ RULE = 1.03
 """Greatest time of a step relative to the step at the next greater graph size."""
 GOOD = 0.85
 """Efficiency that a matmul alone should reach."""
+GPUS = ("h200", "h100", "a100", "l40s")
+"""Cost models of a GPU, by a part of its name."""
 NO_OVERHEAD = {"kernels": 0.0, "step_us": 0.0, "link_us": 0.0, "kv_share": 1.0, "attention_share": 1.0}
 """Options of cost=roofline for the limit."""
 
@@ -108,6 +110,13 @@ def device_rates(composition: Composition) -> RooflineConfig:
             "with cost.bandwidth and cost.tflops"
         )
     return part.config
+
+
+def limit_of_another(cost: str, device: str) -> str | None:
+    """Return a line if the rates are of another GPU than the one that is measured. `cost`: name of the cost model."""
+    if cost not in GPUS or cost in device.lower():
+        return None
+    return f"the limits are those of cost={cost}, and the steps those of {device}: cost={', '.join(GPUS)} are there"
 
 
 def without_overhead(composition: Composition, engine: Engine) -> CostModel:
@@ -332,6 +341,9 @@ def main(argv: Sequence[str]) -> int:
     files[0].write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     draw(files[1], found, " ".join(overrides) or "default composition")
     print("\n".join([*table(found), *verdict(found)]))
+    device = "a CPU" if engine.info.device == "cpu" else engine.info.device
+    if line := limit_of_another(composition.part("cost").name, device):
+        print(line)
     return 1 if broken(found) else 0
 
 

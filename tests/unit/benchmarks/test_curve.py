@@ -55,6 +55,15 @@ def test_a_point_that_breaks_the_rule_is_measured_again_and_reported(curve: dict
     assert lines[-1] == ["12", "12.000", "0.500", "4%", "1.083", "at", "9", "-", "-"]
 
 
+def test_limits_of_another_gpu_are_told(curve: dict[str, Any]) -> None:
+    told = curve["limit_of_another"]
+    assert told("h200", "NVIDIA H200") is None and told("h100", "NVIDIA H100 80GB HBM3") is None
+    assert told("roofline", "NVIDIA B200") is None, "rates that the caller set"
+    assert told("h200", "NVIDIA H100 80GB HBM3").startswith(
+        "the limits are those of cost=h200, and the steps those of NVIDIA H100 80GB HBM3"
+    )
+
+
 def test_a_run_on_the_cpu(curve: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status = curve["main"](["1", "--context", "8", "--out", str(tmp_path / "tiny"), *WORDS])
     result = json.loads((tmp_path / "tiny.json").read_text())
