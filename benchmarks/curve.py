@@ -112,11 +112,11 @@ def device_rates(composition: Composition) -> RooflineConfig:
     return part.config
 
 
-def limit_of_another(cost: str, device: str) -> str | None:
+def note_of_other_gpu(cost: str, device: str) -> str | None:
     """Return a line if the rates are of another GPU than the one that is measured. `cost`: name of the cost model."""
     if cost not in GPUS or cost in device.lower():
         return None
-    return f"the limits are those of cost={cost}, and the steps those of {device}: cost={', '.join(GPUS)} are there"
+    return f"the limits are those of cost={cost}, but {device} was measured; there are cost={', '.join(GPUS)}"
 
 
 def without_overhead(composition: Composition, engine: Engine) -> CostModel:
@@ -342,7 +342,7 @@ def main(argv: Sequence[str]) -> int:
     draw(files[1], found, " ".join(overrides) or "default composition")
     print("\n".join([*table(found), *verdict(found)]))
     device = "a CPU" if engine.info.device == "cpu" else engine.info.device
-    if line := limit_of_another(composition.part("cost").name, device):
+    if line := note_of_other_gpu(composition.part("cost").name, device):
         print(line)
     return 1 if broken(found) else 0
 

@@ -229,13 +229,14 @@ class QuantizerContract(FormatTests, ExpertTests):
         inp, large = 688, slice(-16, None)
         for where in ("input", "weight"):
             x_TI, weight_OI = self._x(9, inp), self._weight(inp, 64)
-            (x_TI if where == "input" else weight_OI)[:, large] *= 20
+            # Without rare extremes, which determine the error of a scale per row: INT8 exceeded the bound by chance.
+            columns = (x_TI if where == "input" else weight_OI)[:, large]
+            columns.copy_(20 * columns.clamp(-1.5, 1.5))
             try:
                 layer = self._layer(inp, (64,), weight=weight_OI)
             except CapabilityError:
                 pytest.skip(f"the format refuses {inp} input channels")
-            # A scale per row of large channels costs 1.6 times the format's error on average, and up to 2.2 by chance.
-            self._check(layer.apply(x_TI), layer.exact(x_TI), factor=2.5)
+            self._check(layer.apply(x_TI), layer.exact(x_TI), factor=2.0)
 
     # Shards
 

@@ -55,12 +55,12 @@ def test_a_point_that_breaks_the_rule_is_measured_again_and_reported(curve: dict
     assert lines[-1] == ["12", "12.000", "0.500", "4%", "1.083", "at", "9", "-", "-"]
 
 
-def test_limits_of_another_gpu_are_told(curve: dict[str, Any]) -> None:
-    told = curve["limit_of_another"]
-    assert told("h200", "NVIDIA H200") is None and told("h100", "NVIDIA H100 80GB HBM3") is None
-    assert told("roofline", "NVIDIA B200") is None, "rates that the caller set"
-    assert told("h200", "NVIDIA H100 80GB HBM3").startswith(
-        "the limits are those of cost=h200, and the steps those of NVIDIA H100 80GB HBM3"
+def test_limits_of_another_gpu_are_named(curve: dict[str, Any]) -> None:
+    note = curve["note_of_other_gpu"]
+    assert note("h200", "NVIDIA H200") is None and note("h100", "NVIDIA H100 80GB HBM3") is None
+    assert note("roofline", "NVIDIA B200") is None, "rates that the caller set"
+    assert note("h200", "NVIDIA H100 80GB HBM3").startswith(
+        "the limits are those of cost=h200, but NVIDIA H100 80GB HBM3 was measured"
     )
 
 
