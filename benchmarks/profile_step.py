@@ -6,6 +6,8 @@
     python benchmarks/profile_step.py 64 --sampling '{"top_p": 0.95}' -- +preset=h200_fp8_tp1 engine.max_len=1024
     python benchmarks/profile_step.py 256 --sampling '[{"top_p": 0.95}, {}]' -- +preset=h200_fp8_tp1 engine.max_len=1024
     python benchmarks/profile_step.py 1 64 256 --emulate -- +preset=h200_fp8_tp8 engine.max_len=1024
+    python benchmarks/profile_step.py 64 -- +preset=h200_fp8_tp1 engine.max_len=2048 engine.drafts=always \
+        spec_decode=eagle3_llama3_8b spec_decode.simulate_acceptance=3.3
 
 Profiles decode steps of each number of sequences; with --prefill the steps that feed as many prompts; with --mixed the
 steps in which half of the sequences decode while the prompts of the others are fed. Kernels overlap on two streams
@@ -14,7 +16,8 @@ wait counts), so their sum may exceed the step's time. Allocations of device mem
 cudaFree, which wait for all work) are printed as well. --trace keeps the time and stream of each kernel. --layer attend
 tells kernels of one name apart, by their place in a layer. --clock records nothing, since recording slows down a host
 that the device waits for. --sampling sets SamplingParams; the last entry of a list serves all further rows, so that one
-row of the example has top-p. --emulate: two GPUs do what two of engine.tp ranks do (emulated_ranks.py).
+row of the example has top-p. Of drafts, a step has those that `engine.drafts` chooses. --emulate: two GPUs do what two
+of engine.tp ranks do (emulated_ranks.py).
 """
 
 from __future__ import annotations
@@ -86,6 +89,10 @@ class Recording:
     """Sorted by start."""
     memory: dict[str, int] = field(default_factory=dict)
     """Allocations and releases of device memory."""
+    tokens: float = 0.0
+    """Output tokens of a decode step."""
+    drafted: float = 0.0
+    """Drafts that a decode step verifies."""
     recorder: profile | None = None
     """Includes streams and driver calls."""
 
@@ -201,7 +208,8 @@ def decoding(
     """Feed `rows` prompts of `context` tokens and run WARM decode steps. Yields a function that runs a number of decode
     steps of all rows, at most `steps` in total. The sequences end with the context. Raises ConfigError if a row left
     the batch earlier."""
-    output = 2 * (WARM + steps) + rows * context // engine.composition.engine.token_budget
+    most_of_step = 1 + engine.info.lookahead
+    output = 2 * (WARM + steps) * most_of_step + rows * context // engine.composition.engine.token_budget
     sequences = burst(engine, rows, context, output, sampling)
     ended, preempted = 0, engine.scheduler.stats().preemptions
 
@@ -211,8 +219,8 @@ def decoding(
             ended += sum(event.reason is not None for event in engine.step())
 
     def go(steps: int) -> None:
-        target = sequences[-1].known_len + steps
-        step_while(lambda: sequences[-1].known_len < target)
+        target = engine.counters.steps + steps
+        step_while(lambda: engine.counters.steps < target)
 
     step_while(lambda: any(seq.known_len == seq.prompt_len for seq in sequences))
     go(WARM)
@@ -231,7 +239,11 @@ def decoding(
 def decode(engine: Engine, rows: int, context: int, sampling: Sampling) -> tuple[Recording, int]:
     """Record STEPS decode steps of `rows` sequences."""
     with decoding(engine, rows, context, sampling) as go, recording() as found:
+        counters = engine.counters
+        tokens, drafted = counters.output_tokens, counters.drafted
         go(STEPS)
+        found.tokens = (counters.output_tokens - tokens) / STEPS
+        found.drafted = (counters.drafted - drafted) / STEPS
     return found, STEPS
 
 
@@ -300,6 +312,8 @@ def main(argv: list[str]) -> None:
         kernels = f"{len(found) / steps:.0f} kernels, {steps} steps"
         print(f"\n{words}: {span / steps / 1e3:.3f} ms a step, {shares}, {kernels}")
         print("  ".join(f"{name} {count}" for name, count in recorded.memory.items()))
+        if recorded.drafted:
+            print(f"{recorded.drafted:.1f} drafts and {recorded.tokens:.1f} output tokens a step")
         for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))[: args.kernels]:
             each, mean = len(times) / steps, sum(times) / len(times)
             print(f"{each * mean:9.1f} us {each:7.1f} x {mean:7.2f} us  {name[:90]}")

@@ -85,3 +85,6 @@ class PackedWeight:
     """[O, G], uint8 or floating point; None = 0."""
     row_scale: torch.Tensor | None = None
     """float32 [O]; None = 1."""
+    rounded_scale: torch.Tensor | None = None
+    """float32 [O], scales with which matmuls of many rows round the weight to E4M3 once more, for the library's matmul
+    (`dovetail.core.ops.packing.scales_to_round`). None = it is multiplied as it is."""

@@ -12,13 +12,17 @@ from dovetail.core.interfaces import PLAIN, ActFormat, Activation, LinearMethod,
 from dovetail.core.interfaces.tuning import Tunable
 from dovetail.core.interfaces.weight import PackedWeight, WeightFormat
 from dovetail.core.ops.packed_matmul import packed_matmul, packed_rows, reserve
-from dovetail.core.ops.packing import pack, words_of_row
+from dovetail.core.ops.packing import pack, scales_to_round, words_of_row
 from dovetail.core.ops.tiles import MOST_SHARED_TILES
 from dovetail.core.tuning.packed_matmul import packed_tunables
 
 
 class PackedLinear(LinearMethod):
     """Base of methods that convert checkpoint tensors to a WeightFormat: `load` calls `store`."""
+
+    exact = False
+    """Whether matmuls of many rows in E4M3 multiply the weight as it is. Otherwise one of 4 bits is rounded to E4M3
+    once more, which is faster (`PackedWeight.rounded_scale`). A quantizer sets it before `create`."""
 
     def __init__(
         self,
@@ -37,7 +41,16 @@ class PackedLinear(LinearMethod):
     def create(self, shape: LinearShape, device: torch.device) -> dict[str, torch.Tensor]:
         self.prepare(shape, device)
         self._reserve(device)
-        return self.allocate(device) | {"counts": torch.zeros(MOST_SHARED_TILES, dtype=torch.int32, device=device)}
+        params = self.allocate(device) | {"counts": torch.zeros(MOST_SHARED_TILES, dtype=torch.int32, device=device)}
+        if self._rounds:
+            params["rounded_scale"] = torch.ones(shape.out, dtype=torch.float32, device=device)
+        return params
+
+    @property
+    def _rounds(self) -> bool:
+        """Whether many rows round the weight once more. The library multiplies E4M3 in steps of 16."""
+        short = self.format.stored_bits == 4 and self.input.dtype is torch.float8_e4m3fn
+        return short and not self.exact and self.width % 16 == self.shape.out % 16 == 0
 
     def prepare(self, shape: LinearShape, device: torch.device) -> None:
         """Set what depends on the shape. A subclass may choose its input format here: routed experts call this and
@@ -63,6 +76,8 @@ class PackedLinear(LinearMethod):
     def finish(self, params: dict[str, torch.Tensor]) -> None:
         # By now the layer with the largest weight has been built, and this one's first workspace may be freed.
         self._reserve(params["codes"].device)
+        if self._rounds:
+            params["rounded_scale"].copy_(scales_to_round(self.packed(params)))
 
     def _reserve(self, device: torch.device) -> None:
         if device.type == "cuda":
@@ -99,6 +114,7 @@ class PackedLinear(LinearMethod):
             params["scale"],
             params.get("zero"),
             params.get("row_scale"),
+            params.get("rounded_scale"),
         )
 
     def apply(self, params: dict[str, torch.Tensor], x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Matmul with a packed weight, whose codes are decoded to the input's dtype before they are multiplied.
 
 With few rows, where reading the weight takes most of the time, our kernel decodes it in registers. With many rows the
-whole weight is first decoded to a workspace in memory, and the library multiplies.
+whole weight is first decoded to a workspace in memory, and the library multiplies. For inputs in E4M3 it is rounded to
+E4M3 with one scale per output, unless `PackedWeight.rounded_scale` is None: no library applies scales of groups there.
 
 Shapes: T tokens, I input, O output.
 """
@@ -16,9 +17,9 @@ import torch.nn.functional as F
 
 from dovetail.core.interfaces.tuning import Key
 from dovetail.core.interfaces.weight import PackedWeight
-from dovetail.core.ops.matmul import device_facts
-from dovetail.core.ops.packed_tiles import OP, choose_packed, packed_key
-from dovetail.core.ops.packing import LANES, dequantize
+from dovetail.core.ops.matmul import device_facts, matmul_reference, scaled_matmul
+from dovetail.core.ops.packed_tiles import MOST_EXACT_ROWS, OP, choose_packed, packed_key
+from dovetail.core.ops.packing import LANES, dequantize, rounded
 from dovetail.core.ops.rehearsal import rehearsing, report_kernel
 from dovetail.core.ops.tiles import kernel_of
 
@@ -37,16 +38,19 @@ def packed_matmul(
 
     `counts`: as in scaled_matmul; None = do not split tiles over programs. x in E4M3 is converted to bfloat16, which is
     exact, if products in E4M3 are not (`multiplies_e4m3`)."""
+    rounds = x_TI.dtype is E4M3 and packed.rounded_scale is not None
     if not x_TI.is_cuda:
+        if rounds and len(x_TI) > MOST_EXACT_ROWS:
+            return matmul_reference(x_TI, rounded(packed), x_scale_T1, packed.rounded_scale, bias_O, dtype)
         return packed_matmul_reference(x_TI, packed, bias_O, dtype, x_scale_T1)
     from dovetail.core.ops.kernels.packed_matmul import packed_matmul_triton
 
+    tile, given_TI = None, x_TI
     x_TI = x_TI.to(multiplied_dtype(x_TI.dtype, packed))
-    tile = None
     if x_TI.dtype is not torch.float32:
         name, processors, hopper, shared = device_facts(x_TI.device)
         key = key_of(packed, x_TI.element_size())
-        how = key, name, processors, shared, hopper and specializes(packed, x_TI.dtype)
+        how = key, name, processors, shared, hopper and specializes(packed, x_TI.dtype), rounds
         shape = len(packed.codes), packed.inputs
         if rehearsing():
             report_kernel((OP, *how), len(x_TI), lambda rows: kernel_of(choose_packed(rows, *how), rows, *shape))
@@ -55,6 +59,10 @@ def packed_matmul(
         tile = replace(tile, programs=0, split=1)
     if tile is not None:
         return packed_matmul_triton(x_TI.contiguous(), packed, tile, counts, bias_O, x_scale_T1, dtype)
+    if rounds:
+        assert packed.rounded_scale is not None and x_scale_T1 is not None and counts is not None
+        weight_OI = decoded(packed, E4M3)
+        return scaled_matmul(given_TI, weight_OI, x_scale_T1, packed.rounded_scale, bias_O, dtype, counts)
     if x_TI.dtype is E4M3:
         x_TI = x_TI.bfloat16()
     if x_scale_T1 is None:

@@ -45,9 +45,12 @@ CYCLES = {8: 0.92, 16: 1.0, 32: 1.1, 64: 1.4, 128: 2.1}
 """Relative time to decode a weight and to multiply it with so many tokens."""
 SPLIT, SPLIT_SUM = 32 << 10, 8
 """Cost of splitting a tile, and of each of its sums, in the same unit as a decoded weight."""
-MOST_DECODED_ROWS = 256
+MOST_DECODED_ROWS = 768
 """Number of rows up to which the rule decodes weights in the kernel for 16-bit inputs. Above it, the whole weight is
-decoded for the library. No library multiplies E4M3 with scales of groups."""
+decoded for the library."""
+MOST_EXACT_ROWS = 512
+"""The same for inputs in E4M3, if the weight may be rounded to E4M3 with one scale per output: no library multiplies it
+with scales of groups."""
 SCRATCH = 4 << 10
 """Shared memory in which a consumer of specialized_packed rearranges outputs of float32."""
 
@@ -58,19 +61,25 @@ def packed_key(name: str, bits: int, group: int, outputs: int, inputs: int, item
 
 
 def choose_packed(
-    rows: int, key: Key, device: str, processors: int, shared: int, hopper: bool = False
+    rows: int,
+    key: Key,
+    device: str,
+    processors: int,
+    shared: int,
+    hopper: bool = False,
+    rounds: bool = False,
 ) -> MatmulTile | None:
     """Return the kernel's tile for x [rows, inputs], or None if the whole weight is decoded for the library.
 
     The installed entry with the next higher number of rows applies, and the rule where there is none. `device` and
     `processors` are the GPU's name and number of SMs. `shared`: shared memory of a program in bytes. `hopper`:
-    whether Hopper's kernel can run."""
-    return _choose(installed(), rows, key, device, processors, shared, hopper)
+    whether Hopper's kernel can run. `rounds`: whether the weight may be rounded for the library."""
+    return _choose(installed(), rows, key, device, processors, shared, hopper, rounds)
 
 
 @lru_cache(maxsize=1 << 14)
 def _choose(
-    choices: Choices, rows: int, key: Key, device: str, processors: int, shared: int, hopper: bool
+    choices: Choices, rows: int, key: Key, device: str, processors: int, shared: int, hopper: bool, rounds: bool
 ) -> MatmulTile | None:
     facts: Mapping[str, Any] = dict(key)
     shape = rows, facts["outputs"], facts["inputs"]
@@ -78,10 +87,31 @@ def _choose(
     if choices.serves(OP, device, key, rows):
         choice = choices.find(OP, device, key, rows)
         tile = None if choice is None else tile_of(choice)
-        if tile is None or (tile.tma and not hopper):
-            return None if tile is None else packed_tile(*shape, *how)
-        return tile if tile.fits_32_bits(*shape) else None
-    return (specialized_tile(*shape, *how, facts["group"]) if hopper else None) or packed_tile(*shape, *how)
+        if tile is not None and tile.tma and not hopper:
+            return packed_tile(*shape, *how)
+        # Where the library is best for E4M3, it multiplies a rounded weight.
+        if tile is not None or rounds or facts["itemsize"] > 1:
+            return tile if tile is None or tile.fits_32_bits(*shape) else None
+    return ruled_tile(*shape, *how, facts["group"], hopper, rounds)
+
+
+def ruled_tile(
+    rows: int,
+    outputs: int,
+    inputs: int,
+    bits: int,
+    itemsize: int,
+    processors: int,
+    shared: int,
+    group: int,
+    hopper: bool,
+    rounds: bool,
+) -> MatmulTile | None:
+    """Return the rule's choice, as choose_packed."""
+    if rows > (MOST_EXACT_ROWS if rounds else MOST_DECODED_ROWS) and (rounds or itemsize > 1):
+        return None
+    how = rows, outputs, inputs, bits, itemsize, processors, shared
+    return (specialized_tile(*how, group) if hopper else None) or packed_tile(*how)
 
 
 def packed_tile(
@@ -110,7 +140,7 @@ def specialized_tile(
 ) -> MatmulTile | None:
     """Return the rule's tile for specialized_packed: the one that gives the busiest SM the least to decode, in cycles
     as they were measured on an H100 (app=tune measures others)."""
-    if not 0 < rows or (itemsize > 1 and rows > MOST_DECODED_ROWS):
+    if rows < 1:
         return None
 
     def cycles(tile: MatmulTile) -> float:

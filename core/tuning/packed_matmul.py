@@ -25,9 +25,11 @@ from dovetail.core.ops.packed_tiles import (
     check_packed,
     packed_shared,
     packed_tile,
+    ruled_tile,
     specialized_tile,
     specialized_tiles,
 )
+from dovetail.core.ops.packing import scales_to_round
 from dovetail.core.ops.padding import empty_rows
 from dovetail.core.ops.tile_choice import choice_of, tile_of
 from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
@@ -75,7 +77,9 @@ class PackedMatmulTunable(Tunable):
         return map(choice_of, dict.fromkeys(tile for tile in ruled if self.admits(choice_of(tile))))
 
     def unlisted(self) -> Choice | None:
-        return next(map(choice_of, self._ruled()), None)
+        rounds = self.packed.rounded_scale is not None
+        tile = ruled_tile(*self.shape, *self._facts, self.packed.group, self._hopper, rounds)
+        return None if tile is None else choice_of(tile)
 
     def _ruled(self) -> Iterator[MatmulTile]:
         """Yield what the rule picks, the kernel for Hopper first."""
@@ -147,7 +151,8 @@ class PackedMatmulTunable(Tunable):
             zero = torch.randint(2**packed.format.bits, zero.shape, device=device).to(zero.dtype)
         if row_scale is not None:
             row_scale = torch.rand(row_scale.shape, device=device) + 0.5
-        return PackedWeight(packed.format, packed.inputs, packed.group, codes, scale, zero, row_scale)
+        found = PackedWeight(packed.format, packed.inputs, packed.group, codes, scale, zero, row_scale)
+        return found if packed.rounded_scale is None else replace(found, rounded_scale=scales_to_round(found))
 
 
 def packed_tunables(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from fnmatch import fnmatch
 from typing import Any, Generic, Protocol, TypeVar
 
+from dovetail.core.compose import Config
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import (
     PLAIN,
@@ -19,10 +20,12 @@ from dovetail.core.interfaces import (
     Quantizer,
 )
 from dovetail.core.interfaces.checkpoint import StoredMatrix, TensorHeader
+from dovetail.core.layers.packed import PackedLinear
 from dovetail.core.layers.plain import PlainLinear
 from dovetail.core.layers.plain_experts import PlainExperts
 from dovetail.core.startup_notes import note
 from dovetail.plugins.quant.compressed import Inputs
+from dovetail.plugins.quant.config import PackedConfig
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN, multiplies_fp8
 from dovetail.plugins.quant.parsing import kv_scale_names, stored_config
 
@@ -55,6 +58,13 @@ def note_inputs(quant: str, activations: str, stated: Inputs | None) -> None:
     )
 
 
+def with_many_rows(method: LinearMethod, config: Config) -> LinearMethod:
+    """Return the method with the option `many_rows` of a config, if both have it."""
+    if isinstance(method, PackedLinear) and isinstance(config, PackedConfig):
+        method.exact = config.many_rows == "exact"
+    return method
+
+
 class StoredOrRounded(Quantizer, Generic[Stored]):
     """Layers that match `config.skip`, or that a quantized checkpoint leaves plain, are plain. Others come from
     `rounded` or from `of_checkpoint`."""
@@ -78,10 +88,10 @@ class StoredOrRounded(Quantizer, Generic[Stored]):
         if any(fnmatch(path, pattern) for pattern in self.config.skip):
             return PlainLinear()
         if self.stored is None:
-            return self.rounded(path, shape)
+            return with_many_rows(self.rounded(path, shape), self.config)
         if self.stored.skips(shape.names, path):
             return PlainLinear()
-        return self.of_checkpoint(path, shape, self.stored)
+        return with_many_rows(self.of_checkpoint(path, shape, self.stored), self.config)
 
     def experts(self, path: str, shape: ExpertShape) -> ExpertMethod | None:
         plain = {self._plain(path, shape, expert) for expert in range(shape.experts)}

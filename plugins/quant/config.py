@@ -15,6 +15,8 @@ class AutoConfig(Config):
     """Option `head` of the chosen quantizer."""
     activations: str = "auto"
     """Option `activations` of the chosen quantizer."""
+    many_rows: Literal["rounded", "exact"] = "rounded"
+    """Option `many_rows` of the chosen quantizer."""
 
 
 class NoneConfig(Config):
@@ -29,7 +31,16 @@ class Int8Config(Config):
     checkpoints always do."""
 
 
-class Int4Config(Config):
+class PackedConfig(Config):
+    """The option that quantizers with weights of 4 bits share."""
+
+    many_rows: Literal["rounded", "exact"] = "rounded"
+    """Weights of matmuls of many rows, such as those of prompts, with fp8 inputs. rounded: those of 4 bits are rounded
+    to E4M3 once more, with one scale per output, for the library's FP8 matmul. exact: they are multiplied as they are,
+    which takes up to 1.6 times as long."""
+
+
+class Int4Config(PackedConfig):
     """Integer weights of 4 or 8 bits with a scale for each group of inputs: those of published checkpoints
     (compressed-tensors, AWQ, GPTQ), or plain weights rounded to nearest as they load."""
 
@@ -48,7 +59,7 @@ class Int4Config(Config):
     """Patterns of layer paths that stay plain, for instance "layers.*.mlp.down"."""
 
 
-class FP4Config(Config):
+class FP4Config(PackedConfig):
     """4-bit floats (E2M1) with a scale for each block of inputs: those of published NVFP4 and MXFP4 checkpoints, such
     as gpt-oss, or plain weights rounded as they load."""
 
@@ -66,7 +77,7 @@ class FP4Config(Config):
     """Patterns of layer paths that stay plain, for instance "layers.*.mlp.down"."""
 
 
-class NF4Config(Config):
+class NF4Config(PackedConfig):
     """4-bit quantiles of the normal distribution with a scale for each block of 64 weights: those of bitsandbytes, or
     plain weights rounded as they load."""
 
@@ -78,7 +89,7 @@ class NF4Config(Config):
     """Patterns of layer paths that stay plain, for instance "layers.*.mlp.down"."""
 
 
-class GGUFConfig(Config):
+class GGUFConfig(PackedConfig):
     """Blocks of GGUF files (Q4_0, Q4_K, Q5_K, Q6_K, Q8_0), mixed in a file as its maker chose."""
 
     activations: Literal["model", "fp8"] = "model"

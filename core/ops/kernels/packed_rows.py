@@ -22,6 +22,7 @@ def _packed_rows(
     scale_ptr,
     zero_ptr,
     row_scale_ptr,
+    divisor_ptr,
     out_ptr,
     rows,
     outputs,
@@ -35,7 +36,7 @@ def _packed_rows(
     DECODE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Without `ids_ptr`, decode all rows in order."""
+    """Without `ids_ptr`, decode all rows in order. `divisor_ptr`: what the numbers of a row are divided by."""
     announce(PDL)
     wait(PDL)
     EACH: tl.constexpr = 32 // BITS
@@ -49,6 +50,8 @@ def _packed_rows(
     row_scale = 1.0
     if row_scale_ptr is not None:
         row_scale = tl.load(row_scale_ptr + o, mask=t < rows, other=0.0)[:, None]
+    if divisor_ptr is not None:
+        row_scale = row_scale / tl.load(divisor_ptr + o, mask=t < rows, other=1.0)[:, None]
     for strip in tl.static_range(EACH):
         first = start + strip * STRIP
         value = DECODE((word >> (strip * BITS)) & ((1 << BITS) - 1), tl.float32)
@@ -65,7 +68,7 @@ BLOCK = 16
 
 
 def packed_rows_triton(packed: PackedWeight, ids_T: torch.Tensor | None, out_TI: torch.Tensor) -> torch.Tensor:
-    """Write the rows `ids_T`, or all, to `out_TI`, which is contiguous."""
+    """Write the rows `ids_T`, or all, to `out_TI`, which is contiguous: in E4M3 as `rounded` returns them."""
     rows, inputs = out_TI.shape
     outputs, words = packed.codes.shape
     if rows:
@@ -75,6 +78,7 @@ def packed_rows_triton(packed: PackedWeight, ids_T: torch.Tensor | None, out_TI:
             packed.scale,
             packed.zero,
             packed.row_scale,
+            packed.rounded_scale if out_TI.dtype is torch.float8_e4m3fn else None,
             out_TI,
             rows,
             outputs,

@@ -17,6 +17,7 @@ from dovetail.core.layers.packed import PackedLinear
 from dovetail.core.layers.plain import PlainLinear
 from dovetail.core.layers.stacked import StackedLinear
 from dovetail.core.ops.weight_formats import INT4, INT6, INT8, UINT4, UINT8
+from dovetail.plugins.quant.base import with_many_rows
 from dovetail.plugins.quant.config import GGUFConfig
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 from dovetail.plugins.quant.gguf.blocks import FORMATS, decode_blocks
@@ -51,7 +52,7 @@ class GGUF(Quantizer):
         # A plain part of a merged layer needs plain inputs.
         activations = FP8_TOKEN if self.config.activations == "fp8" and all(types) else PLAIN
         runs = [(kind, len(list(parts))) for kind, parts in groupby(types)]
-        methods = [(_method(kind, shape, activations), count) for kind, count in runs]
+        methods = [(with_many_rows(_method(kind, shape, activations), self.config), count) for kind, count in runs]
         return methods[0][0] if len(methods) == 1 else StackedLinear(path, shape, methods)
 
     def table(self, path: str, shape: LinearShape, *, lookup: bool) -> LinearMethod | None:

@@ -10,12 +10,15 @@ from dovetail.core.ops.choices import Choices, temporarily
 from dovetail.core.ops.compile_server import pack, unpack
 from dovetail.core.ops.packed_matmul import key_of, specializes
 from dovetail.core.ops.packed_tiles import (
+    MOST_DECODED_ROWS,
+    MOST_EXACT_ROWS,
     OP,
     check_packed,
     choose_packed,
     packed_key,
     packed_shared,
     packed_tile,
+    ruled_tile,
     specialized_tile,
 )
 from dovetail.core.ops.packing import words_of_row
@@ -56,7 +59,25 @@ def test_hopper_has_a_tile_for_every_number_of_rows(outputs, inputs):
         key = packed_key("int4", 4, 128, outputs, inputs, itemsize)
         check_packed(key, rows, choice_of(tile))
         assert tile.residents * (packed_shared(tile, 4, itemsize) + 1024) <= 228 << 10
-    assert specialized_tile(300, outputs, inputs, 4, 2, gpu.processors, gpu.shared) is None
+
+
+@pytest.mark.parametrize(
+    ("itemsize", "rounds", "most"),
+    [(2, False, MOST_DECODED_ROWS), (1, True, MOST_EXACT_ROWS), (1, False, None)],
+    ids=["16 bits", "rounded E4M3", "exact E4M3"],
+)
+def test_many_rows_decode_the_whole_weight_for_the_library(itemsize, rounds, most):
+    gpu = Gpu()
+    how = 4096, 4096, 4, itemsize, gpu.processors, gpu.shared, 128, True, rounds
+    if most is None:
+        assert ruled_tile(100_000, *how) is not None
+    else:
+        assert ruled_tile(most, *how) is not None and ruled_tile(most + 1, *how) is None
+    key = packed_key("int4", 4, 128, 4096, 4096, itemsize)
+    facts = "A GPU", gpu.processors, gpu.shared, True, rounds
+    with temporarily(Choices({(OP, "A GPU", key): {16: None}})):
+        library = choose_packed(16, key, *facts) is None
+        assert library == (most is not None), "an exact weight is not multiplied by the library in E4M3"
 
 
 def test_installed_choices_apply():
