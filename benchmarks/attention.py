@@ -1,7 +1,7 @@
 """Paged attention of attention=triton on a GPU: checked against float64 first, then timed.
 
     python benchmarks/attention.py [--tune] [--only "decode 64"] [--quick] [--heads 32] [--kv-heads 8] [--head-dim 128]
-        [--page 16,64] [--decode 24x600,64x640]
+        [--page 16,64] [--decode 24x600,64x640,64x640x5]
 
 Times are medians over replays of a CUDA graph of several layers, each with its own KV, so that nothing is found in the
 L2 cache (except much of a single row's few keys). A decode layer also applies rope to the new keys and writes them, as
@@ -67,7 +67,7 @@ class Work:
 
     @property
     def decode(self) -> bool:
-        return self.count == 1
+        return self.name.startswith("decode")
 
     @property
     def label(self) -> str:
@@ -229,15 +229,16 @@ def random_plane(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return plane
 
 
-def works(pages: list[int], quick: bool, decode: list[tuple[int, int]]) -> Iterator[Work]:
-    """`decode`: (rows, keys of each) of decode steps; empty = a grid of both."""
+def works(pages: list[int], quick: bool, decode: list[tuple[int, int, int]]) -> Iterator[Work]:
+    """`decode`: (rows, keys of each, tokens of each) of decode steps; empty = a grid of rows and keys."""
     slow = ((1, 32768), (64, 32768), (256, 32768), (256, 4096))
-    grid = [(rows, length) for rows in (1, 64, 256) for length in (640, 4096, 32768)]
+    grid = [(rows, length, 1) for rows in (1, 64, 256) for length in (640, 4096, 32768)]
     for page in pages:
         for kv in ("bf16", "e4m3"):
-            for rows, length in decode or grid:
+            for rows, length, count in decode or grid:
                 if decode or not (quick and (rows, length) in slow):
-                    yield Work(f"decode {rows} x {length}", rows, 1, length, kv, page)
+                    name = f"decode {rows} x {length}" + (f" x {count}" if count > 1 else "")
+                    yield Work(name, rows, count, length, kv, page)
         for count, length in ((512, 512), (2048, 2048), (8192, 8192), (2048, 10240), (2048, 34816)):
             yield Work(f"prefill {count} of {length}", 1, count, length, "bf16", page)
         for count, length in ((8192, 8192), (2048, 10240)):
@@ -247,7 +248,7 @@ def works(pages: list[int], quick: bool, decode: list[tuple[int, int]]) -> Itera
                 yield Work(f"prefill {rows} x {count}", rows, count, count, kv, page)
 
 
-def compare(heads: Heads, pages: list[int], only: str, quick: bool, decode: list[tuple[int, int]]) -> list[str]:
+def compare(heads: Heads, pages: list[int], only: str, quick: bool, decode: list[tuple[int, int, int]]) -> list[str]:
     lines, hopper = [], torch.cuda.get_device_capability() == HOPPER
     for work in (work for work in works(pages, quick, decode) if only in work.label):
         bench = Bench(work, heads)
@@ -372,14 +373,15 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--page", default="16,64", help="tokens of a page")
-    parser.add_argument("--decode", default="", help="rows x keys of decode steps, such as 24x600,64x640")
+    parser.add_argument("--decode", default="", help="rows x keys (x tokens) of decode steps, such as 24x600,64x640x5")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("needs a GPU: there is none")
     torch.manual_seed(torch.seed() % 2**31)
     heads = Heads(args.heads, args.kv_heads, args.head_dim)
     pages = [int(page) for page in args.page.split(",")]
-    decode = [(int(rows), int(keys)) for rows, keys in (step.split("x") for step in args.decode.split(",") if step)]
+    sizes = [[int(size) for size in step.split("x")] for step in args.decode.split(",") if step]
+    decode = [(rows, keys, *(tokens or [1])) for rows, keys, *tokens in sizes]
     lines = tune(heads, pages, args.only) if args.tune else compare(heads, pages, args.only, args.quick, decode)
     print(f"\n{torch.cuda.get_device_name()}, {heads.query} heads, {heads.kv} kv heads, head dim {heads.dim}")
     print("\n".join(lines))

@@ -1,4 +1,5 @@
-"""The kernel for single tokens on Hopper against float64: rows of any length, in one range or in hundreds."""
+"""The kernel for decode rows on Hopper against float64: rows of any length, in one range or in hundreds, and of several
+tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dovetail.core.interfaces import PLAIN, QKNorm, Rope
+from dovetail.core.interfaces import PLAIN, HostBounds, QKNorm, Rope
 from dovetail.plugins.attention.config import TritonConfig
 
 from .attention_cases import Case, error, expected, make_step
@@ -18,7 +19,7 @@ import triton.language as tl  # noqa: E402
 from triton.language.extra.cuda import globaltimer  # noqa: E402
 
 from dovetail.core.ops.kernels.launch import announce, dependent, wait  # noqa: E402
-from dovetail.plugins.attention.triton.backend import Triton, _has_hopper  # noqa: E402
+from dovetail.plugins.attention.triton.backend import LaunchPlan, Triton, _has_hopper  # noqa: E402
 from dovetail.plugins.attention.triton.tiles import EMPTY, WARP_KEYS, DecodeTile, Shape, Tile, Tiles  # noqa: E402
 
 GPU = torch.device("cuda")
@@ -44,10 +45,11 @@ class Given(Tiles):
         self.cut = cut
 
     def decode(self, shape: Shape, tokens: int, programs: float) -> Tile:
-        assert shape.decodes and tokens == 1
+        assert shape.decodes
         warps, stages, programs, least, slabs = self.cut
-        heads = 8 if shape.group <= 8 else 16
-        return DecodeTile(heads, WARP_KEYS, warps, stages, programs, least=least, slabs=slabs)
+        heads = 8 if shape.group * tokens <= 8 else 16
+        each = max(1, min(tokens, heads // shape.group))
+        return DecodeTile(heads, WARP_KEYS, warps, stages, programs, least=least, slabs=slabs, tokens=each)
 
 
 def rows(*lengths: int, padding: int = 0) -> dict:
@@ -137,6 +139,53 @@ def test_head_dims_and_groups_that_are_padded(heads, dim, kv_dtype):
     case = replace(LLAMA, heads=heads, dim=dim, kv_dtype=kv_dtype, padding=2)
     for cut in (None, (2, 2, 4, 64, 1), CUTS["many ranges"]):
         check(case, cut)
+
+
+DRAFTS = {"counts": (5, 1, 2, 3, 8, 5, 1, 4, 7, 6), "lengths": (5, 1, 63, 66, 65, 128, 129, 500, 1027, 3000)}
+
+
+@pytest.mark.parametrize("kv_dtype", [None, E4M3])
+@pytest.mark.parametrize("heads", [(32, 8), (8, 8), (6, 3), (7, 1), (64, 8), (5, 1)])
+@pytest.mark.parametrize("cut", [None, CUTS["ranges"], CUTS["many ranges"]], ids=["rule", "ranges", "many ranges"])
+def test_several_tokens_of_a_row(cut, heads, kv_dtype):
+    """More tokens than a tile has, ranges that end between two of them, windows, sinks, padding, and empty rows."""
+    if kv_dtype is None and cut and cut[0] * cut[1] * cut[4] > 16:
+        cut = (*cut[:1], 1, *cut[2:])
+    case = replace(LLAMA, **DRAFTS, heads=heads, kv_dtype=kv_dtype, padding=3)
+    # Few rows go to the kernel for all GPUs, which writes their keys, too.
+    many = replace(case, counts=case.counts * 14, lengths=case.lengths * 14, num_decode=140)
+    for some in (case, many) if cut else (many,):
+        assert isinstance(make_plan(some, cut).lists[0].tile, DecodeTile)
+        check(some, cut)
+        check(replace(some, window=70, sinks=True, soft_cap=2.0), cut)
+        check(replace(some, window=2), cut)
+    check(replace(many, slack=900, empty_rows=2, dim=80), cut)
+
+
+def make_plan(case: Case, cut: tuple[int, int, int, int, int] | None) -> LaunchPlan:
+    step = make_step(case, made := backend(cut), GPU)
+    made.attend(step.layer, step.ctx, step.q_THD)
+    (plan,) = step.ctx.state.values()
+    return plan
+
+
+@pytest.mark.parametrize("kv_dtype", [None, E4M3])
+def test_tokens_of_rows_with_drafts_are_those_of_single_rows(kv_dtype):
+    """Each draft's output is that of a row that ends with it, though other programs compute it."""
+    case = replace(LLAMA, counts=(4,) * 70, lengths=tuple(random.randint(4, 900) for _ in range(70)), num_decode=70)
+    step = make_step(replace(case, kv_dtype=kv_dtype), made := backend(None), GPU)
+    got_RCO = made.attend(step.layer, step.ctx, step.q_THD)[PLAIN].values.view(70, 4, -1)
+    for at in range(4):
+        meta = replace(
+            step.ctx.meta,
+            row_start_B1=torch.arange(71, dtype=torch.int32, device=GPU),
+            kv_len_B=step.ctx.meta.kv_len_B - (3 - at),
+        )
+        host = HostBounds((1,) * 70, case.lengths, 70)
+        ctx = made.plan_device(meta, host, None)
+        q_RHD = step.q_THD.view(70, 4, *step.q_THD.shape[1:])[:, at].contiguous()
+        want_RO = made.attend(step.layer, ctx, q_RHD)[PLAIN].values
+        assert error(got_RCO[:, at], want_RO.double()) < NEAR[BF16]
 
 
 @pytest.mark.parametrize("page_tokens", [1, 8, 16, 48, 64, 256])

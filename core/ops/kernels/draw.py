@@ -38,7 +38,7 @@ def gather_params_triton(slots_N: torch.Tensor, *columns: torch.Tensor) -> list[
 
 
 @triton.jit
-def _mix(x):
+def mix(x):
     """core.ops.random._mix on uint32."""
     x = x ^ (x >> 16)
     x = x * 0x85EBCA6B
@@ -50,11 +50,16 @@ def _mix(x):
 @triton.jit
 def noise_keys(position_ptr, key_ptr, row, PURPOSE: tl.constexpr):
     """Return the two hashes of a row's key and position, for `noise`."""
-    key = tl.load(key_ptr + row)
+    return hashes(tl.load(key_ptr + row), tl.load(position_ptr + row), PURPOSE)
+
+
+@triton.jit
+def hashes(key, position, PURPOSE: tl.constexpr):
+    """Return the two hashes of a key and positions, int64."""
     low = (key & 0xFFFFFFFF).to(tl.uint32)
     high = (key >> 32).to(tl.uint32)
-    place = ((tl.load(position_ptr + row) * 0x9E3779B1 + PURPOSE * 0x7F4A7C15) & 0xFFFFFFFF).to(tl.uint32)
-    return _mix(_mix(low) ^ place), _mix(_mix(high ^ 0x5BD1E995) + place)
+    place = ((position * 0x9E3779B1 + PURPOSE * 0x7F4A7C15) & 0xFFFFFFFF).to(tl.uint32)
+    return mix(mix(low) ^ place), mix(mix(high ^ 0x5BD1E995) + place)
 
 
 @triton.jit
@@ -67,7 +72,7 @@ def _log2(x, APPROX: tl.constexpr):
 @triton.jit
 def noise(a, b, token, APPROX: tl.constexpr):
     """Return core.ops.random.gumbel / ln 2 for these tokens."""
-    bits = _mix(_mix(a + token.to(tl.uint32) * 0x9E3779B9) ^ b)
+    bits = mix(mix(a + token.to(tl.uint32) * 0x9E3779B9) ^ b)
     # The float that begins with these 23 bits is 1 + (bits >> 9) / 2^23. All of this is exact.
     uniform = ((bits >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 0.99999994039535522
     rest = 1 - uniform

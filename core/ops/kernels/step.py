@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from dovetail.core.ops.kernels.draw import hashes, mix
+from dovetail.core.ops.random import Purpose
 from dovetail.core.ops.samples import SampleInputs
 from dovetail.core.ops.step import Accepted, PageLayout, TokenLayout
 
@@ -366,3 +368,64 @@ def accept_triton(
             num_warps=1,
         )
     return Accepted(accepted_R, lengths_R, drafted_R)
+
+
+@triton.jit(do_not_specialize=["vocab"], do_not_specialize_on_alignment=["slots_ptr", "base_ptr"])
+def _simulate(
+    drawn_ptr,
+    slots_ptr,
+    base_ptr,
+    tokens_ptr,
+    tokens_stride,
+    key_ptr,
+    rate_ptr,
+    out_ptr,
+    vocab,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PURPOSE: tl.constexpr,
+):
+    row = tl.program_id(0)
+    slot = tl.load(slots_ptr + row)
+    position = tl.load(base_ptr + row) + tl.arange(0, BLOCK)
+    w = tl.arange(0, BLOCK)
+    own = tl.load(drawn_ptr + row * W + w, mask=w < W, other=-1)
+    draft = tl.load(tokens_ptr + slot * tokens_stride + position, mask=w < W - 1, other=0).to(tl.int64)
+    a, b = hashes(tl.load(key_ptr + slot), position, PURPOSE)
+    coin = ((mix(mix(a) ^ b) >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
+    other = tl.where(own == draft, (draft + 1) % vocab, own)
+    rate = tl.load(rate_ptr + w, mask=w < W - 1, other=0.0)
+    agreed = tl.where(coin < rate, draft, other)
+    tl.store(out_ptr + row * W + w, tl.where((own < 0) | (w == W - 1), own, agreed), mask=w < W)
+
+
+def simulate_triton(
+    tokens_RW: torch.Tensor,
+    slots_R: torch.Tensor,
+    base_R: torch.Tensor,
+    tokens_SL: torch.Tensor,
+    key_S: torch.Tensor,
+    rate_K: torch.Tensor,
+    vocab: int,
+) -> torch.Tensor:
+    """As core.worker.simulated_acceptance.simulate."""
+    tokens_RW = tokens_RW.contiguous()
+    rows, width = tokens_RW.shape
+    out_RW = torch.empty_like(tokens_RW)
+    if rows:
+        _simulate[(rows,)](
+            tokens_RW,
+            slots_R.contiguous(),
+            base_R.contiguous(),
+            tokens_SL,
+            tokens_SL.stride(0),
+            key_S,
+            rate_K,
+            out_RW,
+            vocab,
+            W=width,
+            BLOCK=triton.next_power_of_2(width),
+            PURPOSE=int(Purpose.SIMULATED),
+            num_warps=1,
+        )
+    return out_RW

@@ -123,6 +123,9 @@ class Triton(AttentionBackend):
         one_tile = longest <= 1 or longest * (layer.heads // layer.kv_heads) <= DECODE_ROWS
         if host.num_decode < len(host.counts) or not one_tile or ctx.meta.tree is not None:
             return super().write_and_attend(layer, ctx, qkv, rope, qk_norm, emit)
+        if longest > 1 and isinstance(self._plan(layer, ctx, qkv).lists[0].tile, DecodeTile):
+            # Several of its tiles would write the keys of a row.
+            return super().write_and_attend(layer, ctx, qkv, rope, qk_norm, emit)
         return self._run(layer, ctx, qkv.contiguous(), emit, _Writes(longest, rope, qk_norm))
 
     def _run(

@@ -106,17 +106,19 @@ class PromptTile(Tile):
 
 @dataclass(frozen=True, slots=True)
 class DecodeTile(Tile):
-    """Tile of attend_decode (hopper/decode.py) for rows of one token. Each warp processes different keys. Rows of a
-    tile are query heads only: 8, 16 or 32."""
+    """Tile of attend_decode (hopper/decode.py). Each warp processes different keys. Rows of a tile are query heads: 8,
+    16 or 32."""
 
     slabs: int = 1
     """Slabs per block; a slab has 16 keys of each warp."""
+    tokens: int = 1
+    """Query tokens of a tile. With several, it has all heads of a kv head for each of them."""
 
     def queries(self, group: int) -> int:
-        return 1
+        return self.tokens
 
     def head_tiles(self, group: int) -> int:
-        return triton.cdiv(group, self.block_m)
+        return 1 if self.tokens > 1 else triton.cdiv(group, self.block_m)
 
     @property
     def span(self) -> int:
@@ -210,6 +212,8 @@ class Tiles:
         if tokens == 1 and shape.decodes and not reads_quicker_in_small_blocks(shape, programs):
             return decode_tile(shape, programs)
         scarce = programs < 1
+        if tokens > 1 and not scarce and shape.decodes and 2 * shape.group <= DECODE_HEADS:
+            return several_tokens(shape, tokens, programs)
         rows = triton.next_power_of_2(max(16, shape.group, min(shape.group * tokens, DECODE_ROWS)))
         if shape.dtype.itemsize == 4:
             return fit(Tile(rows, 16, 4, 2, 2), shape)
@@ -295,6 +299,15 @@ def decode_tile(shape: Shape, programs: float) -> DecodeTile:
         return DecodeTile(heads, WARP_KEYS, 4, 3, 2, least=128, slabs=slabs, root=16)
     # With more programs than fit on an SM, their starts and ends overlap with other programs.
     return DecodeTile(heads, WARP_KEYS, 4, 2, 2, least=128, slabs=128 // key_bytes, root=16)
+
+
+def several_tokens(shape: Shape, tokens: int, programs: float) -> DecodeTile:
+    """Tile of attend_decode for rows of up to `tokens` tokens, with as many of them as fit. `programs`: rows times kv
+    heads per SM."""
+    heads = 8 if shape.group * tokens <= 8 else DECODE_HEADS
+    each = min(tokens, heads // shape.group)
+    tile = decode_tile(shape, programs * triton.cdiv(tokens, each))
+    return replace(tile, block_m=heads, tokens=each)
 
 
 def reads_quicker_in_small_blocks(shape: Shape, programs: float) -> bool:

@@ -29,6 +29,7 @@ from dovetail.core.ops.decoded_matmul import decoded_matmul
 from dovetail.core.ops.formats import encode
 from dovetail.core.ops.gated import gelu_and_mul, silu_and_mul
 from dovetail.core.ops.kernels.matmul import matmul_triton, rescale_triton
+from dovetail.core.ops.kernels.step import simulate_triton
 from dovetail.core.ops.layernorm import layer_norm
 from dovetail.core.ops.logprobs import best_logprobs, logprobs_of
 from dovetail.core.ops.matmul import int8_matmul, matmul, scaled_matmul
@@ -132,6 +133,8 @@ def steps() -> None:
         tokens_SL, table = cuda(257, 8192, dtype=INT32), cuda(257, 512, dtype=INT32)
         layout = step.lay_out_tokens(slots, starts, cuda(257, dtype=INT64), tokens_SL, total, longest)
         step.lay_out_pages(slots, layout, table, cuda(257, dtype=INT64), 16)
+        rates = cuda(4, dtype=FP32)
+        simulate_triton(cuda(rows, 5, dtype=INT64), slots, slots, tokens_SL, cuda(257, dtype=INT64), rates, VOCAB)
         look_up_triton(slots, slots, tokens_SL, 4, 2, 4, 4.0)
         look_up_triton(slots, slots, tokens_SL, 8, 1, 64, 1.0)
         ring = cuda(16384, dtype=INT32), cuda(16384, dtype=INT64), cuda(257, dtype=INT64)

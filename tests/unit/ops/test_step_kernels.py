@@ -18,6 +18,7 @@ from dovetail.core.ops.kernels.step import (  # noqa: E402
     gather_samples_triton,
     lay_out_pages_triton,
     lay_out_tokens_triton,
+    simulate_triton,
     write_drafts_triton,
 )
 from dovetail.core.ops.samples import SampleInputs, gather_samples_reference  # noqa: E402
@@ -29,6 +30,7 @@ from dovetail.core.ops.step import (  # noqa: E402
 )
 from dovetail.core.testing.interpreter import mend_interpreter  # noqa: E402
 from dovetail.core.testing.numeric import poisoned_memory  # noqa: E402
+from dovetail.core.worker.simulated_acceptance import simulate_reference  # noqa: E402
 from dovetail.plugins.logits import kernels as logits_kernels  # noqa: E402
 from dovetail.plugins.logits.config import PenaltiesConfig  # noqa: E402
 from dovetail.plugins.logits.kernels import PROGRAMS, add_pairs_triton, penalise_triton  # noqa: E402
@@ -126,6 +128,18 @@ def test_accept(width):
     for mine, theirs, name in zip(*states, ("tokens", "computed", "drafts"), strict=True):
         assert torch.equal(mine[:-1], theirs[:-1]), name
     assert torch.equal(states[0][1][-1], computed_S[-1]), "padding was computed"
+
+
+@pytest.mark.parametrize("width", [2, 5, 8])
+def test_simulated_acceptance(width):
+    rows, slots, capacity, vocab = 300, 40, 50, 11
+    tokens_SL = torch.randint(vocab, (slots, capacity), dtype=torch.int32, device=DEVICE)
+    key_S = torch.randint(1 << 62, (slots,), device=DEVICE)
+    slots_R = torch.randint(slots, (rows,), device=DEVICE)
+    base_R = torch.randint(capacity - width, (rows,), device=DEVICE)
+    drawn_RW = torch.randint(-1, vocab, (rows, width), device=DEVICE)
+    given = drawn_RW, slots_R, base_R, tokens_SL, key_S, torch.rand(width + 1, device=DEVICE), vocab
+    assert torch.equal(simulate_triton(*given), simulate_reference(*given))
 
 
 def test_penalties_visit_each_token_of_the_history_once(monkeypatch):

@@ -1,4 +1,4 @@
-"""Attention of rows that decode one token, for Hopper, with few memory round trips between a kernel's start and end.
+"""Attention of rows that decode, for Hopper, with few memory round trips between a kernel's start and end.
 
 With few rows, a step is bound by latency, not bandwidth. So the first pages are stored with the item. If this kernel
 writes the step's keys, it fetches older keys and values before the preceding kernel has ended. Each warp processes
@@ -11,9 +11,13 @@ A slab is 16 keys of each warp; a block is SLABS slabs. If a kv head has more th
 (head tiles) process M of them each. They have adjacent ids, so the keys of a range are read from memory once and then
 found in the L2 cache.
 
+Rows with drafts have several tokens. The query heads of up to Q of them are one tile, in which each token sees the keys
+up to its own; further tokens are items of their own, which find the keys in the L2 cache. Their keys have been written
+by another kernel.
+
 Matrix instructions need head dims that are powers of two. Smaller ones (D < BLOCK_D) are padded with zeros in shared
-memory; nothing is read for the padding. Shapes: L warps, M query heads of a program, W words of BLOCK_D (pairs of 8-bit
-values, or single 16-bit values).
+memory; nothing is read for the padding. Shapes: L warps, M query heads of a program, of all its tokens, W words of
+BLOCK_D (pairs of 8-bit values, or single 16-bit values).
 """
 
 from __future__ import annotations
@@ -121,10 +125,10 @@ def _stored(x, scale, KV: gl.constexpr, LARGEST: gl.constexpr):
 
 
 @gluon.jit
-def _block(q, acc, odd, total, m, n, place, k_smem, v_smem, seen_from, end, qk_scale, WINDOW: gl.constexpr,
-           SLABS: gl.constexpr, PLACES: gl.constexpr, WARPS: gl.constexpr, M: gl.constexpr, KV: gl.constexpr,
-           SOFT_CAP: gl.constexpr):  # fmt: skip
-    """Process one block of keys. K and V of unseen keys are zeros."""
+def _block(q, acc, odd, total, m, n, place, k_smem, v_smem, seen_from, end, at_m, qk_scale, WINDOW: gl.constexpr,
+           SLABS: gl.constexpr, PLACES: gl.constexpr, WARPS: gl.constexpr, M: gl.constexpr, Q: gl.constexpr,
+           KV: gl.constexpr, SOFT_CAP: gl.constexpr):  # fmt: skip
+    """Process one block of keys. K and V of unseen keys are zeros. at_m: index of each query's own key, if Q > 1."""
     SLAB: gl.constexpr = WARPS * DEEP
     S: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     LSM: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
@@ -143,8 +147,14 @@ def _block(q, acc, odd, total, m, n, place, k_smem, v_smem, seen_from, end, qk_s
         s = gl.convert_layout(gl.reshape(s, [WARPS, DEEP, M]), LSM, assert_trivial=True)
         warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, LSM)))
         deep = gl.arange(0, DEEP, gl.SliceLayout(0, gl.SliceLayout(2, LSM)))
-        seen = _seen(n + j * SLAB + warp[:, None] * DEEP + deep[None, :], seen_from, end, WINDOW)
-        s = gl.where(seen[:, :, None], s, float("-inf"))
+        key = n + j * SLAB + warp[:, None] * DEEP + deep[None, :]
+        seen = _seen(key, seen_from, end, WINDOW)[:, :, None]
+        if Q > 1:
+            own = at_m[None, :][:, None, :]
+            seen = seen & (key[:, :, None] <= own)
+            if WINDOW:
+                seen = seen & (key[:, :, None] > own - WINDOW)
+        s = gl.where(seen, s, float("-inf"))
         new_m = gl.maximum(new_m, gl.max(s, axis=1))
         scores = scores + (s,)  # type: ignore[assignment]
     alpha = gl.exp2(m - new_m)
@@ -191,6 +201,7 @@ def attend_decode(
     D: gl.constexpr,
     BLOCK_D: gl.constexpr,
     M: gl.constexpr,
+    Q: gl.constexpr,
     WINDOW: gl.constexpr,
     PAGE: gl.constexpr,
     GRAIN: gl.constexpr,
@@ -203,17 +214,17 @@ def attend_decode(
     SOFT_CAP: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Program (kv head and head tile, item), for rows of one token. K and V are pages [slots, K, D]. With WRITES, q_ptr
-    holds q|k|v before norm and rotary. PLACES: blocks in flight. first_pages: page ids of each item's first PLACES
-    blocks, one per GRAIN keys. mail: BLOCK_D + 1 rows of M words for each program. Other arguments are as in
-    attend_items."""
+    """Program (kv head and head tile, item). K and V are pages [slots, K, D]. Q: most tokens of an item; with more than
+    one, an item has all heads of a kv head for each of them, Q * H / K <= M. With WRITES, for Q = 1, q_ptr holds q|k|v
+    before norm and rotary. PLACES: blocks in flight. first_pages: page ids of each item's first PLACES blocks, one per
+    GRAIN keys. mail: BLOCK_D + 1 rows of M words for each program. Other arguments are as in attend_items."""
     if PDL:
         gdc_launch_dependents()
     WARPS: gl.constexpr = gl.num_warps()
     SLAB: gl.constexpr = WARPS * DEEP
     SPAN: gl.constexpr = SLABS * SLAB
     GROUP: gl.constexpr = H // K
-    TILES: gl.constexpr = (GROUP + M - 1) // M
+    TILES: gl.constexpr = 1 if Q > 1 else (GROUP + M - 1) // M
     KV: gl.constexpr = k_ptr.dtype.element_ty
     PAIRED: gl.constexpr = KV.primitive_bitwidth == 8
     W: gl.constexpr = BLOCK_D // 2 if PAIRED else BLOCK_D
@@ -240,6 +251,7 @@ def attend_decode(
     item = items_ptr + index * ITEM_FIELDS
     row = _load_plan(item)
     first = _load_plan(item + 1)
+    count = _load_plan(item + 2) if Q > 1 else 1
     first_at = _load_plan(item + 3)
     seen_from = _load_plan(item + 4)
     lo = _load_plan(item + 5)
@@ -288,13 +300,16 @@ def attend_decode(
             gdc_wait()
     if row < 0:
         return
-    ok = (first_head + head < GROUP) & (dims < D)
+    ok = (first_head + head < GROUP * count) & (dims < D)
     if WRITES:
         q_at = q_ptr + (first * (H + 2 * K) + kv_head * GROUP + first_head + head) * D
         loaded = _with_partners(q_at, dims, ok, HALF)
         q = _norm_rotate(loaded, q_weights, angles, eps, dims, q_weight_ptr is not None, D, HALF)
     else:
-        q = gl.load(q_ptr + (first * H + kv_head * GROUP + first_head + head) * D + dims, mask=ok, other=0.0)
+        q_at = first * H + kv_head * GROUP + first_head + head
+        if Q > 1:
+            q_at = (first + head // GROUP) * H + kv_head * GROUP + head % GROUP
+        q = gl.load(q_ptr + q_at * D + dims, mask=ok, other=0.0)
     qk_scale = scale * LOG2_E * k_scale
     if PAIRED:
         q = (q.to(gl.float32) * scale).to(gl.float16)
@@ -333,13 +348,16 @@ def attend_decode(
     odd = acc
     total = gl.zeros([WARPS, M], gl.float32, gl.SliceLayout(1, LSM))
     m = gl.full([WARPS, M], LOW, gl.float32, gl.SliceLayout(1, LSM))
+    at_m = first_at
+    if Q > 1:
+        at_m = first_at + gl.arange(0, M, gl.SliceLayout(0, gl.SliceLayout(1, LSM))) // GROUP
     place = 0
     for n in range(lo, end, SPAN):
         # Look up pages one block ahead, so that copies do not wait for them.
         following = _pages(table, key + SPAN, seen_from, end, WINDOW, PAGE)
         acc, odd, total, m = _block(
-            q, acc, odd, total, m, n, place, k_smem, v_smem, seen_from, end, qk_scale, WINDOW, SLABS, PLACES, WARPS, M,
-            KV, SOFT_CAP,
+            q, acc, odd, total, m, n, place, k_smem, v_smem, seen_from, end, at_m, qk_scale, WINDOW, SLABS, PLACES,
+            WARPS, M, Q, KV, SOFT_CAP,
         )  # fmt: skip
         wanted = n + PLACES * SPAN < end
         if wanted:
@@ -369,8 +387,8 @@ def attend_decode(
     if sinks_ptr is not None:
         # The first range of a row counts its sink, a score without a value.
         own_head = first_head + gl.arange(0, M, gl.SliceLayout(0, LM))
-        counts_sink = (own_head < GROUP) & (index == first_item)
-        sink = gl.load(sinks_ptr + kv_head * GROUP + own_head, mask=counts_sink, other=float("-inf")) * LOG2_E
+        counts_sink = (own_head < GROUP * count) & (index == first_item)
+        sink = gl.load(sinks_ptr + kv_head * GROUP + own_head % GROUP, mask=counts_sink, other=float("-inf")) * LOG2_E
         top = gl.maximum(top, sink)
     weight = gl.exp2(peak - top[None, :])
     fresh_weight = gl.exp2(fresh_score - top)
@@ -398,5 +416,8 @@ def attend_decode(
         gl.store(box + place_d[:, None] * 0 + head_m[None, :], as_message(lse), mask=(place_d == 0)[:, None])
     else:
         head_m += first_head
-        out = out_ptr + (first * H + kv_head * GROUP + head_m[None, :]) * D + dim_d[:, None]
-        gl.store(out, y.to(out_ptr.dtype.element_ty), mask=(head_m < GROUP)[None, :] & (dim_d < D)[:, None])
+        out_m = first * H + kv_head * GROUP + head_m
+        if Q > 1:
+            out_m = (first + head_m // GROUP) * H + kv_head * GROUP + head_m % GROUP
+        out = out_ptr + out_m[None, :] * D + dim_d[:, None]
+        gl.store(out, y.to(out_ptr.dtype.element_ty), mask=(head_m < GROUP * count)[None, :] & (dim_d < D)[:, None])

@@ -109,6 +109,7 @@ def decode(
         D=layer.head_dim,
         BLOCK_D=padded_dim(layer.head_dim),
         M=tile.block_m,
+        Q=tile.tokens,
         WINDOW=layer.window,
         PAGE=k.shape[1],
         GRAIN=tile.grain(k.shape[1]),
