@@ -18,7 +18,9 @@ class FeatureStore:
         """`width`: positions that one step feeds of a decode row, so that those that it accepts can be read."""
         build = target.build
         self.width = width
-        self._kept_SWF = torch.zeros(target.max_seqs + 1, width, channels, dtype=build.dtype, device=build.device)
+        # The last slot is padding, and one more stays zero.
+        kept_SWF = torch.zeros(target.max_seqs + 2, width, channels, dtype=build.dtype, device=build.device)
+        self._kept_SWF, self._all_SWF = kept_SWF[:-1], kept_SWF
 
     def keep(self, fed: FedTokens, features_TF: torch.Tensor) -> None:
         """Keep the features of the last `width` tokens of each row."""
@@ -52,5 +54,7 @@ class FeatureStore:
     def at(self, slots_B: torch.Tensor, positions_B: torch.Tensor) -> torch.Tensor:
         """Return the features of these positions, [..., F], which must be among the latest `width` of their slots;
         zeros for position -1. `positions_B` may have more dimensions than `slots_B`, which is then broadcast."""
-        kept_BF = self._kept_SWF[slots_B, positions_B % self.width]
-        return torch.where(positions_B[..., None] < 0, 0, kept_BF)
+        entry_B = slots_B * self.width + positions_B % self.width
+        entry_B = torch.where(positions_B < 0, len(self._kept_SWF) * self.width, entry_B)
+        # A lookup copies whole rows; indexing with several tensors copies single numbers, and takes ten times as long.
+        return torch.nn.functional.embedding(entry_B, self._all_SWF.flatten(0, 1))

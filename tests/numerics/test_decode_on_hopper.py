@@ -155,7 +155,8 @@ def test_several_tokens_of_a_row(cut, heads, kv_dtype):
     # Few rows go to the kernel for all GPUs, which writes their keys, too.
     many = replace(case, counts=case.counts * 14, lengths=case.lengths * 14, num_decode=140)
     for some in (case, many) if cut else (many,):
-        assert isinstance(make_plan(some, cut).lists[0].tile, DecodeTile)
+        tile = make_plan(some, cut).lists[0].tile
+        assert isinstance(tile, DecodeTile) is (cut is not None or kv_dtype is E4M3)
         check(some, cut)
         check(replace(some, window=70, sinks=True, soft_cap=2.0), cut)
         check(replace(some, window=2), cut)

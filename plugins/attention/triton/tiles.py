@@ -212,8 +212,8 @@ class Tiles:
         if tokens == 1 and shape.decodes and not reads_quicker_in_small_blocks(shape, programs):
             return decode_tile(shape, programs)
         scarce = programs < 1
-        if tokens > 1 and not scarce and shape.decodes and 2 * shape.group <= DECODE_HEADS:
-            return several_tokens(shape, tokens, programs)
+        if decodes_several(shape, tokens) and not scarce:
+            return several_tokens(shape, tokens)
         rows = triton.next_power_of_2(max(16, shape.group, min(shape.group * tokens, DECODE_ROWS)))
         if shape.dtype.itemsize == 4:
             return fit(Tile(rows, 16, 4, 2, 2), shape)
@@ -301,13 +301,19 @@ def decode_tile(shape: Shape, programs: float) -> DecodeTile:
     return DecodeTile(heads, WARP_KEYS, 4, 2, 2, least=128, slabs=128 // key_bytes, root=16)
 
 
-def several_tokens(shape: Shape, tokens: int, programs: float) -> DecodeTile:
-    """Tile of attend_decode for rows of up to `tokens` tokens, with as many of them as fit. `programs`: rows times kv
-    heads per SM."""
-    heads = 8 if shape.group * tokens <= 8 else DECODE_HEADS
-    each = min(tokens, heads // shape.group)
-    tile = decode_tile(shape, programs * triton.cdiv(tokens, each))
-    return replace(tile, block_m=heads, tokens=each)
+def decodes_several(shape: Shape, tokens: int) -> bool:
+    """Whether attend_decode takes less time than the kernel for all GPUs for many rows of up to `tokens` tokens: with
+    more query heads than a tile of 8, since 8-bit keys and values are converted anew for each tile."""
+    narrow = shape.decodes and shape.kv_dtype.itemsize == 1
+    return tokens > 1 and narrow and shape.group * tokens > 8 and 2 * shape.group <= DECODE_HEADS
+
+
+def several_tokens(shape: Shape, tokens: int) -> DecodeTile:
+    """Tile of attend_decode for rows of up to `tokens` tokens, with as many of them as fit. Few warps leave more
+    programs to an SM, which has four matrix units."""
+    slabs = max(1, 256 // (shape.kv_dtype.itemsize * shape.padded_dim))
+    each = min(tokens, DECODE_HEADS // shape.group)
+    return DecodeTile(DECODE_HEADS, WARP_KEYS, 2, 3, 2, least=128, root=16, slabs=slabs, tokens=each)
 
 
 def reads_quicker_in_small_blocks(shape: Shape, programs: float) -> bool:
