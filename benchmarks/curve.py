@@ -9,7 +9,8 @@ Writes OUT.json and OUT.png, and prints a line for each CUDA graph size. Exits w
 up to --most is measured, one row more, and the middle to the next size.
 
 The limit is that of the cost model of the composition (cost=h200, h100, ...) without overheads: the weights at the
-device's bandwidth or the matmuls at its rate, whichever takes longer, then keys and values at the bandwidth.
+device's bandwidth or the matmuls at its rate, whichever takes longer, then keys and values at the bandwidth. The notes
+of the engine's start are printed last; one of them says if the cost model is for another GPU than the measured one.
 
 Columns with a name, such as qkv, are the efficiency of that matmul alone: its limit (the longer of both, as above) over
 its time in a CUDA graph that contains the matmul of every layer, so that no weight is found in the L2 cache. They are
@@ -52,8 +53,6 @@ RULE = 1.03
 """Greatest time of a step relative to the step at the next greater graph size."""
 GOOD = 0.85
 """Efficiency that a matmul alone should reach."""
-GPUS = ("h200", "h100", "a100", "l40s")
-"""Cost models of a GPU, by a part of its name."""
 NO_OVERHEAD = {"kernels": 0.0, "step_us": 0.0, "link_us": 0.0, "kv_share": 1.0, "attention_share": 1.0}
 """Options of cost=roofline for the limit."""
 
@@ -114,13 +113,6 @@ def device_rates(composition: Composition) -> RooflineConfig:
             "with cost.bandwidth and cost.tflops"
         )
     return part.config
-
-
-def note_of_other_gpu(cost: str, device: str) -> str | None:
-    """Return a line if the rates are of another GPU than the one that is measured. `cost`: name of the cost model."""
-    if cost not in GPUS or cost in device.lower():
-        return None
-    return f"the limits are those of cost={cost}, but {device} was measured; there are cost={', '.join(GPUS)}"
 
 
 def without_overhead(composition: Composition, engine: Engine) -> CostModel:
@@ -307,8 +299,8 @@ def draw_files(files: Sequence[Path], path: Path) -> int:
     draw_all(path, curves)
     print("\n".join(markdown(curves)))
     for one in curves:
-        if line := note_of_other_gpu(one.cost, one.gpu):
-            print(f"{one.file}: {line}", file=sys.stderr)
+        if one.limits_of:
+            print(f"{one.file}: the limits are those of {one.limits_of}, and {one.gpu} was measured", file=sys.stderr)
     return 0
 
 
@@ -340,15 +332,14 @@ def main(argv: Sequence[str]) -> int:
         engine.shutdown()
     middle = args.context + WARM + STEPS // 2
     found = points(times, sizes, {n: 1e3 * cost.decode_seconds(n, middle) for n in times}, products)
-    settings = {"context": args.context, "sampling": sampling, "rule": RULE}
     about = describe(composition) | {"schema": SCHEMA, "choices": dict(composition.choices), "dtype": dtype}
+    settings = {"notes": list(engine.info.notes), "context": args.context, "sampling": sampling, "rule": RULE}
     result = about | {**settings, "graph_sizes": sizes, "points": found}
     files[0].write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     draw_one(files[1], found, RULE, " ".join(overrides) or "default composition")
     print("\n".join([*table(found), *verdict(found)]))
-    device = "a CPU" if engine.info.device == "cpu" else engine.info.device
-    if line := note_of_other_gpu(composition.part("cost").name, device):
-        print(line)
+    for line in engine.info.notes:
+        print(f"note: {line}")
     return 1 if broken(found, RULE) else 0
 
 

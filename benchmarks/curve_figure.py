@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dovetail import ConfigError, DovetailError, compose
+from dovetail.core.engine.cost import of_another_gpu
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,8 +37,8 @@ class Curve:
     label: str
     """Number format. If others of its model have the same one, what distinguishes it: the GPU or the file."""
     gpu: str
-    cost: str
-    """Name of the cost model that has the limits."""
+    limits_of: str | None
+    """The GPU of the limits, if it is not the one that was measured."""
     context: int
     """Prompt tokens of each row."""
     rule: float
@@ -84,8 +85,11 @@ def read(file: Path) -> Curve:
 
 def _curve(file: Path, found: dict[str, Any]) -> Curve:
     config = found["config"]
-    # The first curves have neither the names nor the dtype.
-    choices = found.get("choices") or compose(found["overrides"]).choices
+    choices, stated = found.get("choices"), config["cost"].get("device")
+    if choices is None:
+        # The first curves have neither these names nor the dtype, nor the device of the cost model.
+        composition = compose(found["overrides"])
+        choices, stated = composition.choices, getattr(composition.part("cost").config, "device", None)
     path = config["model"]["path"]
     name = choices["model"] if path is None else Path(path).name
     layout = [f"{key}={config['engine'][key]}" for key in ("tp", "pp", "dp") if config["engine"][key] > 1]
@@ -95,12 +99,13 @@ def _curve(file: Path, found: dict[str, Any]) -> Curve:
     gpus = found["machine"]["gpus"] if config["engine"]["device"] != "cpu" else []
     if not found["points"]:
         raise IndexError("no points")
+    gpu = gpus[0] if gpus else "cpu"
     return Curve(
         file=file,
         model=" ".join([name, *layout]),
         label=format,
-        gpu=gpus[0].removeprefix("NVIDIA ") if gpus else "CPU",
-        cost=choices["cost"],
+        gpu=gpu.removeprefix("NVIDIA ") if gpus else "CPU",
+        limits_of=stated if of_another_gpu(stated, gpu) else None,
         context=found["context"],
         rule=found["rule"],
         points=[_checked(point) for point in found["points"]],
