@@ -159,6 +159,18 @@ def test_curves_of_several_gpus_are_told_apart(
     assert err == f"{files[1]}: the limits are those of H200, and L40S was measured\n"
 
 
+def test_curves_without_the_names_of_their_parts(
+    curve: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first ones; their overrides are composed again. The limits of this one are those of an H200."""
+    file = SCRIPT.parent / "results" / "h100_curve_llama3_8b_int8.json"
+    assert "choices" not in json.loads(file.read_text())
+    assert curve["main"](["--draw", str(file), "--out", str(tmp_path / "all")]) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[-1].startswith("| llama3_8b | int8 | 3.42 (1.87) |")
+    assert err == f"{file}: the limits are those of H200, and H100 80GB HBM3 was measured\n"
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
