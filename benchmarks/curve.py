@@ -2,17 +2,22 @@
 
     python benchmarks/curve.py --out curves/8b_bf16 -- +preset=h200_bf16_tp1 engine.max_len=1024
     python benchmarks/curve.py 60 64 65 80 --out curves/few -- +preset=h200_fp8_tp1 model=qwen25_7b cost=h100
+    python benchmarks/curve.py --draw curves/*.json --out curves/all
 
 Writes OUT.json and OUT.png, and prints a line for each CUDA graph size. Exits with status 1 if a step takes more than
 1.03 times the step at the next greater graph size; such a point is measured again first. Without rows, each graph size
 up to --most is measured, one row more, and the middle to the next size.
 
 The limit is that of the cost model of the composition (cost=h200, h100, ...) without overheads: the weights at the
-device's bandwidth or the matmuls at its rate, whichever takes longer, then keys and values at the bandwidth.
+device's bandwidth or the matmuls at its rate, whichever takes longer, then keys and values at the bandwidth. The notes
+of the engine's start are printed last; one of them says if the cost model is for another GPU than the measured one.
 
 Columns with a name, such as qkv, are the efficiency of that matmul alone: its limit (the longer of both, as above) over
 its time in a CUDA graph that contains the matmul of every layer, so that no weight is found in the L2 cache. They are
 measured at graph sizes, to which steps are padded, and only with executor=inproc.
+
+--draw measures nothing and needs no GPU: it draws the given OUT.json together in OUT.png, a panel for each model with
+a line for each of its number formats, and prints a table in Markdown. Its status is 0 even if a curve breaks the rule.
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from curve_figure import SCHEMA, broken, draw_all, draw_one, markdown, read_curves
 from profile_step import GREEDY, STEPS, WARM, Sampling, decode_seconds, sampling_argument
 
 from dovetail import Composition, ConfigError, DovetailError, compose
@@ -43,13 +49,10 @@ from dovetail.core.worker.graph_sizes import batch_sizes
 from dovetail.plugins.app.bench.record import describe
 from dovetail.plugins.cost.config import RooflineConfig
 
-SCHEMA = "dovetail.curve/1"
 RULE = 1.03
 """Greatest time of a step relative to the step at the next greater graph size."""
 GOOD = 0.85
 """Efficiency that a matmul alone should reach."""
-GPUS = ("h200", "h100", "a100", "l40s")
-"""Cost models of a GPU, by a part of its name."""
 NO_OVERHEAD = {"kernels": 0.0, "step_us": 0.0, "link_us": 0.0, "kv_share": 1.0, "attention_share": 1.0}
 """Options of cost=roofline for the limit."""
 
@@ -110,13 +113,6 @@ def device_rates(composition: Composition) -> RooflineConfig:
             "with cost.bandwidth and cost.tflops"
         )
     return part.config
-
-
-def note_of_other_gpu(cost: str, device: str) -> str | None:
-    """Return a line if the rates are of another GPU than the one that is measured. `cost`: name of the cost model."""
-    if cost not in GPUS or cost in device.lower():
-        return None
-    return f"the limits are those of cost={cost}, but {device} was measured; there are cost={', '.join(GPUS)}"
 
 
 def without_overhead(composition: Composition, engine: Engine) -> CostModel:
@@ -246,7 +242,7 @@ def table(found: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 def verdict(found: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Lines on the points that break the rule, and on the matmuls below GOOD."""
-    for point in broken(found):
+    for point in broken(found, RULE):
         yield (
             f"{point['rows']} rows take {point['ms']:.3f} ms, {point['ratio_to_next_size']:.3f} times the step of "
             f"{point['next_size']} rows; at most {RULE} is allowed"
@@ -259,10 +255,6 @@ def verdict(found: Sequence[dict[str, Any]]) -> Iterator[str]:
     for name, least in slow.items():
         rows = ", ".join(map(str, least))
         yield f"{name} alone is below {GOOD:.0%} of its limit at {rows} rows; the least is {min(least.values()):.0%}"
-
-
-def broken(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [point for point in found if (point["ratio_to_next_size"] or 0.0) > RULE]
 
 
 def check_files(files: Sequence[Path]) -> None:
@@ -279,22 +271,6 @@ def check_files(files: Sequence[Path]) -> None:
             raise ConfigError(f"--out: {file} cannot be written ({error})") from None
 
 
-def draw(path: Path, found: Sequence[dict[str, Any]], title: str) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    axes = figure.subplots()
-    rows = [point["rows"] for point in found]
-    axes.plot(rows, [point["ms"] for point in found], ".-", label="step")
-    axes.plot(rows, [point["limit_ms"] for point in found], "--", label="limit")
-    if bad := broken(found):
-        axes.plot([p["rows"] for p in bad], [p["ms"] for p in bad], "rx", label=f"over {RULE} x the next graph size")
-    axes.set(xlabel="rows", ylabel="ms per decode step", ylim=(0, None), title=title)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
-
-
 def arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     cut = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -304,15 +280,34 @@ def arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--sampling", type=sampling_argument, default=GREEDY, metavar="JSON", help="SamplingParams of all rows"
     )
-    parser.add_argument("--out", type=Path, required=True, help="path of both files, without .json and .png")
+    parser.add_argument(
+        "--draw", type=Path, nargs="+", metavar="FILE", help="draw these OUT.json together; measure nothing"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="path of the files, without .json and .png")
     args = parser.parse_args(argv[:cut])
+    if args.draw and (args.rows or argv[cut + 1 :]):
+        parser.error("--draw measures nothing: leave out rows and overrides")
     if min([args.most, args.context, *args.rows]) < 1:
         parser.error("rows, --most and --context must be at least 1")
     return args, list(argv[cut + 1 :])
 
 
+def draw_files(files: Sequence[Path], path: Path) -> int:
+    """Draw existing curves together, and print their table."""
+    curves = read_curves(files)
+    check_files([path])
+    draw_all(path, curves)
+    print("\n".join(markdown(curves)))
+    for one in curves:
+        if one.limits_of:
+            print(f"{one.file}: the limits are those of {one.limits_of}, and {one.gpu} was measured", file=sys.stderr)
+    return 0
+
+
 def main(argv: Sequence[str]) -> int:
     args, overrides = arguments(argv)
+    if args.draw:
+        return draw_files(args.draw, args.out.with_name(f"{args.out.name}.png"))
     sizes = graph_sizes(max(args.rows, default=args.most))
     if unwanted := [word for word in overrides if word.startswith("engine.max_seqs=")]:
         raise ConfigError(f"{unwanted[0]}: the rows determine engine.max_seqs; leave it out")
@@ -324,6 +319,7 @@ def main(argv: Sequence[str]) -> int:
     engine = start_engine(composition)
     try:
         cost = without_overhead(composition, engine)
+        dtype = formats(composition, engine.info.spec, str(engine.info.device)).dtype
 
         def measure(rows: int) -> float:
             ms = 1e3 * decode_seconds(engine, rows, args.context, sampling)
@@ -336,15 +332,15 @@ def main(argv: Sequence[str]) -> int:
         engine.shutdown()
     middle = args.context + WARM + STEPS // 2
     found = points(times, sizes, {n: 1e3 * cost.decode_seconds(n, middle) for n in times}, products)
-    settings = {"context": args.context, "sampling": sampling, "rule": RULE}
-    result = describe(composition) | {"schema": SCHEMA, **settings, "graph_sizes": sizes, "points": found}
+    about = describe(composition) | {"schema": SCHEMA, "choices": dict(composition.choices), "dtype": dtype}
+    settings = {"notes": list(engine.info.notes), "context": args.context, "sampling": sampling, "rule": RULE}
+    result = about | {**settings, "graph_sizes": sizes, "points": found}
     files[0].write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    draw(files[1], found, " ".join(overrides) or "default composition")
+    draw_one(files[1], found, RULE, " ".join(overrides) or "default composition")
     print("\n".join([*table(found), *verdict(found)]))
-    device = "a CPU" if engine.info.device == "cpu" else engine.info.device
-    if line := note_of_other_gpu(composition.part("cost").name, device):
-        print(line)
-    return 1 if broken(found) else 0
+    for line in engine.info.notes:
+        print(f"note: {line}")
+    return 1 if broken(found, RULE) else 0
 
 
 if __name__ == "__main__":

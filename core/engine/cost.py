@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,37 @@ def bind_cost(
         )
         cost.drafter.bind(facts.spec, engine.model_copy(update={"tp": facts.tp or engine.tp}), own)
     return cost
+
+
+def of_another_gpu(stated: object, device: str) -> bool:
+    """Whether the numbers of a cost model, whose option `device` is `stated`, are not those of the GPU `device`. False
+    for a CPU and a simulated device, and without a name."""
+    return isinstance(stated, str) and device not in ("cpu", "simulated") and not _has_word(device, stated)
+
+
+def _has_word(name: str, word: str) -> bool:
+    return re.search(rf"\b{re.escape(word)}\b", name, re.IGNORECASE) is not None
+
+
+def other_gpu(composition: Composition, device: str) -> Iterator[str]:
+    """Yield a note if the cost model has the numbers of another GPU than `device`, with what to set instead. `device`:
+    name of the GPU, "cpu" or "simulated"."""
+    if "cost" not in composition.parts:
+        return
+    part = composition.part("cost")
+    stated = getattr(part.config, "device", None)
+    if not of_another_gpu(stated, device):
+        return
+    chosen = composition.choices.get("cost", part.name)
+    known = [file.name for file in composition.registry.files if file.group == "cost"]
+    if fitting := [f"cost={name}" for name in known if name != chosen and _has_word(device, name)]:
+        advice = f"set {' or '.join(fitting)}"
+    else:
+        advice = f"of {', '.join(known)} none is for it, so set cost=roofline with its cost.bandwidth and cost.tflops"
+    yield (
+        f"cost={chosen} is for {stated}, and this GPU is {device}: predictions, by which engine.drafts=paying and "
+        f"schedulers decide, are off; {advice}"
+    )
 
 
 def drafter_facts(composition: Composition, spec: ModelSpec) -> DrafterFacts | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dovetail.core.engine.adapters import AdapterTable
 from dovetail.core.engine.checks import check_fit, exact_lengths
-from dovetail.core.engine.cost import bind_cost
+from dovetail.core.engine.cost import bind_cost, other_gpu
 from dovetail.core.engine.counters import Counters, Observers, StepTimes, step_record
 from dovetail.core.engine.grammars import build_grammars
 from dovetail.core.engine.host_drafts import host_drafts, late_inputs
@@ -101,8 +101,8 @@ class Engine:
         self._ledger = PageLedger(info.groups, info.num_pages, engine.max_seqs, info.lookahead)
         self._progress = ProgressWatch(self.limits)
         longest = longest_alone(self.kv, self.limits)
-        if longest < info.max_len:
-            self.info = replace(info, notes=(*info.notes, short_of_cache(longest, info.max_len)))
+        more_notes = (*short_of_cache(longest, info.max_len), *other_gpu(composition, info.device))
+        self.info = replace(info, notes=(*info.notes, *more_notes))
         self._requests = RequestBuilder(composition, info.spec, info.max_len, longest)
         self._adapters = AdapterTable(executor, info.adapter_slots)
         if info.adapter_slots:

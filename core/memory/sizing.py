@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -116,9 +116,10 @@ def longest_alone(kv: KVAllocator, limits: SchedulerLimits) -> int:
     return bisect_left(range(1, limits.max_len + 1), True, key=excess)
 
 
-def short_of_cache(longest: int, context: int) -> str:
-    """Return the note that the cache holds no sequence of the whole context."""
-    return (
-        f"the KV cache holds one sequence of at most {longest} tokens, less than the context of {context} "
-        "(engine.max_len): requests without max_tokens end there; raise engine.kv_pages or engine.memory_fraction"
-    )
+def short_of_cache(longest: int, context: int) -> Iterator[str]:
+    """Yield a note if the cache holds no sequence of the whole context."""
+    if longest < context:
+        yield (
+            f"the KV cache holds one sequence of at most {longest} tokens, less than the context of {context} "
+            "(engine.max_len): requests without max_tokens end there; raise engine.kv_pages or engine.memory_fraction"
+        )

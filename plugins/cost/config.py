@@ -29,6 +29,9 @@ class RooflineConfig(Config):
     """Memory time and compute time, which overlap, plus a fixed overhead per kernel. The numbers are rates that kernels
     reach, not peak rates; cost=h200, h100, a100, l40s and cpu set them."""
 
+    device: str | None = None
+    """Word of the name of the GPU whose numbers these are, such as H200, or cpu. A GPU without that word in its name
+    gives a note at start-up; null gives none."""
     bandwidth: Positive
     """Memory bandwidth of one device, TB/s."""
     tflops: dict[str, Positive]

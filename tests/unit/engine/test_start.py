@@ -6,6 +6,7 @@ import gc
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from dovetail.core.engine.checks import check_fit, check_weights_fit
 from dovetail.core.engine.engine import start_engine
 from dovetail.core.errors import CapabilityError, CapacityError, ConfigError, RequestError
 from dovetail.core.interfaces import Model
+from dovetail.plugins.executor.simulated import SimulatedExecutor
 from dovetail.plugins.model.llama.families import spec_of
 
 CODE = """
@@ -157,6 +159,36 @@ def test_a_start_with_too_long_a_context_adds_a_note() -> None:
     assert engine.info.max_len == engine.info.spec.max_len < 1000000
     note = f"engine.max_len=1000000, and the model was made for {engine.info.max_len}"
     assert any(note in found for found in engine.info.notes)
+
+
+@pytest.mark.parametrize(
+    ("cost", "gpu", "advice"),
+    [
+        ("h200", "NVIDIA H200", None),
+        ("h200", "NVIDIA H100 80GB HBM3", "set cost=h100"),
+        ("cpu", "NVIDIA A100-SXM4-80GB", "set cost=a100"),
+        ("h200", "NVIDIA GH200 480GB", "of a100, cpu, h100, h200, l40s none is for it, so set cost=roofline with"),
+        ("none", "NVIDIA H100 80GB HBM3", None),
+        ("h200 cost.device=null", "NVIDIA H100 80GB HBM3", None),
+        ("h200", "cpu", None),
+        ("h200", "simulated", None),
+    ],
+)
+def test_a_cost_model_of_another_gpu_adds_a_note(
+    monkeypatch: pytest.MonkeyPatch, cost: str, gpu: str, advice: str | None
+) -> None:
+    """The simulated executor stands for one on a GPU."""
+    start = SimulatedExecutor.start
+    monkeypatch.setattr(SimulatedExecutor, "start", lambda self, progress: replace(start(self, progress), device=gpu))
+    engine = start_engine(compose(["engine.device=cpu", "executor=simulated", *f"cost={cost}".split()]))
+    engine.shutdown()
+    found = [note for note in engine.info.notes if "this GPU is" in note]
+    if advice is None:
+        assert found == []
+    else:
+        (note,) = found
+        device = cost.upper() if cost != "cpu" else "cpu"
+        assert note.startswith(f"cost={cost} is for {device}, and this GPU is {gpu}: ") and f"; {advice}" in note
 
 
 def test_without_max_tokens_the_output_ends_where_the_cache_does() -> None:
