@@ -36,9 +36,9 @@ def packed_matmul(
 ) -> torch.Tensor:
     """x @ weight^T (* x_scale) + bias in `dtype`. With `x_scale`, x is in E4M3.
 
-    `counts`: as in scaled_matmul; None = do not split tiles over programs. x in E4M3 is converted to bfloat16, which is
-    exact, if products in E4M3 are not (`multiplies_e4m3`)."""
-    rounds = x_TI.dtype is E4M3 and packed.rounded_scale is not None
+    `counts`: as in scaled_matmul; None = neither split tiles over programs nor round the weight. x in E4M3 is converted
+    to bfloat16, which is exact, if products in E4M3 are not (`multiplies_e4m3`)."""
+    rounds = x_TI.dtype is E4M3 and packed.rounded_scale is not None and counts is not None
     if not x_TI.is_cuda:
         if rounds and len(x_TI) > MOST_EXACT_ROWS:
             return matmul_reference(x_TI, rounded(packed), x_scale_T1, packed.rounded_scale, bias_O, dtype)

@@ -9,8 +9,6 @@ Shapes: O outputs, I inputs, W words, G groups.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 
@@ -22,7 +20,7 @@ LANES = 32
 MOST_E4M3 = 448.0
 """The largest number in E4M3."""
 TINY = 2.0**-100
-"""In place of zero, which is no divisor."""
+"""Least scale to round with, whose inverse is finite."""
 
 
 def words_of_row(inputs: int, stored_bits: int) -> int:
@@ -60,34 +58,32 @@ def dequantize(packed: PackedWeight, rows: torch.Tensor | slice = slice(None)) -
 
 
 def scales_to_round(packed: PackedWeight) -> torch.Tensor:
-    """Return the scale of each output, float32 [O], with which the matrix is rounded to E4M3: a power of two less than
-    the largest scale of its groups, so that codes of such a group stay exact, and large enough for the largest code.
-    Numbers a thousand times smaller have fewer bits."""
+    """Return the scale of each output, float32 [O], with which the matrix is rounded to E4M3: the scale of a group,
+    divided by a power of two. That is the largest for which no possible number exceeds MOST_E4M3 in any group, so that
+    codes of one group stay exact. Numbers a thousand times smaller than the largest of their output have fewer bits."""
     fmt, zero_OG = packed.format, packed.zero
-    codes = torch.arange(1 << fmt.bits, dtype=torch.uint8, device=packed.codes.device)
-    values = fmt.reference(codes)
-    low, high = values.min(), values.max()
+    values = fmt.reference(torch.arange(1 << fmt.bits, dtype=torch.uint8, device=packed.codes.device))
+    # Matrices have no code that stands for no number.
+    low, high = values[values.isfinite()].aminmax()
     if zero_OG is None:
-        largest = torch.maximum(high, -low)
+        largest_OG = torch.maximum(high, -low)
     elif zero_OG.dtype is torch.uint8:
-        # As for any zeros: then outputs do not depend on each other.
-        largest = torch.maximum(high, float((1 << fmt.bits) - 1) - low)
+        # At least the usual zeros, so that outputs with equal scales are rounded alike.
+        largest_OG = torch.maximum(high, zero_OG.amax(1, keepdim=True).clamp(min=(1 << fmt.bits) - 1) - low)
     else:
-        largest = torch.maximum(high - zero_OG, zero_OG - low).float().amax(1)
-    unit = torch.exp2(torch.floor(torch.log2(MOST_E4M3 / largest.clamp(min=TINY))))
-    scale_O = packed.scale.float().abs().amax(1).clamp(min=TINY) / unit
-    if packed.row_scale is None:
-        return scale_O
-    # A row of zeros may have a scale of zero.
-    return scale_O * packed.row_scale.where(packed.row_scale != 0, 1.0)
+        largest_OG = torch.maximum(high - zero_OG.float(), zero_OG.float() - low)
+    unit_OG = torch.exp2(torch.floor(torch.log2(MOST_E4M3 / largest_OG.clamp(min=TINY))))
+    scale_O = (packed.scale.float().abs() / unit_OG).amax(1)
+    if packed.row_scale is not None:
+        scale_O = scale_O * packed.row_scale.abs()
+    # All numbers of such an output become zero.
+    return scale_O.where(scale_O > TINY, 1.0)
 
 
 def rounded(packed: PackedWeight) -> torch.Tensor:
     """Return the matrix divided by its `rounded_scale`, in E4M3."""
     assert packed.rounded_scale is not None
-    row_scale_O = 1.0 if packed.row_scale is None else packed.row_scale
-    factor_O = row_scale_O / packed.rounded_scale
-    return dequantize(replace(packed, row_scale=factor_O)).to(torch.float8_e4m3fn)
+    return (dequantize(packed) * (1 / packed.rounded_scale)[:, None]).to(torch.float8_e4m3fn)
 
 
 def _spread(values_OG: torch.Tensor, packed: PackedWeight) -> torch.Tensor:

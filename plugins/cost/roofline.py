@@ -12,6 +12,9 @@ from dovetail.core.interfaces import CostModel, Formats, ModelSpec, Row, RowWork
 from dovetail.core.interfaces.plan import SAMPLE
 from dovetail.plugins.cost.config import RooflineConfig
 
+MOST_EXACT_ROWS = 512
+"""As in core.ops.packed_tiles, whose package imports torch: rows above which a weight of 4 bits is rounded to E4M3."""
+
 
 def _mean_rows(sums: Mapping[tuple[int, int], Sequence[int]]) -> Iterator[RowWork]:
     """Yield rows with the same sum of bounds. `sums`: (tokens, sampled) -> [rows, sum of bounds]."""
@@ -26,9 +29,10 @@ class Roofline(CostModel):
 
     Reads and matmuls of the linear layers overlap as in StepTerms.seconds. Attention takes the longer of both. Times
     are those of one of engine.tp ranks, and pipeline stages add up. Weights are read once per step, KV once per row.
-    Activations stay in cache and are not counted. Experts on different ranks (engine.ep) take as long as those of the
-    busiest rank; their exchange counts as two all-reduces, and between lanes as a gather and a scatter of every lane's
-    rows, padded to those of the fullest lane.
+    Before FP8 matmuls of many rows, weights of fewer than 8 bits are decoded to memory. Activations stay in cache and
+    are not counted. Experts on different ranks (engine.ep) take as long as those of the busiest rank; their exchange
+    counts as two all-reduces, and between lanes as a gather and a scatter of every lane's rows, padded to those of the
+    fullest lane.
     """
 
     config: RooflineConfig
@@ -44,6 +48,9 @@ class Roofline(CostModel):
         # FLOPs on one rank; a multiply-add is two.
         self._linear_flops = 2 * (p.attention + p.mlp) / tp
         self._expert_flops = 2 * p.active_experts / tp
+        rounds = formats.product == "fp8" and formats.weight_bits < 8
+        moved = (p.attention + p.mlp) * (formats.weight_bits / 8 + 1) if rounds else 0.0
+        self._round_seconds = moved / tp / self._bandwidth
         self._head_seconds = 2 * (p.head or p.embedding) / tp / self._flops(formats.head_product or formats.dtype)
         self._windows = Counter(spec.windows or (0,) * spec.layers)
         self._kv_bytes = spec.kv_bytes_per_token(formats.kv_bytes, tp) / spec.layers
@@ -89,6 +96,7 @@ class Roofline(CostModel):
         weights = (self._read_bytes(mean) + more_bytes) / self.engine.tp / self._bandwidth
         flops = tokens * self._linear_flops + mean * self._expert_flops + more_flops
         products = flops / self._products + sampled * self._head_seconds
+        products += self._round_seconds if tokens > MOST_EXACT_ROWS else 0.0
         chunks = max(chunk_flops / self._attention, chunk_bytes / self._kv_bandwidth)
         decodes = max(decode_flops / self._attention, decode_bytes / self._kv_bandwidth)
         sampling = sampled * self._sample_seconds

@@ -111,6 +111,8 @@ class MixedConfig(Config):
     activations: str = "auto"
     """Option `activations` of the quantizers of a checkpoint with `config_groups`, of those that have it. auto: as each
     group states."""
+    many_rows: Literal["rounded", "exact"] = "rounded"
+    """Option `many_rows` of the quantizers of a checkpoint with `config_groups`, of those that have it."""
 
 
 class FP8Config(Config):

@@ -31,6 +31,7 @@ class Gate(NamedTuple):
 
 
 W4A16, W4A8 = "quant=int4 quant.group=128", "quant=int4 quant.group=128 quant.activations=fp8"
+EXACT = f"{W4A8} quant.many_rows=exact"
 FOLDER = "model=llama model.path={}/{} quant={}"
 """Overrides of a checkpoint that the tests write."""
 GPTQ, AWQ, SMOOTH = (FOLDER.format("", name, "auto") for name in ("gptq", "awq", "smoothquant"))
@@ -43,6 +44,7 @@ GATES = {
     "quant=fp8 quant.skip=['layers.*'] quant.head=fp8": Gate(0.4, 0.0025),
     W4A16: Gate(4.5, 0.045),
     W4A8: Gate(5.0, 0.048),
+    EXACT: Gate(5.0, 0.048),
     GPTQ: Gate(2.6, 0.028),
     "quant=nf4": Gate(3.5, 0.037),
     "quant=fp4": Gate(3.7, 0.038),
@@ -152,8 +154,10 @@ def test_divergence(figures: dict[str, dict[str, Any]], line: str) -> None:
 
 
 def test_eight_bit_activations_add_little_to_four_bit_weights(figures: dict[str, dict[str, Any]]) -> None:
+    """Also if prompts, which are steps of more than 512 tokens here, round the weights once more."""
     assert rise(figures[W4A8]) < rise(figures[W4A16]) + 0.5
-    assert figures[W4A8]["kl"]["value"] < figures[W4A16]["kl"]["value"] + 0.004
+    rounded, exact, weights = (figures[line]["kl"]["value"] for line in (W4A8, EXACT, W4A16))
+    assert exact < rounded < weights + 0.004
 
 
 @pytest.mark.parametrize("line", BEATS)

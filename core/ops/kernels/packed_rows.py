@@ -50,8 +50,10 @@ def _packed_rows(
     row_scale = 1.0
     if row_scale_ptr is not None:
         row_scale = tl.load(row_scale_ptr + o, mask=t < rows, other=0.0)[:, None]
+    # Not a factor of the row's scale: their product may be infinite where no number is.
+    inverse = 1.0
     if divisor_ptr is not None:
-        row_scale = row_scale / tl.load(divisor_ptr + o, mask=t < rows, other=1.0)[:, None]
+        inverse = 1.0 / tl.load(divisor_ptr + o, mask=t < rows, other=1.0)[:, None]
     for strip in tl.static_range(EACH):
         first = start + strip * STRIP
         value = DECODE((word >> (strip * BITS)) & ((1 << BITS) - 1), tl.float32)
@@ -60,7 +62,7 @@ def _packed_rows(
         value *= of_strip(scale_ptr, o, outputs, groups, first, GROUP, STRIP, tl.float32)
         at = out_ptr + t.to(tl.int64)[:, None] * inputs + (first + i)[None, :]
         ok = ok_T & (first + i < inputs)[None, :]
-        tl.store(at, (value * row_scale).to(out_ptr.dtype.element_ty), mask=ok)
+        tl.store(at, (value * row_scale * inverse).to(out_ptr.dtype.element_ty), mask=ok)
 
 
 BLOCK = 16

@@ -55,7 +55,7 @@ class Mixed(Quantizer):
         if self.config.layers:
             raise ConfigError("quant.layers is set, but this checkpoint states the format of each layer: leave it out")
         self.ignored = read_ignored(hf["quantization_config"], "ignore")
-        without = []
+        without: dict[str, list[str]] = {"activations": [], "many_rows": []}
         for group in config_groups(hf):
             selected, taken = group.selected(options)
             quantizer, view = selected.build(), _OneGroup(checkpoint, group.hf)
@@ -68,15 +68,16 @@ class Mixed(Quantizer):
             self.kv_scale_tensors = self.kv_scale_tensors or quantizer.kv_scale_tensors
             if "head" in taken:
                 self.with_head.append(quantizer)
-            if "activations" in options.keys() - taken:
-                without.append(f"{group.name} (quant={selected.name})")
-        if without:
-            self._cannot(without)
+            for option in without.keys() & options.keys() - taken:
+                without[option].append(f"{group.name} (quant={selected.name})")
+        for option, names in without.items():
+            if names:
+                self._cannot(option, names)
 
     def _options(self) -> dict[str, str]:
         """Return the options for the quantizers of groups that are set."""
-        found = {"activations": self.config.activations, "head": self.config.head}
-        return {name: value for name, value in found.items() if value != "auto"}
+        found = self.config.model_dump(include={"activations", "head", "many_rows"})
+        return {name: value for name, value in found.items() if value != MixedConfig.model_fields[name].default}
 
     def _refuse_options(self) -> None:
         """Raise ConfigError for options of groups, since there are none."""
@@ -86,14 +87,14 @@ class Mixed(Quantizer):
                 f"quant.those.{name}"
             )
 
-    def _cannot(self, groups: list[str]) -> None:
-        """Note that `activations` does not apply to these groups. Raise ConfigError if it applies to none."""
-        reason = (
-            f"quant.activations={self.config.activations} does not apply to {' and '.join(groups)} of config_groups"
-        )
+    def _cannot(self, option: str, groups: list[str]) -> None:
+        """Raise ConfigError if `option` applies to no group. Note that `activations` does not apply to these groups;
+        those without `many_rows` have no weights of 4 bits."""
+        reason = f"quant.{option}={self._options()[option]} does not apply to {' and '.join(groups)} of config_groups"
         if len(groups) == len(self.groups):
             raise ConfigError(f"{reason}, and there are no others: leave it out")
-        note(f"{reason}: inputs of these layers are as the checkpoint states")
+        if option == "activations":
+            note(f"{reason}: inputs of these layers are as the checkpoint states")
 
     def linear(self, path: str, shape: LinearShape) -> LinearMethod:
         if not self.groups:

@@ -24,9 +24,10 @@ from dovetail.core.engine.cost import bind_cost
 from dovetail.core.engine.policy import PolicyScheduler
 from dovetail.core.errors import ConfigError, PluginError
 from dovetail.core.interfaces import Formats, ModelSpec, Row, RowFlag, RowWork, StepPlan
+from dovetail.core.ops import packed_tiles
 from dovetail.core.testing.scheduler import SchedulerContract
 from dovetail.plugins.cost.config import RooflineConfig
-from dovetail.plugins.cost.roofline import Roofline
+from dovetail.plugins.cost.roofline import MOST_EXACT_ROWS, Roofline
 
 VARIANTS = ["h200", "h100", "a100", "l40s", "cpu"]
 
@@ -116,6 +117,18 @@ def test_fp8_halves_reads_and_nearly_halves_matmuls(cost_of):
     assert fp8.weight_bytes() == pytest.approx(plain.weight_bytes() / 2, rel=0.04)
     assert fp8.decode_seconds(1, 128) < 0.57 * plain.decode_seconds(1, 128)
     assert fp8.prefill_seconds(8192) < 0.68 * plain.prefill_seconds(8192)
+
+
+def test_prompts_of_w4a8_have_the_rate_of_fp8_after_their_weights_are_decoded(cost_of):
+    four, eight, plain = (
+        cost_of("model=llama3_8b", "cost=h200", f"quant={quant}") for quant in ("w4a8", "fp8", "int4")
+    )
+    few, many = [RowWork(MOST_EXACT_ROWS, 512, 0)], [RowWork(MOST_EXACT_ROWS + 1, 513, 0)]
+    assert MOST_EXACT_ROWS == packed_tiles.MOST_EXACT_ROWS
+    assert four.terms(few).products == eight.terms(few).products
+    decoding = 6.98e9 * (4.1875 / 8 + 1) / 4.4e12
+    assert four.terms(many).products - eight.terms(many).products == pytest.approx(decoding, rel=1e-3)
+    assert four.prefill_seconds(8192) < 0.75 * plain.prefill_seconds(8192)
 
 
 def test_tensor_parallelism_scales_less_than_linearly(cost_of):

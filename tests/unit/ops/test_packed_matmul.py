@@ -193,6 +193,16 @@ def test_weights_rounded_to_e4m3_for_many_rows(fmt, group):
     torch.testing.assert_close(out_OI.float(), rounded_OI.float(), rtol=2**-3, atol=0)
 
 
+@pytest.mark.parametrize(("scale", "row_scale"), [(0.0, 1e30), (0.0, 1e-30), (1e-38, 1e37), (1.0, 0.0)])
+def test_the_kernel_rounds_extremes_as_the_reference_does(scale, row_scale):
+    weight = packed(E2M1, 16, 256, 32, FP32)
+    row_scale_O = torch.full((16,), row_scale, device=DEVICE)
+    weight = dataclasses.replace(weight, scale=torch.full_like(weight.scale, scale), row_scale=row_scale_O)
+    weight = dataclasses.replace(weight, rounded_scale=scales_to_round(weight))
+    got_OI = packed_rows_triton(weight, None, torch.empty(16, 256, dtype=FP8, device=DEVICE)).float()
+    assert got_OI.isfinite().all() and torch.equal(got_OI, rounded(weight).float())
+
+
 @pytest.mark.parametrize("rows", [MOST_EXACT_ROWS, MOST_EXACT_ROWS + 1])
 @pytest.mark.parametrize("may_round", [False, True])
 def test_many_rows_multiply_the_rounded_weight(rows, may_round):
