@@ -45,10 +45,10 @@ CYCLES = {8: 0.92, 16: 1.0, 32: 1.1, 64: 1.4, 128: 2.1}
 """Relative time to decode a weight and to multiply it with so many tokens."""
 SPLIT, SPLIT_SUM = 32 << 10, 8
 """Cost of splitting a tile, and of each of its sums, in the same unit as a decoded weight."""
-MOST_DECODED_ROWS = 768
+MOST_DECODED_ROWS = 512
 """Number of rows up to which the rule decodes weights in the kernel for 16-bit inputs. Above it, the whole weight is
 decoded for the library."""
-MOST_EXACT_ROWS = 512
+MOST_EXACT_ROWS = 384
 """The same for inputs in E4M3, if the weight may be rounded to E4M3 with one scale per output: no library multiplies it
 with scales of groups."""
 SCRATCH = 4 << 10

@@ -12,7 +12,7 @@ from dovetail.core.interfaces import CostModel, Formats, ModelSpec, Row, RowWork
 from dovetail.core.interfaces.plan import SAMPLE
 from dovetail.plugins.cost.config import RooflineConfig
 
-MOST_EXACT_ROWS = 512
+MOST_EXACT_ROWS = 384
 """As in core.ops.packed_tiles, whose package imports torch: rows above which a weight of 4 bits is rounded to E4M3."""
 
 
