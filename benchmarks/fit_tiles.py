@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from dovetail.core.ops.tile_choice import OP, tile_of
+from dovetail.core.ops.tile_choice import LIBRARY_ROWS, OP, tile_of
 from dovetail.core.ops.tiles import MatmulTile
 from dovetail.core.tuning.candidates import ITEMSIZE
 from dovetail.core.tuning.gpu import Gpu
@@ -55,7 +55,9 @@ def read(files: Sequence[Path]) -> list[Measured]:
         if found.op == OP:
             facts: dict[str, Any] = dict(found.key)
             shape = found.rows, facts["outputs"], facts["inputs"], facts["weight"]
-            tiles = [(None if choice is None else tile_of(choice), us) for choice, us in (*found.times, *found.others)]
+            # The model is of tiles, and of the library with as many rows as there are.
+            timed = [pair for pair in (*found.times, *found.others) if pair[0] is None or LIBRARY_ROWS not in pair[0]]
+            tiles = [(None if choice is None else tile_of(choice), us) for choice, us in timed]
             points.append(Measured(shape, [(tile, us) for tile, us in tiles if us > 0]))
     return points
 

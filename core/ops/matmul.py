@@ -1,8 +1,9 @@
 """Matmul of a linear layer, x @ weight^T, for plain and scaled 8-bit numbers.
 
-On a GPU, a matmul with few rows runs in our kernel if `choose` has a tile for it. All others go to the library.
+On a GPU, a matmul with few rows runs in our kernel if `choose` has a tile for it. All others go to the library, which
+multiplies more rows than there are where that was measured to be faster.
 
-Shapes: T tokens, I input, O output.
+Shapes: T tokens, L rows that the library multiplies, at least T, I input, O output.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import torch.nn.functional as F
 
 from dovetail.core.arithmetic import ceil_div
 from dovetail.core.host import shared_bytes
+from dovetail.core.ops.padding import more_rows
 from dovetail.core.ops.rehearsal import rehearsing, report_kernel
-from dovetail.core.ops.tile_choice import BLOCK, MOST_ROWS, OP, choose
+from dovetail.core.ops.tile_choice import BLOCK, MOST_ROWS, OP, choose, library_rows
 from dovetail.core.ops.tiles import MatmulTile, kernel_of
 
 log = logging.getLogger(__name__)
@@ -42,7 +44,8 @@ def matmul(
     """x @ weight^T + bias in their dtype. `counts`: as in scaled_matmul; None = do not split tiles over programs."""
     tile = _tile(x_TI, weight_OI)
     if tile is None or (counts is None and tile.splits_tiles(len(x_TI), *weight_OI.shape)):
-        return F.linear(x_TI, weight_OI, bias_O)
+        y_LO = F.linear(more_rows(x_TI, _library_rows(x_TI, weight_OI)), weight_OI, bias_O)
+        return _first_rows(y_LO, len(x_TI))
     from dovetail.core.ops.kernels.matmul import matmul_triton
 
     return matmul_triton(x_TI.contiguous(), weight_OI, tile, counts, bias_O=bias_O)
@@ -73,17 +76,19 @@ def scaled_matmul(
 
         imprecise = None if fast else min(IMPRECISE, tile.inputs)
         return matmul_triton(x_TI, weight_OI, tile, counts, x_scale_T1, weight_scale_O, bias_O, dtype, imprecise)
+    rows = _library_rows(x_TI, weight_OI)
     # The library's matmul with per-row scales writes only bfloat16.
     fused = bias_O if dtype is torch.bfloat16 else None
-    y_TO = torch._scaled_mm(
-        x_TI,
+    y_LO = torch._scaled_mm(
+        more_rows(x_TI, rows),
         weight_OI.t(),
-        x_scale_T1,
+        more_rows(x_scale_T1, rows),
         weight_scale_O[None, :],
         bias=fused,
         out_dtype=torch.bfloat16,
         use_fast_accum=fast_accum,
-    ).to(dtype)
+    )
+    y_TO = _first_rows(y_LO, len(x_TI)).to(dtype)
     return y_TO if bias_O is None or fused is not None else y_TO + bias_O
 
 
@@ -147,7 +152,9 @@ def unscaled_matmul(
     """
     if not x_TI.is_cuda or not MOST_ROWS < len(x_TI) <= MOST_UNSCALED or _tile(x_TI, weight_OI) is not None:
         return None
-    return torch._scaled_mm(x_TI, weight_OI.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=fast_accum)
+    x_LI = more_rows(x_TI, _library_rows(x_TI, weight_OI))
+    y_LO = torch._scaled_mm(x_LI, weight_OI.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=fast_accum)
+    return _first_rows(y_LO, len(x_TI))
 
 
 def _tile(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> MatmulTile | None:
@@ -156,6 +163,20 @@ def _tile(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> MatmulTile | None:
         return None
     outputs, inputs = weight_OI.shape
     return _choose(len(x_TI), outputs, inputs, kind, x_TI.device)
+
+
+def _library_rows(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> int:
+    """Return how many rows the library should multiply. Rows are independent of each other, so those that are not x's
+    may have any values."""
+    kind = KINDS.get(weight_OI.dtype)
+    if kind is None or not x_TI.is_cuda or not len(x_TI):
+        return len(x_TI)
+    outputs, inputs = weight_OI.shape
+    return library_rows(len(x_TI), outputs, inputs, kind, device_facts(x_TI.device)[0])
+
+
+def _first_rows(y_LO: torch.Tensor, rows: int) -> torch.Tensor:
+    return y_LO if len(y_LO) == rows else y_LO[:rows]
 
 
 def _choose(rows: int, outputs: int, inputs: int, kind: str, device: torch.device) -> MatmulTile | None:

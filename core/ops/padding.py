@@ -2,7 +2,8 @@
 
 The tensor memory accelerator fills what lies outside a tensor with zeros, and for some shapes it does so slowly: on an
 H200, 80 rows took longer than 128 (benchmarks/NOTES.md). So activations get room for whole tiles, and matmuls read what
-happens to be there; the outputs of these rows are not stored.
+happens to be there; the outputs of these rows are not stored. The library's matmul is slower for some numbers of rows
+than for more, and then takes some of this memory as further rows (core.ops.tile_choice.library_rows).
 """
 
 from __future__ import annotations
@@ -37,3 +38,16 @@ def readable_rows(x_TC: torch.Tensor, tile: int) -> int:
     wanted = ceil_div(rows, tile) * tile
     held = x_TC.untyped_storage().nbytes() // x_TC.element_size() - x_TC.storage_offset()
     return wanted if wanted * x_TC.stride(0) <= held else rows
+
+
+def more_rows(x_TC: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return x with `rows` rows, at least its own. Those behind its own have any values, NaN among them. They are what
+    x's memory holds there, without a copy, if it holds so many."""
+    own, columns = x_TC.shape
+    if rows == own:
+        return x_TC
+    if x_TC.is_contiguous() and readable_rows(x_TC, rows) == rows:
+        return x_TC.as_strided((rows, columns), x_TC.stride())
+    copied = x_TC.new_empty(rows, columns)
+    copied[:own].copy_(x_TC)
+    return copied

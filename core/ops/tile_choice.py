@@ -29,6 +29,11 @@ the library above it."""
 FEW_ROWS = 32
 """Number of rows of fp8_block up to which Hopper prefetches the weight."""
 MOST_SPLIT = 8
+LIBRARY_ROWS = "library_rows"
+"""Field of a choice that is no tile: the library multiplies so many rows, with any values in those that x lacks. For
+some numbers of rows it is slower than for more: on an H200, 28672 x 4096 in bf16 takes it longer with 448 than 512."""
+MOST_LIBRARY_ROWS = 2
+"""Maximum of the library's rows for each of x."""
 PRODUCTS, COPIED = 2420, 45
 """8-bit products, and bytes that are copied to shared memory, of an SM per cycle."""
 READ = 14
@@ -77,13 +82,26 @@ def _choose(
     ruled = by_rule(rows, outputs, inputs, kind, processors, shared, prefetch)
     tile = ruled
     if choices.tuned(OP, device, key):
-        choice = choices.find(OP, device, key, rows)
-        tile = None if choice is None else tile_of(choice)
+        tile = listed_tile(choices.find(OP, device, key, rows))
         if tile is None and kind in LIKE:
             tile = ruled  # No library has blocks, and that for int8 is slower.
     if tile is not None and tile.needs_hopper and not prefetch:
         tile = by_rule(rows, outputs, inputs, kind, processors, shared, False)
     return tile if tile is not None and tile.fits_32_bits(rows, outputs, inputs) else None
+
+
+def library_rows(rows: int, outputs: int, inputs: int, kind: str, device: str) -> int:
+    """Return how many rows the library should multiply where `choose` returns None: `rows`, or more if that is faster.
+    Arguments as for choose."""
+    return _library_rows(installed(), rows, outputs, inputs, kind, device)
+
+
+@lru_cache(maxsize=1 << 14)
+def _library_rows(choices: Choices, rows: int, outputs: int, inputs: int, kind: str, device: str) -> int:
+    choice: Mapping[str, Any] = choices.find(OP, device, matmul_key(kind, outputs, inputs), rows) or {}
+    wanted: int = choice.get(LIBRARY_ROWS, rows)
+    # An entry serves fewer rows than its own, too, of which this may be too large a multiple.
+    return wanted if wanted <= MOST_LIBRARY_ROWS * rows else rows
 
 
 def runs(tile: MatmulTile, kind: str) -> bool:
@@ -188,6 +206,11 @@ def tile_of(choice: Choice) -> MatmulTile:
     return MatmulTile(**fields_of_tile)
 
 
+def listed_tile(choice: Choice | None) -> MatmulTile | None:
+    """Return the tile of a matmul's entry; None = the library multiplies, be it more rows than there are."""
+    return None if choice is None or LIBRARY_ROWS in choice else tile_of(choice)
+
+
 def choice_of(tile: MatmulTile) -> Choice:
     """Return the tile's fields that differ from their defaults."""
     default = asdict(MatmulTile(0, 0, 0))
@@ -199,14 +222,17 @@ def check_matmul(key: Key, rows: int, choice: Choice) -> None:
     facts: Mapping[str, Any] = dict(key)
     if set(facts) != {"weight", "outputs", "inputs"}:
         raise ValueError(f"the key of a matmul has weight, outputs and inputs; this one has {', '.join(facts)}")
+    if facts["weight"] not in WEIGHTS:
+        raise ValueError(f"weight is {shown(facts['weight'])}; there are {', '.join(WEIGHTS)}")
+    if LIBRARY_ROWS in choice:
+        _check_library(facts["weight"], rows, choice)
+        return
     check_fields(choice)
     tile = tile_of(choice)
     if tile.specialized and tile.tokens not in (GROUP_ROWS, 2 * GROUP_ROWS, 3 * GROUP_ROWS):
         raise ValueError(f"tokens is {tile.tokens}; a specialized tile has one to three times {GROUP_ROWS}")
     if tile.specialized and tile.outputs not in (64, 128, 256):
         raise ValueError(f"outputs is {tile.outputs}; a specialized tile has 64, 128 or 256")
-    if facts["weight"] not in WEIGHTS:
-        raise ValueError(f"weight is {shown(facts['weight'])}; there are {', '.join(WEIGHTS)}")
     itemsize = 2 if facts["weight"] == "bf16" else 1
     if not runs(tile, facts["weight"]):
         raise ValueError(f"the kernels for {facts['weight']} cannot run this tile")
@@ -217,6 +243,20 @@ def check_matmul(key: Key, rows: int, choice: Choice) -> None:
     shape = rows, facts["outputs"], facts["inputs"]
     if tile.counters(*shape) > MOST_SHARED_TILES:
         raise ValueError(f"it needs {tile.counters(*shape)} counters, and there are {MOST_SHARED_TILES}")
+
+
+def _check_library(kind: str, rows: int, choice: Choice) -> None:
+    wanted, most = choice[LIBRARY_ROWS], MOST_LIBRARY_ROWS * rows
+    if len(choice) > 1:
+        others = ", ".join(name for name in choice if name != LIBRARY_ROWS)
+        raise ValueError(f"{LIBRARY_ROWS} is for the library, and {others} for a tile: a choice has either")
+    if kind in LIKE:
+        kinds = " and ".join(kind for kind in WEIGHTS if kind not in LIKE)
+        raise ValueError(f"{LIBRARY_ROWS} is for weights of {kinds}, and this one is {kind}")
+    if not isinstance(wanted, int) or isinstance(wanted, bool):
+        raise ValueError(f"{LIBRARY_ROWS} is {shown(wanted)}, not a whole number")
+    if not rows <= wanted <= most:
+        raise ValueError(f"{LIBRARY_ROWS} is {wanted}, which is not from the entry's {rows} to {most}")
 
 
 def check_fields(choice: Choice, least_tokens: int = 16) -> None:

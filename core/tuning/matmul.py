@@ -16,15 +16,17 @@ from dovetail.core.arithmetic import ceil_div
 from dovetail.core.interfaces.tuning import Choice, Trials, Tunable
 from dovetail.core.ops import block_scaled_matmul, matmul, rms_norm, scaled_matmul, unscaled_matmul
 from dovetail.core.ops.matmul import KINDS, block_scaled_reference, int8_matmul, matmul_reference
-from dovetail.core.ops.padding import empty_rows
+from dovetail.core.ops.padding import empty_rows, padded
 from dovetail.core.ops.tile_choice import (
     BLOCK,
+    LIBRARY_ROWS,
     LIKE,
     MOST_ROWS,
     OP,
     by_rule,
     check_matmul,
     choice_of,
+    listed_tile,
     matmul_key,
     tile_of,
 )
@@ -42,6 +44,8 @@ Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """The product with a weight and its counters."""
 Exact = Callable[[], torch.Tensor]
 VARIETY = 0.03
+LIBRARY_MULTIPLE = 64
+"""The library is tried with multiples of so many rows."""
 
 
 class MatmulTunable(Tunable):
@@ -84,6 +88,19 @@ class MatmulTunable(Tunable):
         return hopper_corrections().near(self._shape, processors=self.gpu.processors) if self.gpu.hopper else {}
 
     def candidates(self) -> Iterator[Choice]:
+        # Without a measurement the first one is used, so that is a tile, and the few of the library follow.
+        tiles = self._tiles()
+        yield from islice(tiles, 1)
+        yield from self._library()
+        yield from tiles
+
+    def _library(self) -> Iterator[Choice]:
+        """Yield the library's matmul with more rows, as many as activations have memory for."""
+        first = ceil_div(self.rows, LIBRARY_MULTIPLE) * LIBRARY_MULTIPLE
+        choices = ({LIBRARY_ROWS: rows} for rows in range(first, padded(self.rows) + 1, LIBRARY_MULTIPLE))
+        return filter(self.admits, choices)
+
+    def _tiles(self) -> Iterator[Choice]:
         near = [tile for tile in self._corrections if tile is not None and self._runs(tile)]
         ordered = iter(sorted(near, key=self._seconds))
         # The rules for blocks and for many rows were fitted to timings of their kinds, the corrections to those of fp8.
@@ -121,9 +138,14 @@ class MatmulTunable(Tunable):
             check_matmul(self.key, self.rows, choice)
         except ValueError:
             return False
+        if (rows := choice.get(LIBRARY_ROWS)) is not None:
+            # Its own rows are the default, and further ones would be copied.
+            return isinstance(rows, int) and self.rows < rows <= padded(self.rows)
         return tile_of(choice).fits_32_bits(self.rows, self.outputs, self.inputs)
 
     def kernel(self, choice: Choice) -> Hashable:
+        if LIBRARY_ROWS in choice:
+            return self.op, LIBRARY_ROWS  # The library comes compiled.
         tile, shape = tile_of(choice), (self.rows, self.outputs, self.inputs)
         _, tiles, _, programs = tile.launch(*shape)
         # Triton specializes integers by divisibility.
@@ -134,6 +156,9 @@ class MatmulTunable(Tunable):
         return self.op, self.kind, self.weight_dtype, self.dtype, launched, tuple(facts)
 
     def predicted(self, choice: Choice | None) -> float | None:
+        # In the model, more rows never take less time.
+        if choice is not None and LIBRARY_ROWS in choice:
+            return None
         return self._seconds(None if choice is None else tile_of(choice))
 
     def _seconds(self, tile: MatmulTile | None) -> float:
@@ -169,7 +194,7 @@ class MatmulTunable(Tunable):
     def _with_scales(self, x_TI: torch.Tensor, first_OI: torch.Tensor) -> tuple[Product, Exact]:
         """Return the product with a weight and counters, and the exact one with the first weight."""
         device = x_TI.device
-        x_scale_T1 = torch.rand(self.rows, 1, device=device) + 0.5
+        x_scale_T1 = empty_rows(self.rows, 1, torch.float32, device).uniform_(0.5, 1.5)
         blocks = ceil_div(self.outputs, BLOCK), ceil_div(self.inputs, BLOCK)
         scale = torch.rand(blocks if self.kind == "fp8_block" else self.outputs, device=device) + 0.5
 
@@ -218,7 +243,7 @@ def _mixed(timed: Sequence[tuple[float, MatmulTile]]) -> list[MatmulTile]:
 
 
 Tiles = dict[int, MatmulTile | None]
-"""Maximum rows -> tile; None = the library is faster."""
+"""Maximum rows -> tile; None = the library is faster, with as many rows or with more."""
 
 
 def tiles_of(table: TuningTable) -> dict[tuple[str, str, int, int], Tiles]:
@@ -227,7 +252,7 @@ def tiles_of(table: TuningTable) -> dict[tuple[str, str, int, int], Tiles]:
     for subject, rows in table.entries.items():
         if subject.op == OP:
             facts: dict[str, Any] = dict(subject.key)
-            tiles = {most: None if choice is None else tile_of(choice) for most, choice in rows.items()}
+            tiles = {most: listed_tile(choice) for most, choice in rows.items()}
             found[subject.gpu, facts["weight"], facts["outputs"], facts["inputs"]] = tiles
     return found
 

@@ -12,8 +12,9 @@ from dovetail.core.interfaces import PLAIN, Activation, LinearShape
 from dovetail.core.ops import encode, rms_norm
 from dovetail.core.ops.choices import Choices, temporarily
 from dovetail.core.ops.kernels.matmul import matmul_triton
-from dovetail.core.ops.matmul import block_scaled_reference, matmul, matmul_reference
-from dovetail.core.ops.tile_choice import runs
+from dovetail.core.ops.matmul import block_scaled_reference, matmul, matmul_reference, scaled_matmul, unscaled_matmul
+from dovetail.core.ops.padding import empty_rows
+from dovetail.core.ops.tile_choice import LIBRARY_ROWS, OP, matmul_key, runs
 from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile, specialized_tiles
 from dovetail.core.tuning.matmul import tiles_of
 from dovetail.core.tuning.packages import builtin_table
@@ -143,6 +144,79 @@ def test_measured_products_equal_the_reference(key):
             expected = matmul_reference(x_TI, weight_OI, dtype=torch.float32)
             assert not counts.any()
         assert (got.float() - expected).norm() / expected.norm() < 5e-3
+
+
+def error_of(got, expected):
+    return float((got.float() - expected).norm() / expected.norm())
+
+
+def library_calls(dtype, out, inp, rows, room):
+    """Return (products of the library, their exact results, a function that draws other x), with NaN in the memory
+    behind x if there is `room`, and else no such memory."""
+    allocate = empty_rows if room else torch.empty
+    x_TI = allocate(rows, inp, dtype=dtype, device=GPU)
+    x_scale_T1 = allocate(rows, 1, dtype=torch.float32, device=GPU)
+    for held in (x_TI, x_scale_T1):
+        whole = torch.empty(0, dtype=held.dtype, device=GPU).set_(held.untyped_storage())
+        whole.copy_(torch.full((len(whole),), torch.nan, device=GPU))
+        assert (len(whole) > held.numel()) is room
+    weight_OI = torch.randn(out, inp, device=GPU).to(dtype)
+    counts = torch.zeros(MOST_SHARED_TILES, dtype=torch.int32, device=GPU)
+    scale_O, one = torch.rand(out, device=GPU) + 0.5, torch.ones(1, device=GPU)
+    bias_O = torch.randn(out, device=GPU)
+
+    def draw():
+        x_TI.copy_(torch.randn(rows, inp, device=GPU))
+        x_scale_T1.uniform_(0.5, 1.5)
+
+    if dtype.itemsize == 2:
+        bias_O = bias_O.to(dtype)
+        return (
+            [lambda: matmul(x_TI, weight_OI, bias_O, counts)],
+            [lambda: matmul_reference(x_TI, weight_OI, None, None, bias_O, torch.float32)],
+            draw,
+        )
+
+    def scaled(to):
+        return scaled_matmul(x_TI, weight_OI, x_scale_T1, scale_O, bias_O.to(to), to, counts)
+
+    products = [lambda: scaled(torch.bfloat16), lambda: scaled(torch.float16)]
+    exact = [lambda: matmul_reference(x_TI, weight_OI, x_scale_T1, scale_O, bias_O, torch.float32)] * 2
+    if rows <= 256:
+        products.append(lambda: unscaled_matmul(x_TI, weight_OI, one))
+        exact.append(lambda: matmul_reference(x_TI, weight_OI, dtype=torch.float32))
+    return products, exact, draw
+
+
+@pytest.mark.parametrize("room", [True, False])
+@pytest.mark.parametrize(("rows", "more"), [(200, 256), (448, 512)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
+def test_the_library_multiplies_more_rows_than_there_are(dtype, rows, more, room):
+    """Its results are those of as many rows as there are, up to rounding, also in a graph. NaN in the further rows does
+    not reach the others."""
+    torch.seed()
+    out, inp, name = 6144, 4096, torch.cuda.get_device_properties(GPU).name
+    key = matmul_key("fp8" if dtype.itemsize == 1 else "bf16", out, inp)
+    products, exact, draw = library_calls(dtype, out, inp, rows, room)
+    draw()
+    expected = [reference() for reference in exact]
+    with temporarily(Choices({(OP, name, key): {rows: None}})):
+        plain = [product().float() for product in products]
+    with temporarily(Choices({(OP, name, key): {rows: {LIBRARY_ROWS: more}}})):
+        found = [product() for product in products]
+        assert found[0].untyped_storage().nbytes() == more * out * 2, "rows of the library"
+        for got, same, reference in zip(found, plain, expected, strict=True):
+            assert got.shape == (rows, out) and bool(got.isfinite().all())
+            assert error_of(got, reference) < 5e-3 and error_of(got, same) < 1e-2
+        for product, reference in zip(products, exact, strict=True):
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured = product()
+            for _ in range(2):
+                draw()
+                graph.replay()
+                assert error_of(captured, reference()) < 5e-3
 
 
 EARLY = (

@@ -39,7 +39,7 @@ class EncodeTarget:
         groups = scales_of_row(fmt, columns)
         if fmt.scale_layout == "column":
             return cls(fmt, width, values, torch.empty(groups, tokens, dtype=torch.float32, device=device).t())
-        return cls(fmt, width, values, torch.empty(tokens, groups, dtype=torch.float32, device=device))
+        return cls(fmt, width, values, empty_rows(tokens, groups, torch.float32, device))
 
     def block(self, whole_row: bool = False) -> int:
         """Columns per program. A scale per row needs a program that reads the whole row."""

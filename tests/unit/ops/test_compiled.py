@@ -169,11 +169,11 @@ def test_inputs_of_matmuls_have_memory_for_whole_tiles():
             "silu_and_mul": silu_and_mul(cuda(80, 8192), emit),
             "gelu": gelu(x, emit=emit),
         }
-        encoded = encode(x, (FP8_TOKEN,))[FP8_TOKEN].values
+        encoded = encode(x, (FP8_TOKEN,))[FP8_TOKEN]
         for name, bundle in made.items():
             for fmt in emit:
                 assert readable_rows(bundle[fmt].values, 128) == 128, name
-        assert readable_rows(encoded, 128) == 128
+        assert readable_rows(encoded.values, 128) == readable_rows(encoded.scale, 128) == 128
 
 
 @pytest.mark.nightly

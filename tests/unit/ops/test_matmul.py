@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -9,18 +11,21 @@ from dovetail.core.arithmetic import ceil_div
 from dovetail.core.interfaces.weight import PackedWeight
 from dovetail.core.ops.choices import Choices, temporarily
 from dovetail.core.ops.decoded_matmul import decoded_matmul, decoding_tile
-from dovetail.core.ops.matmul import matmul, scaled_matmul
+from dovetail.core.ops.matmul import matmul, matmul_reference, scaled_matmul, unscaled_matmul
 from dovetail.core.ops.packed_matmul import packed_matmul, packed_rows
 from dovetail.core.ops.packed_tiles import packed_tile
 from dovetail.core.ops.packing import pack, unpack, words_of_row
+from dovetail.core.ops.padding import empty_rows
 from dovetail.core.ops.tile_choice import (
     BLOCK,
     FEW_ROWS,
+    LIBRARY_ROWS,
     MOST_ROWS,
     OP,
     check_matmul,
     choice_of,
     choose,
+    library_rows,
     many_rows_tile,
     matmul_key,
     runs,
@@ -113,6 +118,73 @@ def test_entries_of_kinds_without_a_library():
             assert choose(100, 4096, 4096, "int8", "a GPU", 132) == expected
     with pytest.raises(ValueError, match="the kernels for int8 cannot run this tile"):
         check_matmul(key, 128, wide)
+
+
+def test_the_library_multiplies_more_rows_where_an_entry_says_so():
+    """An entry serves all numbers of rows down to the next smaller one, but not those of which it is a multiple."""
+    tile = choice_of(MatmulTile(128, 128, 64))
+    entries = {64: {LIBRARY_ROWS: 128}, 256: tile, 448: {LIBRARY_ROWS: 512}, 512: None}
+    with temporarily(Choices({(OP, "a GPU", matmul_key("bf16", 4096, 4096)): entries})):
+        shape = 4096, 4096, "bf16", "a GPU"
+        tiles = {rows: choose(rows, *shape, 132) for rows in (48, 64, 256, 257, 448, 512)}
+        assert tiles[256] == MatmulTile(128, 128, 64) and not any(t for rows, t in tiles.items() if rows != 256)
+        found = {rows: library_rows(rows, *shape) for rows in (1, 63, 64, 65, 256, 257, 448, 449, 512, 600)}
+        assert found == {rows: {64: 128, 257: 512, 448: 512}.get(rows, rows) for rows in found}
+        assert library_rows(448, 4096, 4096, "fp8", "a GPU") == library_rows(448, 4096, 4096, "bf16", "B") == 448
+
+
+class OnGpu(torch.Tensor):
+    """A tensor on the CPU that operations take to be on a GPU."""
+
+    is_cuda = property(lambda self: True)
+
+
+@pytest.fixture
+def padded_to_96(monkeypatch):
+    """Let the library multiply 96 rows for 49 to 80, with weights [32, 64] on a GPU that the CPU emulates."""
+    module = sys.modules[matmul.__module__]
+    monkeypatch.setattr(module, "device_facts", lambda device: ("a GPU", 132, False, HOPPER_SHARED))
+    with temporarily(
+        Choices({(OP, "a GPU", matmul_key(kind, 32, 64)): {80: {LIBRARY_ROWS: 96}} for kind in ("bf16", "fp8")})
+    ):
+        yield
+
+
+def rows_on_gpu(rows, columns, dtype, room):
+    """Return random rows, with NaN in the memory behind them if there is `room`."""
+    x_TC = (empty_rows if room else torch.empty)(rows, columns, dtype=dtype, device=torch.device("cpu"))
+    whole = torch.empty(0, dtype=dtype).set_(x_TC.untyped_storage())
+    whole.copy_(torch.full((len(whole),), torch.nan))
+    x_TC.copy_(torch.rand(rows, columns) + 0.5)
+    return x_TC.as_subclass(OnGpu)
+
+
+@pytest.mark.parametrize("room", [True, False])
+@pytest.mark.parametrize("rows", [80, 66, 47])
+def test_more_rows_change_nothing_in_those_that_there_are(padded_to_96, room, rows):
+    """47 rows would be more than doubled, and have fewer in memory."""
+    torch.seed()
+    counts, wide = torch.zeros(MOST_SHARED_TILES, dtype=torch.int32), 96 if rows > 48 else rows
+    bias_O, scale_O = torch.randn(32).bfloat16(), torch.rand(32) + 0.5
+    x_TI, weight_OI = rows_on_gpu(rows, 64, torch.bfloat16, room), torch.randn(32, 64).bfloat16()
+    x8_TI, weight8_OI = rows_on_gpu(rows, 64, torch.float8_e4m3fn, room), weight_OI.to(torch.float8_e4m3fn)
+    x_scale_T1 = rows_on_gpu(rows, 1, torch.float32, room)
+    scales = x_scale_T1, scale_O, bias_O
+    products = {"plain": (matmul(x_TI, weight_OI, bias_O, counts), (x_TI, weight_OI, None, None, bias_O))}
+    for dtype in (torch.bfloat16, torch.float16):
+        products[f"scaled, {dtype}"] = (
+            scaled_matmul(x8_TI, weight8_OI, *scales, dtype, counts),
+            (x8_TI, weight8_OI, *scales),
+        )
+    if (unscaled := unscaled_matmul(x8_TI, weight8_OI, torch.ones(1))) is not None:
+        products["unscaled"] = unscaled, (x8_TI, weight8_OI)
+    assert len(products) == 4 - (rows <= MOST_ROWS)
+    for name, (got_TO, operands) in products.items():
+        expected = matmul_reference(*operands, dtype=torch.float32).as_subclass(torch.Tensor)
+        error = (got_TO.as_subclass(torch.Tensor).float() - expected).norm() / expected.norm()
+        assert got_TO.shape == (rows, 32) and error < 5e-3, name
+        held = got_TO.untyped_storage().nbytes() // got_TO.element_size() // 32
+        assert held == (rows if "float16" in name and "bfloat16" not in name else wide), f"{name}: rows of the library"
 
 
 def test_prompts_of_any_length_need_few_choices():

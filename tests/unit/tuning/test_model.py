@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 pytest.importorskip("triton", reason="no Triton for this platform")
 
 from dovetail.core import tuning
-from dovetail.core.ops.tile_choice import check_matmul, tile_of
+from dovetail.core.ops.tile_choice import LIBRARY_ROWS, check_matmul, listed_tile, tile_of
 from dovetail.core.tuning.cache import CACHED
 from dovetail.core.tuning.gpu import Gpu
 from dovetail.core.tuning.matmul import MatmulTunable
@@ -148,7 +149,10 @@ def test_candidates_can_be_launched(rows, dtype, gpu):
         assert found or inputs == 2000
         for choice in found:
             check_matmul(one.key, rows, json.loads(json.dumps(choice)))
-            tile = tile_of(choice)
+            tile = listed_tile(choice)
+            if tile is None:
+                assert choice[LIBRARY_ROWS] > rows and one.predicted(choice) is None
+                continue
             assert one.admits(choice) and tile.shared_bytes(dtype.itemsize) <= gpu.shared
             assert gpu.hopper or not (tile.needs_hopper or tile.tma)
             assert one.predicted(choice) > 0
@@ -184,6 +188,27 @@ def test_a_tile_of_another_number_of_rows_may_not_fit():
     one = product(128256, 4096, 256)
     assert not one.admits({"tokens": 16, "outputs": 16, "inputs": 256, "split": 2}), "it needs too many counters"
     assert one.admits({"tokens": 64, "outputs": 128, "inputs": 128})
+
+
+def test_the_library_is_tried_with_as_many_rows_as_activations_have_memory_for():
+    for rows, more in ((48, [64]), (160, [192, 256]), (300, [320, 384, 448, 512]), (512, []), (600, [])):
+        one = product(28672, 4096, rows, torch.bfloat16)
+        first, *others = islice(one.candidates(), 1 + len(more) + 20)
+        assert others[: len(more)] == [{LIBRARY_ROWS: many} for many in more]
+        assert not any(LIBRARY_ROWS in choice for choice in (first, *others[len(more) :])), "no prediction picks it"
+        assert not any(one.admits({LIBRARY_ROWS: many}) for many in (rows - 1, rows, 640, 2 * rows + 1))
+    blocks = torch.empty(4096, 4096, dtype=torch.float8_e4m3fn, device="meta")
+    assert not MatmulTunable(blocks, 300, torch.bfloat16, kind="fp8_block", gpu=Gpu()).admits({LIBRARY_ROWS: 512})
+
+
+def test_times_of_the_library_with_more_rows_are_not_its_own(script, tmp_path):
+    (line, *_) = TIMINGS.read_text().splitlines()
+    facts = json.loads(line)
+    padded = facts | {"times": [*facts["times"], [0.5, {LIBRARY_ROWS: 2 * facts["rows"]}]]}
+    for name, content in (("as_it_was", facts), ("padded", padded)):
+        (tmp_path / f"{name}.timings.jsonl").write_text(json.dumps(content))
+    first, second = (script.read([tmp_path / f"{name}.timings.jsonl"]) for name in ("as_it_was", "padded"))
+    assert first == second and first[0].times
 
 
 def test_more_work_takes_longer():

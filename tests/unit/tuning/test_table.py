@@ -24,11 +24,12 @@ def table(choices, origin="search"):
 
 
 def test_a_file_gives_the_same_table(tmp_path):
-    made = table({(HERE, 64): None, (HERE, 16): TILE, (OTHER, 8): {"lanes": 4, "how": "up", "fast": False}})
+    by_rows = {(HERE, 64): None, (HERE, 16): TILE, (HERE, 40): {"library_rows": 64}}
+    made = table({**by_rows, (OTHER, 8): {"lanes": 4, "how": "up", "fast": False}})
     write_file(tmp_path / "sub" / "table.json", made.text())
     found = read_table(tmp_path / "sub" / "table.json", "cache", CHECKS)
     assert found.entries == made.entries and found.hash() == made.hash()
-    assert list(found.entries[HERE]) == [16, 64] and found.counts() == {"cache": 3}
+    assert list(found.entries[HERE]) == [16, 40, 64] and found.counts() == {"cache": 4}
     assert [path.name for path in (tmp_path / "sub").iterdir()] == ["table.json"]
 
 
@@ -113,6 +114,24 @@ WRONG = {
     "a tile's flag of another type": (changed(rows={"16": {**TILE, "tma": 1}}), "tma is 1, not true or false"),
     "a size that no kernel has": (changed(rows={"16": {**TILE, "tokens": 48}}), "tokens is 48, not a power of two"),
     "a negative value": (changed(rows={"16": {**TILE, "split": -1}}), "split is -1"),
+    "text as rows of the library": (
+        changed(rows={"16": {"library_rows": "32"}}),
+        "library_rows is '32', not a whole number",
+    ),
+    "a flag as rows of the library": (
+        changed(rows={"1": {"library_rows": True}}),
+        "library_rows is True, not a whole",
+    ),
+    "fewer rows of the library": (
+        changed(rows={"16": {"library_rows": 15}}),
+        "is 15, which is not from the entry's 16",
+    ),
+    "many rows of the library": (changed(rows={"16": {"library_rows": 33}}), "from the entry's 16 to 32"),
+    "a tile of the library": (changed(rows={"16": {**TILE, "library_rows": 32}}), "tokens, outputs, inputs, tma for a"),
+    "a kind without a library": (
+        changed(key={**dict(KEY), "weight": "int8"}, rows={"16": {"library_rows": 32}}),
+        "library_rows is for weights of bf16 and fp8, and this one is int8",
+    ),
     "no split": (changed(rows={"16": {**TILE, "split": 0}}), "cannot be launched"),
     "outputs that no warp group has": (
         changed(rows={"16": {"tokens": 64, "outputs": 32, "inputs": 128, "specialized": True}}),
