@@ -13,7 +13,7 @@ class TritonConfig(Config):
     """Dovetail's paged attention kernels in Triton, for CUDA: grouped heads, windows, sinks, caps, draft trees, FP8."""
 
     gluon: bool = True
-    """Whether Hopper GPUs use the kernels in Gluon (experimental in Triton) for prompts, for rows of one token and for
+    """Whether Hopper GPUs use the kernels in Gluon (experimental in Triton) for prompts, for decode rows and for
     compressed latents. If false, the kernels for all GPUs run."""
 
 
