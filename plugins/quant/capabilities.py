@@ -71,7 +71,8 @@ def mixed(config: MixedConfig, host: Host) -> Capabilities:
     requires = [*those.requires, *rest.requires]
     provides = {**rest.provides, **_head(config.head, host)}
     if config.activations != "auto":
-        provides |= _product(config.activations)
+        # Quantizers without the option, such as int8, keep their own format.
+        provides |= {**_product(config.activations), "fixed_product": ("fp8", "model")}
     if config.activations == "fp8" and _old(host):
         requires.append(_multiplies_fp8())
     lacks = (*those.lacks, *rest.lacks)
