@@ -149,6 +149,13 @@ def test_a_drafters_weights_come_from_its_file(tmp_path):
     assert found.head_bits is None and found.embedding_bits is None
 
 
+@pytest.mark.parametrize("words", [["quant=w4a8"], ["quant=gguf"], ["quant=mixed", "quant@quant.rest=int4"]])
+def test_matmuls_of_many_rows_that_decode_are_stated(words):
+    for option, rounds in (("rounded", True), ("exact", False)):
+        made = compose(["app=plan", "model=llama3_8b", *words, f"quant.many_rows={option}"])
+        assert formats(made, made.part("model").facts(), "cuda").rounds is rounds
+
+
 def test_a_quantized_head_is_counted(tmp_path):
     save(tmp_path, "packed", head=True)
     composition = compose(["app=plan", "model=llama", f"model.path={tmp_path}"])
