@@ -53,7 +53,9 @@ RULE = 1.03
 """Greatest time of a step relative to the step at the next greater graph size."""
 GOOD = 0.85
 """Efficiency that a matmul alone should reach."""
-NO_OVERHEAD = {"kernels": 0.0, "step_us": 0.0, "link_us": 0.0, "kv_share": 1.0, "attention_share": 1.0}
+NO_OVERHEAD = {"kernels": 0.0, "step_us": 0.0, "link_us": 0.0} | dict.fromkeys(
+    ("kv_share", "attention_share", "decode_share"), 1.0
+)
 """Options of cost=roofline for the limit."""
 
 Measure = Callable[[int], float]

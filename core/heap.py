@@ -4,6 +4,45 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_MANY = 1_000_000
+"""New objects between two collections during imports, more than torch and transformers make together."""
+_FEW = 10_000
+"""New objects that one collection traverses in a few milliseconds."""
+_lock = threading.Lock()
+_importing = 0
+"""Number of blocks of `rare_collections` that are active, over all threads."""
+_before = gc.get_threshold()
+"""Thresholds to restore after the last of them."""
+
+
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """Collect garbage rarely during imports: modules make many objects and hardly any garbage, and four full
+    collections while torch is imported would find none. New ones count as old afterwards: freezing and unfreezing moves
+    objects to the oldest generation without a traversal."""
+    global _importing, _before
+    with _lock:
+        if not _importing:
+            _before = gc.get_threshold()
+            if 0 < _before[0] < _MANY:
+                gc.set_threshold(_MANY, *_before[1:])
+        _importing += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _importing -= 1
+            if not _importing:
+                if gc.get_count()[0] > _FEW and not gc.get_freeze_count():
+                    gc.freeze()
+                    gc.unfreeze()
+                # A module may have set others.
+                if gc.get_threshold() == (_MANY, *_before[1:]):
+                    gc.set_threshold(*_before)
 
 
 def freeze_heap(*, collect: bool | None = None) -> None:

@@ -16,6 +16,7 @@ from dovetail.core.compose.former import adapted
 from dovetail.core.compose.kinds import KINDS
 from dovetail.core.compose.wording import did_you_mean, listing
 from dovetail.core.errors import ConfigError, DovetailError, PluginError
+from dovetail.core.heap import rare_collections
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -53,7 +54,7 @@ class Registered:
     def load(self, reference: str) -> Any:
         """Import the object at "module:name". A failure names the package."""
         module, _, name = reference.partition(":")
-        with self.blamed(f"needs {reference}, which does not load"), no_exit():
+        with self.blamed(f"needs {reference}, which does not load"), no_exit(), rare_collections():
             return getattr(importlib.import_module(module), name)
 
     @contextmanager

@@ -56,6 +56,7 @@ def bind_cost(
             head_product=None,
             embedding_bits=facts.embedding_bits,
             expert_bits=None,
+            rounds=True,
         )
         cost.drafter.bind(facts.spec, engine.model_copy(update={"tp": facts.tp or engine.tp}), own)
     return cost
@@ -140,7 +141,7 @@ def _with_head_of(target: ModelSpec, layer: ModelSpec) -> ModelSpec:
 
 def formats(composition: Composition, spec: ModelSpec, device: str, here: Host | None = None) -> Formats:
     """Formats from engine.dtype, engine.kv_dtype, and the quantizer's capabilities `weight_bits`, `product`,
-    `head_bits`, `head_product` and `expert_bits`, which the headers of a quantized checkpoint replace."""
+    `head_bits`, `head_product`, `expert_bits` and `rounds`, which the headers of a quantized checkpoint replace."""
     engine, quant = composition.engine, composition.part("quant")
     dtype, size = number_format(engine, spec, device)
     kv_bytes = size if engine.kv_dtype == "auto" else _size("kv_dtype", engine.kv_dtype, _KV_BYTES)
@@ -158,7 +159,7 @@ def formats(composition: Composition, spec: ModelSpec, device: str, here: Host |
     product = dtype if stated["product"] == "model" else str(stated["product"])
     tables = table_formats(stated, stored)
     bits = 8.0 * size if stated["weight_bits"] == "model" else float(stated["weight_bits"])  # type: ignore[arg-type]
-    return Formats(dtype, size, bits, product, kv_bytes, **tables)
+    return Formats(dtype, size, bits, product, kv_bytes, **tables, rounds=bool(stated.get("rounds", True)))
 
 
 def number_format(engine: EngineConfig, spec: ModelSpec, device: str) -> tuple[str, int]:

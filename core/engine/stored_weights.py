@@ -62,7 +62,7 @@ def stored_formats(quant: Selected, spec: ModelSpec, plain_bits: float) -> Store
     if spec.checkpoint is None or quant.component.stored is None or not quantized:
         return None
     measure = quant.registered.load(quant.component.stored)
-    fixed = quant.capabilities(Host(device="cuda")).provides.get("fixed_product")
+    fixed: Any = quant.capabilities(Host(device="cuda")).provides.get("fixed_product") or ()
     weights: Counter[str | None] = Counter()
     # Weights and their bits, of routed experts and of others.
     sums = {True: [0, 0.0], False: [0, 0.0]}
@@ -71,7 +71,7 @@ def stored_formats(quant: Selected, spec: ModelSpec, plain_bits: float) -> Store
     for prefix, headers in _matrices(checkpoint.tensors()).items():
         with located(checkpoint):
             found: StoredMatrix | None = measure(spec.hf, prefix, headers)
-        if fixed and found is not None:
+        if found is not None and (fixed is True or found.product in fixed):
             found = replace(found, product=None)
         if not _LAYER.search(f"{prefix}."):
             tables[prefix.rpartition(".")[2]] = found

@@ -51,7 +51,8 @@ class StoredMatrix:
     """Bits of a weight, its share of scales included."""
     product: str | None = None
     """Number format of its matmuls, as the capability `product`; None = the one that the component states. A component
-    whose options set it states `fixed_product=True`, and then its `product` holds instead."""
+    whose options set it states `fixed_product=True`, and then its `product` holds instead; a tuple of formats, if
+    matrices with others keep theirs."""
 
 
 QUANTIZATION_FILES = {"quantize_config.json": "gptq", "hf_quant_config.json": "modelopt"}

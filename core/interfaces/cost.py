@@ -38,6 +38,8 @@ class Formats:
     """Bits per weight of an embedding that is not tied; None = those of `dtype`."""
     expert_bits: float | None = None
     """Bits per weight of routed experts; None = `weight_bits`."""
+    rounds: bool = True
+    """Whether matmuls of many rows in fp8 round weights of fewer bits to fp8 first; False = they decode them."""
 
     def head_bytes(self, p: Parameters) -> float:
         """Return the bytes of the matrix of logits, over all ranks."""

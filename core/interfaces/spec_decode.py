@@ -151,7 +151,7 @@ class DraftContext:
     """draw(logits_BV, w): draft w of each row, int64 [B], from the drafter's logits (any float dtype). Greedy rows have
     the arg-max. Other rows have a draw with the temperature, the filters and, unless `Drafter.verify` is "rejection",
     the noise that sampling uses at this position, so that drafts equal the target's draws where the logits agree. -1 =
-    some logit is NaN or +inf."""
+    some logit is NaN or +inf. It does not write to the logits: no mask and no logits processor applies to them."""
     best: Callable[[torch.Tensor, int, int], tuple[torch.Tensor, torch.Tensor]]
     """best(logits_MV, w, n): siblings at depth w of a tree, for M = B * m rows of logits, m of each row. Returns the n
     tokens that sampling, with its noise at this position, would prefer in this order, int64 [M, n], and the logarithm

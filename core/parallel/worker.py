@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
-from dovetail.core.heap import freeze_heap
+from dovetail.core.heap import freeze_heap, rare_collections
 from dovetail.core.interfaces import JoinBlob
 from dovetail.core.parallel.channel import Channel, ChannelClosed
 from dovetail.core.parallel.encoding import decode_blob, decode_late, decode_plan
@@ -54,7 +54,8 @@ class _Worker:
         self.plans = RingReader(order["plan_fd"], self.rank - 1)
         self.blobs = RingReader(order["blob_fd"], self.rank - 1)
         self.composition = composition
-        self.load = resolve_name(order["loader"])
+        with rare_collections():
+            self.load = resolve_name(order["loader"])
         self.place = {"rank": self.rank, "size": order["size"], "address": order["address"]}
 
     def run(self) -> None:

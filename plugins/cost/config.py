@@ -40,6 +40,9 @@ class RooflineConfig(Config):
     """Memory of one device, GB (10^9 bytes)."""
     attention_share: float = Field(0.6, gt=0, le=1)
     """Fraction of tflops that attention over a long prompt reaches."""
+    decode_share: float = Field(0.6, gt=0, le=1)
+    """Fraction of tflops.fp8 that matmuls of many rows reach if weights of 4 bits are decoded as they are multiplied
+    (quant.many_rows=exact)."""
     kv_share: float = Field(0.8, gt=0, le=1)
     """Fraction of bandwidth that reads of paged keys and values reach."""
     kernels: float = Field(8, ge=0)

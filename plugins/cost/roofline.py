@@ -29,10 +29,11 @@ class Roofline(CostModel):
 
     Reads and matmuls of the linear layers overlap as in StepTerms.seconds. Attention takes the longer of both. Times
     are those of one of engine.tp ranks, and pipeline stages add up. Weights are read once per step, KV once per row.
-    Before FP8 matmuls of many rows, weights of fewer than 8 bits are decoded to memory. Activations stay in cache and
-    are not counted. Experts on different ranks (engine.ep) take as long as those of the busiest rank; their exchange
-    counts as two all-reduces, and between lanes as a gather and a scatter of every lane's rows, padded to those of the
-    fullest lane.
+    Before FP8 matmuls of many rows, weights of fewer than 8 bits are decoded to memory, or in the
+    matmul, which is slower (cost.decode_share), if quant.many_rows=exact. Activations stay in cache and are not
+    counted. Experts on different ranks (engine.ep) take as long as those of the busiest rank; their exchange counts as
+    two all-reduces, and between lanes as a gather and a scatter of every lane's rows, padded to those of the fullest
+    lane.
     """
 
     config: RooflineConfig
@@ -48,9 +49,12 @@ class Roofline(CostModel):
         # FLOPs on one rank; a multiply-add is two.
         self._linear_flops = 2 * (p.attention + p.mlp) / tp
         self._expert_flops = 2 * p.active_experts / tp
-        rounds = formats.product == "fp8" and formats.weight_bits < 8
-        moved = (p.attention + p.mlp) * (formats.weight_bits / 8 + 1) if rounds else 0.0
-        self._round_seconds = moved / tp / self._bandwidth
+        self._many_rows_seconds, self._many_rows_flops = 0.0, self._linear_flops
+        if formats.product == "fp8" and formats.weight_bits < 8 and formats.rounds:
+            moved = (p.attention + p.mlp) * (formats.weight_bits / 8 + 1)
+            self._many_rows_seconds = moved / tp / self._bandwidth
+        elif formats.product == "fp8" and formats.weight_bits < 8:
+            self._many_rows_flops /= c.decode_share
         self._head_seconds = 2 * (p.head or p.embedding) / tp / self._flops(formats.head_product or formats.dtype)
         self._windows = Counter(spec.windows or (0,) * spec.layers)
         self._kv_bytes = spec.kv_bytes_per_token(formats.kv_bytes, tp) / spec.layers
@@ -94,9 +98,11 @@ class Roofline(CostModel):
         mean = tokens if mean is None else mean
         more_bytes, more_flops = self._excess(mean)
         weights = (self._read_bytes(mean) + more_bytes) / self.engine.tp / self._bandwidth
-        flops = tokens * self._linear_flops + mean * self._expert_flops + more_flops
+        many = tokens > MOST_EXACT_ROWS
+        linear_flops = self._many_rows_flops if many else self._linear_flops
+        flops = tokens * linear_flops + mean * self._expert_flops + more_flops
         products = flops / self._products + sampled * self._head_seconds
-        products += self._round_seconds if tokens > MOST_EXACT_ROWS else 0.0
+        products += self._many_rows_seconds if many else 0.0
         chunks = max(chunk_flops / self._attention, chunk_bytes / self._kv_bandwidth)
         decodes = max(decode_flops / self._attention, decode_bytes / self._kv_bandwidth)
         sampling = sampled * self._sample_seconds

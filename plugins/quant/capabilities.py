@@ -34,9 +34,10 @@ def _product(activations: str) -> dict[str, Any]:
 def _with_activations(
     config: FP4Config | GGUFConfig | Int4Config | NF4Config, provides: dict[str, Any], host: Host
 ) -> Capabilities:
-    """Return capabilities with what the option `activations` requires: kernels that encode E4M3 do not compile for
-    older GPUs."""
+    """Return capabilities with what the option `activations` requires, since kernels that encode E4M3 do not compile
+    for older GPUs, and with what the option `many_rows` sets."""
     needs_fp8 = config.activations == "fp8" and _old(host)
+    provides = {**provides, "rounds": config.many_rows == "rounded"}
     return Capabilities(provides=provides, requires=(_multiplies_fp8(),) if needs_fp8 else ())
 
 
@@ -71,7 +72,10 @@ def mixed(config: MixedConfig, host: Host) -> Capabilities:
     requires = [*those.requires, *rest.requires]
     provides = {**rest.provides, **_head(config.head, host)}
     if config.activations != "auto":
-        provides |= _product(config.activations)
+        # Quantizers without the option, such as int8, keep their own format.
+        provides |= {**_product(config.activations), "fixed_product": ("fp8", "model")}
+    if config.many_rows == "exact":
+        provides["rounds"] = False
     if config.activations == "fp8" and _old(host):
         requires.append(_multiplies_fp8())
     lacks = (*those.lacks, *rest.lacks)

@@ -87,6 +87,8 @@ class Eagle(BuiltinDrafter):
         shape, spec = self.shape(), target.build.spec
         self.layer, source = self._build(target, shape)
         fill(self.layer, source)
+        if not self.config.tree:  # Levels of trees have more rows than there are slots.
+            self.layer.reserve(target.max_seqs)
         self.taps = shape.tapped(spec.layers)
         self._allocate(target, shape.fused * spec.hidden)
 

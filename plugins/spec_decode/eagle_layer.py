@@ -146,8 +146,12 @@ class EagleLayer(Head):
         raise NotImplementedError
 
     def logits(self, states_BC: torch.Tensor) -> torch.Tensor | None:
-        """Return logits over the target's vocabulary; None = the target's head makes them."""
+        """Return logits over the target's vocabulary, read-only and valid until the next call; None = the target's head
+        makes them."""
         return None
+
+    def reserve(self, rows: int) -> None:
+        """Allocate what `logits` of up to so many rows would otherwise write anew in each call."""
 
 
 class Eagle1Layer(EagleLayer):
@@ -186,6 +190,8 @@ class Eagle3Layer(EagleLayer):
         """int64: the target's id of each draft id; None = both vocabularies are the same."""
         if spec.vocab < shape.target_vocab:
             self.ids_D = torch.arange(spec.vocab, device=build.device)
+        self._logits_MV: torch.Tensor | None = None
+        """Logits of the latest call of `logits`; -inf outside of the draft vocabulary, where nothing writes."""
 
     def others(self) -> Iterator[Taker]:
         yield from super().others()
@@ -218,8 +224,16 @@ class Eagle3Layer(EagleLayer):
         logits_BD = self.head(states_BC)
         if self.ids_D is None:
             return logits_BD
-        logits_BV = logits_BD.new_full((len(logits_BD), self.target_vocab), float("-inf"))
+        if self._logits_MV is None or len(logits_BD) > len(self._logits_MV):
+            logits_BV = logits_BD.new_full((len(logits_BD), self.target_vocab), float("-inf"))
+        else:
+            logits_BV = self._logits_MV[: len(logits_BD)]
         return logits_BV.index_copy_(1, self.ids_D, logits_BD)
+
+    def reserve(self, rows: int) -> None:
+        if self.ids_D is not None:
+            shape, build = (rows, self.target_vocab), self.build
+            self._logits_MV = torch.full(shape, float("-inf"), dtype=build.dtype, device=build.device)
 
     def check_values(self, source: ModelSource) -> None:
         if source.weights is None:

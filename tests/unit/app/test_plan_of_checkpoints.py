@@ -40,6 +40,13 @@ GROUPS = {
     },
     "ignore": ["lm_head"],
 }
+TOKENS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+CHANNELS = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+INT8 = {"targets": ["Linear"], "format": "int-quantized", "weights": CHANNELS, "input_activations": TOKENS}
+MOST_IN_INT8 = {
+    **GROUPS,
+    "config_groups": {"a": INT8, "b": {**GROUPS["config_groups"]["a"], "targets": ["re:.*o_proj"]}},
+}
 ALONE = {"group_0": {**FP8["config_groups"]["group_0"], "input_activations": None}}
 NAIVE = {**FP8, "format": "naive-quantized", "config_groups": ALONE}
 
@@ -53,6 +60,12 @@ def mixed(name: str, weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
     return packed(weight_OI) if "down_proj" in name else LAYOUTS["fp8"][1](weight_OI)
 
 
+def most_in_int8(name: str, weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
+    if "o_proj" in name:
+        return LAYOUTS["fp8"][1](weight_OI)
+    return {"weight": torch.zeros(weight_OI.shape, dtype=torch.int8), "weight_scale": torch.ones(len(weight_OI), 1)}
+
+
 STORE = {
     "fp8": (FP8, lambda name, w: LAYOUTS["fp8"][1](w)),
     "naive": (NAIVE, lambda name, w: LAYOUTS["fp8"][1](w)),
@@ -60,6 +73,7 @@ STORE = {
     "nf4": ({**NF4, "llm_int8_skip_modules": ["down_proj"]}, lambda name, w: skipped(name, w)),
     "packed": (PACKED, lambda name, w: packed(w)),
     "groups": (GROUPS, mixed),
+    "int8": (MOST_IN_INT8, most_in_int8),
 }
 
 
@@ -100,6 +114,7 @@ TOTAL = sum(WEIGHTS.values())
         ("packed", 8, "bfloat16"),
         ("nf4", (4.5 * (TOTAL - WEIGHTS["down"]) + 16 * WEIGHTS["down"]) / TOTAL, "bfloat16"),
         ("groups", 8, "fp8"),
+        ("int8", 8, "int8"),
     ],
 )
 def test_formats_come_from_the_file(layout, bits, product, tmp_path):
@@ -109,9 +124,16 @@ def test_formats_come_from_the_file(layout, bits, product, tmp_path):
 
 @pytest.mark.parametrize(
     ("layout", "option", "product"),
-    [("naive", "fp8", "fp8"), ("fp8", "model", "bfloat16"), ("groups", "model", "bfloat16")],
+    [
+        ("naive", "fp8", "fp8"),
+        ("fp8", "model", "bfloat16"),
+        ("groups", "model", "bfloat16"),
+        ("int8", "fp8", "int8"),
+        ("int8", "model", "int8"),
+    ],
 )
 def test_an_option_sets_the_format_of_matmuls(layout, option, product, tmp_path):
+    """Groups in int8 do not have the option, and most matmuls of that checkpoint are theirs."""
     save(tmp_path, layout)
     assert stated(tmp_path, f"quant.activations={option}")[1] == product
 
@@ -125,6 +147,13 @@ def test_a_drafters_weights_come_from_its_file(tmp_path):
     found = drafter.facts()
     assert found.weight_bits == pytest.approx((4.5 * (TOTAL - WEIGHTS["down"]) + 16 * WEIGHTS["down"]) / TOTAL)
     assert found.head_bits is None and found.embedding_bits is None
+
+
+@pytest.mark.parametrize("words", [["quant=w4a8"], ["quant=gguf"], ["quant=mixed", "quant@quant.rest=int4"]])
+def test_matmuls_of_many_rows_that_decode_are_stated(words):
+    for option, rounds in (("rounded", True), ("exact", False)):
+        made = compose(["app=plan", "model=llama3_8b", *words, f"quant.many_rows={option}"])
+        assert formats(made, made.part("model").facts(), "cuda").rounds is rounds
 
 
 def test_a_quantized_head_is_counted(tmp_path):

@@ -129,6 +129,9 @@ def test_prompts_of_w4a8_have_the_rate_of_fp8_after_their_weights_are_decoded(co
     decoding = 6.98e9 * (4.1875 / 8 + 1) / 4.4e12
     assert four.terms(many).products - eight.terms(many).products == pytest.approx(decoding, rel=1e-3)
     assert four.prefill_seconds(8192) < 0.75 * plain.prefill_seconds(8192)
+    exact = cost_of("model=llama3_8b", "cost=h200", "quant=w4a8", "quant.many_rows=exact")
+    assert exact.terms(few) == four.terms(few)
+    assert exact.terms(many).products == pytest.approx(eight.terms(many).products / 0.6, rel=1e-3)
 
 
 def test_tensor_parallelism_scales_less_than_linearly(cost_of):

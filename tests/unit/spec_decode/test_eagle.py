@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from dovetail import LLM, SamplingParams
+from dovetail import LLM, Grammar, SamplingParams
 from dovetail.core.engine.drafting import Drafting
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import Draft, DraftContext, FedTokens, Hidden
@@ -24,6 +24,7 @@ from dovetail.core.testing.executor_scripts import small_composition
 from dovetail.plugins.model import bundled
 from dovetail.plugins.spec_decode.eagle import Eagle, Eagle3
 from dovetail.plugins.spec_decode.eagle_files import TAPS
+from dovetail.plugins.spec_decode.eagle_layer import Eagle3Layer
 
 from .heads import DRAFT_VOCAB, HIDDEN, VOCAB, bound, eagle_tensors, save_head, view_of_tiny
 
@@ -187,6 +188,33 @@ def test_drafts_do_not_depend_on_scheduling(tmp_path: Path, drafted: Drafted, mo
             assert [generation.token_ids for generation in llm.generate(PROMPTS, PARAMS)] == plain
         counters = llm.engine.counters
     assert 0 < counters.drafted < K * counters.decode_rows / 2 and len(drafted) == drafted_before
+
+
+@pytest.mark.parametrize("verify", ["draws", pytest.param("rejection", marks=pytest.mark.nightly)])
+def test_nothing_writes_outside_of_the_draft_vocabulary(
+    verify: str, tmp_path: Path, drafted: Drafted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each pass writes the logits of the draft vocabulary into one buffer. Filters, logits processors and grammars
+    leave the rest of it at -inf, and drafts are those of fresh logits."""
+    save_head(tmp_path / "head", "eagle3")
+    params = [
+        PARAMS[0].model_copy(update={"logit_bias": {7: 90.0, 300: -90.0}}),
+        PARAMS[1].model_copy(update={"n": 1, "top_k": 20, "top_p": 0.9, "presence_penalty": 0.5}),
+        PARAMS[2].model_copy(update={"grammar": Grammar(kind="regex", value="[a-c ]{9,20}"), "ignore_eos": False}),
+    ]
+    words = [f"spec_decode.path={tmp_path / 'head'}", f"spec_decode.lookahead={K}", f"spec_decode.verify={verify}"]
+    layers: list[Eagle3Layer] = []
+    reserve, texts, counts = Eagle3Layer.reserve, [], []
+    for then in (reserve, lambda layer, rows: None):
+        monkeypatch.setattr(Eagle3Layer, "reserve", lambda *given, then=then: (layers.append(given[0]), then(*given)))
+        with LLM("tiny", overrides=[*BASE, "spec_decode=eagle3", *words, "engine.max_seqs=4"]) as llm:
+            texts.append([generation.token_ids for generation in llm.generate(PROMPTS, params)])
+        counts.append(len(drafted))
+    assert texts[0] == texts[1] and 10 < counts[0] <= counts[1] < 2 * counts[0]
+    logits_MV, without_MV = (layer._logits_MV for layer in layers)
+    written = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, layers[0].ids_D, True)
+    assert without_MV is None and logits_MV.shape == (4, VOCAB) and logits_MV[0, written].isfinite().all()
+    assert (logits_MV[:, ~written] == float("-inf")).all()
 
 
 def test_every_draft_of_a_perfect_head_is_accepted(tmp_path: Path) -> None:
