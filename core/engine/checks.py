@@ -13,6 +13,7 @@ from dovetail.core.compose.former import former, load
 from dovetail.core.engine.adapters import check_folders
 from dovetail.core.engine.cost import bind_cost, number_format
 from dovetail.core.engine.lane_checks import lane_conflicts
+from dovetail.core.engine.layer_formats import over_layers
 from dovetail.core.engine.stored_weights import stored_formats, table_formats
 from dovetail.core.errors import CapabilityError, CapacityError, DovetailError
 from dovetail.core.interfaces import ExpertPlacement, Formats, Model
@@ -296,12 +297,15 @@ def check_weights_fit(composition: Composition, spec: ModelSpec, host: Host) -> 
     if not composition.part("executor").capabilities(host).provides.get("holds_weights", True):
         return
     quant, (dtype, each) = composition.part("quant"), number_format(composition.engine, spec, host.device)
+    provides = over_layers(quant.capabilities(host).provides, spec, 8.0 * each)
     bits = 8.0 * each if quant.name == "none" else _weight_bits(quant, host, 8.0 * each)
+    if bits is not None and "of_layers" in provides:
+        bits = float(provides["weight_bits"])
     if (stored := stored_formats(quant, spec, 8.0 * each)) is not None:
         bits = stored.bits
     if bits is None:
         return
-    tables = table_formats(quant.capabilities(host).provides, stored)
+    tables = table_formats(provides, stored)
     formats, weights = Formats(dtype, each, bits, dtype, each, **tables), _WeightMemory(composition, spec, host)
     missing = weights.missing(formats, composition.engine.tp, composition.engine.memory_fraction)
     if missing > 0:

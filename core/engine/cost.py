@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dovetail.core.compose import Host
+from dovetail.core.engine.layer_formats import over_layers
 from dovetail.core.engine.stored_weights import stored_formats, table_formats
 from dovetail.core.errors import ConfigError, PluginError
 from dovetail.core.interfaces import CostModel, DrafterFacts, ExpertPlacement, Formats
@@ -141,11 +142,13 @@ def _with_head_of(target: ModelSpec, layer: ModelSpec) -> ModelSpec:
 
 def formats(composition: Composition, spec: ModelSpec, device: str, here: Host | None = None) -> Formats:
     """Formats from engine.dtype, engine.kv_dtype, and the quantizer's capabilities `weight_bits`, `product`,
-    `head_bits`, `head_product`, `expert_bits` and `rounds`, which the headers of a quantized checkpoint replace."""
+    `head_bits`, `head_product`, `expert_bits`, `rounds` and `of_layers`, which the headers of a quantized checkpoint
+    replace."""
     engine, quant = composition.engine, composition.part("quant")
     dtype, size = number_format(engine, spec, device)
     kv_bytes = size if engine.kv_dtype == "auto" else _size("kv_dtype", engine.kv_dtype, _KV_BYTES)
     stated = quant.capabilities(here or Host(device="cpu" if device == "cpu" else "cuda")).provides
+    stated = over_layers(stated, spec, 8.0 * size)
     if quant.name == "none":
         stated = {"weight_bits": 8 * size, "product": dtype, **stated}
     if (stored := stored_formats(quant, spec, 8 * size)) is not None:

@@ -67,10 +67,14 @@ def nf4(config: NF4Config, host: Host) -> Capabilities:
 
 
 def mixed(config: MixedConfig, host: Host) -> Capabilities:
-    """The requirements of both; weights and products are those of the layers that no pattern matches."""
+    """The requirements of both; weights and products are those of the layers that no pattern matches, and `of_layers`
+    has the others."""
     those, rest = config.those.capabilities(host), config.rest.capabilities(host)
     requires = [*those.requires, *rest.requires]
-    provides = {**rest.provides, **_head(config.head, host)}
+    # A quantizer that states nothing leaves weights in the model's dtype.
+    provides = {"weight_bits": "model", "product": "model", **rest.provides, **_head(config.head, host)}
+    if config.layers:
+        provides["of_layers"] = ((config.layers, dict(those.provides)),)
     if config.activations != "auto":
         # Quantizers without the option, such as int8, keep their own format.
         provides |= {**_product(config.activations), "fixed_product": ("fp8", "model")}

@@ -1,0 +1,68 @@
+"""Number formats of a quantizer with different ones for some layers. Imports no torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatch
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dovetail.core.interfaces import ModelSpec
+
+Stated = Mapping[str, Any]
+"""Capabilities that a quantizer provides."""
+EXPERT = "layers.{}.mlp.experts.0.gate_up"
+"""Path of a matrix that stands for those of a layer's routed experts."""
+
+
+def over_layers(stated: Stated, spec: ModelSpec, plain_bits: float) -> Stated:
+    """Return capabilities that count `of_layers` in, if it is stated: `weight_bits` is the mean over the model's
+    attention and MLP matrices, `product` that of most weights, and `expert_bits` the mean over layers.
+
+    `of_layers` is a sequence of (patterns of paths, capabilities of these layers), of which the first that matches
+    counts. Layers that none matches have `stated`. `plain_bits`: bits of an unquantized weight.
+    """
+    if (of_layers := stated.get("of_layers")) is None:
+        return stated
+    weights: Counter[Any] = Counter()
+    total, bits = 0.0, 0.0
+    for path, share in _matrices(spec):
+        found = _of(path, of_layers, stated)
+        total, bits = total + share, bits + share * _bits(found, plain_bits)
+        weights[found.get("product") or "model"] += share  # type: ignore[assignment]
+    experts = [_of(EXPERT.format(layer), of_layers, stated) for layer in range(spec.layers)]
+    expert_bits = [float(one.get("expert_bits") or _bits(one, plain_bits)) for one in experts]
+    return {
+        **stated,
+        "weight_bits": bits / total if total else plain_bits,
+        "product": max(weights, key=weights.__getitem__) if weights else "model",
+        "expert_bits": sum(expert_bits) / max(1, len(expert_bits)),
+    }
+
+
+def _of(path: str, of_layers: Sequence[tuple[Sequence[str], Stated]], rest: Stated) -> Stated:
+    return next((those for patterns, those in of_layers if any(fnmatch(path, p) for p in patterns)), rest)
+
+
+def _bits(stated: Stated, plain_bits: float) -> float:
+    bits = stated.get("weight_bits")
+    return float(bits) if isinstance(bits, int | float) else plain_bits
+
+
+def _matrices(spec: ModelSpec) -> Iterator[tuple[str, float]]:
+    """Yield (path, number of weights) of the matrices of attention and MLPs. Layers are taken to be alike, and MLPs to
+    be gated."""
+    if spec.parameters is None:
+        return
+    queries, others = spec.heads, 2 * spec.kv_heads
+    qkv = (queries + others) / (2 * queries + others)
+    shares = {
+        "attn.qkv": spec.parameters.attention * qkv,
+        "attn.o": spec.parameters.attention * (1 - qkv),
+        "mlp.gate_up": spec.parameters.mlp * 2 / 3,
+        "mlp.down": spec.parameters.mlp / 3,
+    }
+    for layer in range(spec.layers):
+        for name, weights in shares.items():
+            yield f"layers.{layer}.{name}", weights / spec.layers
