@@ -151,7 +151,12 @@ _DRAFTERS: dict[str, tuple[str, ...]] = {
         "quant@spec_decode.quant=fp8",
         _SIMULATED,
     ),
-    "eagle3": ("spec_decode=eagle3_llama3_8b", "quant@spec_decode.quant=fp8", _SIMULATED),
+    "eagle3": (
+        "spec_decode=eagle3_llama3_8b",
+        "quant@spec_decode.quant=fp8",
+        "spec_decode.quant.head=fp8",
+        _SIMULATED,
+    ),
 }
 """Overrides of Dovetail; those of vLLM follow from them. Drafts of random weights are hardly ever accepted."""
 PLAIN = "_none"
