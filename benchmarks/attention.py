@@ -289,6 +289,12 @@ DECODE += [
         (8, 4, 1),
     )
 ]  # fmt: skip
+SEVERAL = [
+    DecodeTile(heads, WARP_KEYS, warps, stages, 2, least=128, slabs=slabs, root=16, tokens=tokens)
+    for heads, tokens in ((8, 2), (16, 4), (32, 8))
+    for warps, stages, slabs in ((2, 3, 2), (4, 2, 1), (4, 2, 2), (4, 3, 1), (4, 3, 2), (8, 2, 1))
+]
+"""Tiles of rows with drafts, for four query heads per kv head."""
 CUTS = ((1, 256), (3, 256), (4, 256), (1, 128), (2, 128), (2, 64), (2, 512), (2, 1024), (2, 2048))
 """(programs of a multiprocessor, least keys of a range). Each range that is joined costs 0.2 us (archive)."""
 PREFILL = [
@@ -309,6 +315,11 @@ def candidates(pages: list[int], only: str) -> list[tuple[Work, list[Tile]]]:
         for page in pages
         for kv in ("bf16", "e4m3")
         for rows, length in ((1, 640), (1, 4096), (1, 32768), (32, 8320), (64, 640), (64, 4096), (256, 640))
+    ]
+    cases += [
+        (Work(f"decode {rows} x {length} x {count}", rows, count, length, "e4m3", page), SEVERAL)
+        for page in pages
+        for rows, length, count in ((64, 700, 5), (256, 700, 2), (256, 700, 4), (256, 700, 5), (64, 3000, 5))
     ]
     for page in pages:
         cases += [(Work(f"prefill {n}", 1, n, n, "bf16", page), PREFILL) for n in (512, 2048, 8192)]

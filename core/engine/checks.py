@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, get_args
 
 from dovetail.core import host, tokenizer
 from dovetail.core.compose import Host, Selected
+from dovetail.core.compose.capabilities import Capabilities
 from dovetail.core.compose.config import part_fields
 from dovetail.core.compose.former import former, load
 from dovetail.core.engine.adapters import check_folders
@@ -297,10 +298,9 @@ def check_weights_fit(composition: Composition, spec: ModelSpec, host: Host) -> 
     if not composition.part("executor").capabilities(host).provides.get("holds_weights", True):
         return
     quant, (dtype, each) = composition.part("quant"), number_format(composition.engine, spec, host.device)
-    provides = over_layers(quant.capabilities(host).provides, spec, 8.0 * each)
-    bits = 8.0 * each if quant.name == "none" else _weight_bits(quant, host, 8.0 * each)
-    if bits is not None and "of_layers" in provides:
-        bits = float(provides["weight_bits"])
+    stated = quant.capabilities(host)
+    provides = over_layers(stated.provides, spec, 8.0 * each)
+    bits = 8.0 * each if quant.name == "none" else _weight_bits(replace(stated, provides=provides), host, 8.0 * each)
     if (stored := stored_formats(quant, spec, 8.0 * each)) is not None:
         bits = stored.bits
     if bits is None:
@@ -373,8 +373,8 @@ def quantizers(composition: Composition, host: Host) -> list[tuple[str, float]]:
             if part_fields(registered.component.config):
                 continue
             selected = Selected(registered, registered.component.config())
-            bits = _weight_bits(selected, host)
-            only_reads = selected.capabilities(host).provides.get("plain_weights") is False
+            stated = selected.capabilities(host)
+            bits, only_reads = _weight_bits(stated, host), stated.provides.get("plain_weights") is False
         except (DovetailError, ValueError):
             continue  # a quantizer that is unusable, or needs options, is no remedy
         if bits is not None and not only_reads:
@@ -389,10 +389,9 @@ def model_ranks(composition: Composition, host: Host, most: int) -> list[int]:
     return [tp for tp in range(1, most + 1) if all(demand.admits(tp) for demand in demands)]
 
 
-def _weight_bits(quant: Selected, host: Host, plain: float | None = None) -> float | None:
-    """Return the stated bits per weight, `plain` for "model"; None = not stated, or the quantizer does not run on this
-    host."""
-    stated = quant.capabilities(host)
+def _weight_bits(stated: Capabilities, host: Host, plain: float | None = None) -> float | None:
+    """Return the bits per weight that a quantizer states, `plain` for "model"; None = not stated, or it does not run on
+    this host."""
     bits = stated.provides.get("weight_bits")
     bits = plain if bits == "model" else bits
     runs = all(d.admits(getattr(host, d.key)) for d in stated.requires if d.kind == "host")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
@@ -21,23 +21,28 @@ def over_layers(stated: Stated, spec: ModelSpec, plain_bits: float) -> Stated:
     attention and MLP matrices, `product` that of most weights, and `expert_bits` the mean over layers.
 
     `of_layers` is a sequence of (patterns of paths, capabilities of these layers), of which the first that matches
-    counts. Layers that none matches have `stated`. `plain_bits`: bits of an unquantized weight.
+    counts. Layers that none matches have `stated`. What some of them do not state is None for all. `plain_bits`: bits
+    of an unquantized weight.
     """
     if (of_layers := stated.get("of_layers")) is None:
         return stated
-    weights: Counter[Any] = Counter()
-    total, bits = 0.0, 0.0
+    parts: list[Stated] = [stated, *(those for _, those in of_layers)]
+    if missing := [key for key in ("weight_bits", "product") if any(part.get(key) is None for part in parts)]:
+        return {**stated, **dict.fromkeys(missing)}
+    bits, weights = 0.0, defaultdict[Any, float](float)
     for path, share in _matrices(spec):
         found = _of(path, of_layers, stated)
-        total, bits = total + share, bits + share * _bits(found, plain_bits)
-        weights[found.get("product") or "model"] += share  # type: ignore[assignment]
+        bits += share * _bits(found["weight_bits"], plain_bits)
+        weights[found["product"]] += share
+    if not weights:
+        return stated
     experts = [_of(EXPERT.format(layer), of_layers, stated) for layer in range(spec.layers)]
-    expert_bits = [float(one.get("expert_bits") or _bits(one, plain_bits)) for one in experts]
+    expert_bits = [_bits(one.get("expert_bits") or one["weight_bits"], plain_bits) for one in experts]
     return {
         **stated,
-        "weight_bits": bits / total if total else plain_bits,
-        "product": max(weights, key=weights.__getitem__) if weights else "model",
-        "expert_bits": sum(expert_bits) / max(1, len(expert_bits)),
+        "weight_bits": bits / sum(weights.values()),
+        "product": max(weights, key=weights.__getitem__),
+        "expert_bits": sum(expert_bits) / len(expert_bits),
     }
 
 
@@ -45,9 +50,8 @@ def _of(path: str, of_layers: Sequence[tuple[Sequence[str], Stated]], rest: Stat
     return next((those for patterns, those in of_layers if any(fnmatch(path, p) for p in patterns)), rest)
 
 
-def _bits(stated: Stated, plain_bits: float) -> float:
-    bits = stated.get("weight_bits")
-    return float(bits) if isinstance(bits, int | float) else plain_bits
+def _bits(bits: Any, plain_bits: float) -> float:
+    return plain_bits if bits == "model" else float(bits)
 
 
 def _matrices(spec: ModelSpec) -> Iterator[tuple[str, float]]:

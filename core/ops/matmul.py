@@ -172,7 +172,12 @@ def _library_rows(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> int:
     if kind is None or not x_TI.is_cuda or not len(x_TI):
         return len(x_TI)
     outputs, inputs = weight_OI.shape
-    return library_rows(len(x_TI), outputs, inputs, kind, device_facts(x_TI.device)[0])
+    return library_rows(len(x_TI), outputs, inputs, kind, _gpu_name(x_TI.device))
+
+
+@cache
+def _gpu_name(device: torch.device) -> str:
+    return torch.cuda.get_device_properties(device).name
 
 
 def _first_rows(y_LO: torch.Tensor, rows: int) -> torch.Tensor:

@@ -162,6 +162,15 @@ def _connect(
     return connection
 
 
+def _note_float32(chosen: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Note that the model runs in float32 on a GPU without having been told to. `chosen`: engine.dtype."""
+    if dtype is torch.float32 and device.type == "cuda" and chosen == "auto":
+        note(
+            "the model states no dtype, or float32, in which a GPU takes several times as long as in 16 bits: set "
+            "engine.dtype=bfloat16"
+        )
+
+
 def _build_parts(
     composition: Composition, quantizer: Quantizer, connection: Connection, progress: Progress, phases: _Phases
 ) -> RankParts:
@@ -172,11 +181,7 @@ def _build_parts(
     spec = model_class.spec(selected.config)
     _note_choice(composition, spec)
     dtype, max_len = resolve_dtype(engine.dtype, spec.dtype, device), spec.longest(engine.max_len)
-    if dtype is torch.float32 and device.type == "cuda" and engine.dtype == "auto":
-        note(
-            "the model states no dtype, or float32, in which a GPU takes several times as long as in 16 bits: set "
-            "engine.dtype=bfloat16"
-        )
+    _note_float32(engine.dtype, dtype, device)
     if engine.max_len is not None and max_len < engine.max_len:
         note(f"engine.max_len={engine.max_len}, and the model was made for {max_len}: sequences end there")
     attention, drafter = composition.build("attention"), composition.build("spec_decode")

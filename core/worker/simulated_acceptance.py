@@ -34,7 +34,7 @@ def simulate_reference(
     rate_K: torch.Tensor,
     vocab: int,
 ) -> torch.Tensor:
-    """As simulate. `rate_K`: rate of acceptance of each position."""
+    """Return the tokens of `simulate`. `rate_K`: rate of acceptance of each position."""
     rows, width = tokens_RW.shape
     step_K = torch.arange(width - 1, device=tokens_RW.device)
     position_RK = base_R[:, None] + step_K

@@ -13,7 +13,8 @@ from dovetail.core.interfaces.plan import SAMPLE
 from dovetail.plugins.cost.config import RooflineConfig
 
 MOST_EXACT_ROWS = 384
-"""As in core.ops.packed_tiles, whose package imports torch: rows above which a weight of 4 bits is rounded to E4M3."""
+"""Rows up to which a weight of 4 bits is not rounded to E4M3. core.ops.packed_tiles has the same number, but its
+package imports torch."""
 
 
 def _mean_rows(sums: Mapping[tuple[int, int], Sequence[int]]) -> Iterator[RowWork]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dovetail.core.compose import Selected
 from dovetail.core.compose.capabilities import FP8_HARDWARE, Capabilities, Host, Requires
 from dovetail.plugins.quant.config import (
     FP4Config,
@@ -71,10 +72,9 @@ def mixed(config: MixedConfig, host: Host) -> Capabilities:
     has the others."""
     those, rest = config.those.capabilities(host), config.rest.capabilities(host)
     requires = [*those.requires, *rest.requires]
-    # A quantizer that states nothing leaves weights in the model's dtype.
-    provides = {"weight_bits": "model", "product": "model", **rest.provides, **_head(config.head, host)}
+    provides = {**_formats(config.rest, rest), **_head(config.head, host)}
     if config.layers:
-        provides["of_layers"] = ((config.layers, dict(those.provides)),)
+        provides["of_layers"] = ((config.layers, _formats(config.those, those)),)
     if config.activations != "auto":
         # Quantizers without the option, such as int8, keep their own format.
         provides |= {**_product(config.activations), "fixed_product": ("fp8", "model")}
@@ -84,6 +84,12 @@ def mixed(config: MixedConfig, host: Host) -> Capabilities:
         requires.append(_multiplies_fp8())
     lacks = (*those.lacks, *rest.lacks)
     return Capabilities(provides=provides, requires=tuple(dict.fromkeys(requires)), lacks=lacks)
+
+
+def _formats(quant: Selected, stated: Capabilities) -> dict[str, Any]:
+    """Return what a nested quantizer provides. quant=none states no formats, since those are the model's dtype."""
+    plain = {"weight_bits": "model", "product": "model"} if quant.name == "none" else {}
+    return plain | dict(stated.provides)
 
 
 def gguf(config: GGUFConfig, host: Host) -> Capabilities:

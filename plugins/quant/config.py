@@ -37,7 +37,7 @@ class PackedConfig(Config):
     many_rows: Literal["rounded", "exact"] = "rounded"
     """Weights of matmuls of many rows, such as those of prompts, with fp8 inputs. rounded: those of 4 bits are rounded
     to E4M3 once more, with one scale per output, for the library's FP8 matmul. exact: they are multiplied as they are,
-    which takes up to 1.6 times as long."""
+    which takes up to 2.3 times as long."""
 
 
 class Int4Config(PackedConfig):

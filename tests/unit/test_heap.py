@@ -82,7 +82,7 @@ def rank(*args: Any, **kwargs: Any) -> Mock:
 
 
 def test_a_rank_excludes_what_it_loaded_from_collections_before_it_serves(monkeypatch):
-    """As the process of the client does: a full collection would stop all ranks' steps for long."""
+    """A full collection in one rank would stop the steps of all of them."""
     frozen: dict[str, int] = {}
     control = Mock()
     control.send.side_effect = lambda message: frozen.setdefault(message["op"], gc.get_freeze_count())

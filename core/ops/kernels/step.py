@@ -408,7 +408,7 @@ def simulate_triton(
     rate_K: torch.Tensor,
     vocab: int,
 ) -> torch.Tensor:
-    """As core.worker.simulated_acceptance.simulate."""
+    """Return the tokens of core.worker.simulated_acceptance.simulate."""
     tokens_RW = tokens_RW.contiguous()
     rows, width = tokens_RW.shape
     out_RW = torch.empty_like(tokens_RW)

@@ -92,7 +92,7 @@ def test_which_rows_go_to_the_kernel_for_single_tokens():
     (4, 5, 4), (4, 3, 3), (8, 5, 2), (7, 2, 2), (5, 9, 3), (1, 9, 9), (1, 33, 16),
 ])  # fmt: skip
 def test_rows_with_drafts(group, tokens, each):
-    """As many tokens as fit are a tile; few rows, large groups and trees go to the kernel for all GPUs."""
+    """A tile has as many tokens as fit; few rows, large groups and 16-bit keys go to the kernel for all GPUs."""
     shape = Shape(group, 128, torch.bfloat16, E4M3, 32, hopper=True)
     tile = Tiles().decode(shape, tokens, 4)
     assert isinstance(tile, DecodeTile) and tile.queries(group) == each

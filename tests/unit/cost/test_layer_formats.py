@@ -58,10 +58,22 @@ def test_weights_fit_as_they_are_mixed():
                 check_weights_fit(composition, spec_of(composition), device)
 
 
+def test_a_nested_quantizer_that_states_nothing_is_no_plain_one():
+    """Its weights have any bits; only those of quant=none have the model's dtype."""
+    spec, fp8 = spec_of(compose(MIXED)), {"weight_bits": 8, "product": "fp8"}
+    for stated in ({"of_layers": ((("layers.*.mlp.*",), fp8),)}, {**fp8, "of_layers": ((("layers.0.*",), {}),)}):
+        found = over_layers(stated, spec, 16.0)
+        assert (found["weight_bits"], found["product"]) == (None, None)
+
+
 def test_the_first_pattern_that_matches_counts():
     composition = compose(MIXED)
     first, second = {"weight_bits": 4, "product": "model"}, {"weight_bits": 8, "product": "fp8"}
-    stated = {"weight_bits": "model", "of_layers": ((("layers.*",), first), (("layers.*.mlp.*",), second))}
+    stated = {
+        "weight_bits": "model",
+        "product": "model",
+        "of_layers": ((("layers.*",), first), (("layers.*.mlp.*",), second)),
+    }
     found = over_layers(stated, spec_of(composition), 16.0)
     assert (found["weight_bits"], found["product"]) == (4, "model")
     assert over_layers(second, spec_of(composition), 16.0) is second

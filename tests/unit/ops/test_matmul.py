@@ -144,6 +144,7 @@ def padded_to_96(monkeypatch):
     """Let the library multiply 96 rows for 49 to 80, with weights [32, 64] on a GPU that the CPU emulates."""
     module = sys.modules[matmul.__module__]
     monkeypatch.setattr(module, "device_facts", lambda device: ("a GPU", 132, False, HOPPER_SHARED))
+    monkeypatch.setattr(module, "_gpu_name", lambda device: "a GPU")
     with temporarily(
         Choices({(OP, "a GPU", matmul_key(kind, 32, 64)): {80: {LIBRARY_ROWS: 96}} for kind in ("bf16", "fp8")})
     ):
