@@ -20,9 +20,10 @@ from dovetail.core.ops.latents import quantize_latents  # noqa: E402
 from dovetail.core.testing.attention_latent import LatentArena  # noqa: E402
 from dovetail.core.testing.numeric import TOLERANCE  # noqa: E402
 from dovetail.plugins.attention.config import TritonConfig  # noqa: E402
-from dovetail.plugins.attention.triton import latent  # noqa: E402
+from dovetail.plugins.attention.triton import absorbed, latent  # noqa: E402
+from dovetail.plugins.attention.triton.absorbed import Absorbed, LatentTile  # noqa: E402
 from dovetail.plugins.attention.triton.backend import Triton  # noqa: E402
-from dovetail.plugins.attention.triton.latent import Absorbed, Expanded, LatentTile  # noqa: E402
+from dovetail.plugins.attention.triton.latent import Expanded  # noqa: E402
 
 from .interpreter import mend  # noqa: E402
 
@@ -49,7 +50,7 @@ def arena(mla: MLA, heads: int, kv_dtype: torch.dtype = FP32, backend: type[Trit
 
 def test_more_heads_than_a_tile_and_split_rows(monkeypatch):
     """Two tiles of heads, and ranges of keys that are joined; the last row has several tokens."""
-    monkeypatch.setattr(latent, "_tile", lambda *_, **__: LatentTile(16, 16, 4, 1, 2, least=16))
+    monkeypatch.setattr(absorbed, "tile_of", lambda *_, **__: LatentTile(16, 16, 4, 1, 2, least=16))
     made = arena(SMALL, 20)
     made.run(made.plan([("a", 15)]))
     rows = made.plan([("a", 3)], num_decode=1, slack=60)

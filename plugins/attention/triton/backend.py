@@ -368,6 +368,7 @@ def make_items(
         tile.root,
         capacity,
         int(tree_T3 is not None),
+        int(not tile.joins),
         window,
         queries,
         tile.span,
@@ -379,12 +380,12 @@ def make_items(
         BLOCK=64,
         num_warps=1,
     )
-    counts = torch.zeros(0 if words else capacity * units, dtype=torch.int32, device=device)
+    counts = torch.zeros(0 if words or not tile.joins else capacity * units, dtype=torch.int32, device=device)
     # Fill at least one word: attend_decode reads the plan without waiting for its preceding kernel, so that kernel must
     # not be plan_items. The fill kernel starts only after plan_items has ended.
     boxes = capacity * units * words if split else min(1, words)
     mail = torch.full((boxes,), EMPTY, dtype=torch.int32, device=device)
-    parts = capacity * queries if split and not words else 0
+    parts = capacity * queries if (split and not words) or not tile.joins else 0
     return Items(tile, items, counts, gathered, first_pages, mail, tree_T3), parts
 
 

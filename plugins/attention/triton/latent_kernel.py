@@ -91,14 +91,15 @@ def attend_latents(
     BLOCK_N: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    JOIN: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (tile of HEADS heads, item). q_ptr: queries of L columns; rotary_q_ptr: the first rotated column of the
-    first query, in [T, H, D]. The output is [T, H, L]."""
+    first query, in [T, H, D]. The output is [T, H, L]; if not JOIN, partial
+    results alone are written, of every item."""
     announce(PDL)
-    wait(PDL)
     unit = tl.program_id(0)
     item = items_ptr + tl.program_id(1) * ITEM
     row = tl.load(item)
@@ -113,6 +114,13 @@ def attend_latents(
     splits = tl.load(item + 9)
     first_item = tl.load(item + 10)
 
+    table = table_ptr + row.to(tl.int64) * table_stride
+    keys = lo + tl.arange(0, BLOCK_N)
+    # Look up the pages of the next block one block ahead, so their addresses do not wait for a load. Items and table
+    # are older than the preceding kernel, the product of queries and up-projections.
+    page = tl.load(table + keys // PAGE, mask=keys < hi, other=0)
+    wait(PDL)
+
     row_m = tl.arange(0, BLOCK_M)
     query = row_m // HEADS
     head = unit * HEADS + row_m % HEADS
@@ -125,15 +133,11 @@ def attend_latents(
     q = tl.load(inner, mask=ok, other=0.0).to(COMPUTE)
     outer = rotary_q_ptr + ((token * H + head) * D)[:, None] + rotated[None, :]
     rotary_q = tl.load(outer, mask=exists[:, None] & (rotated < R)[None, :], other=0.0).to(COMPUTE)
-    table = table_ptr + row.to(tl.int64) * table_stride
     qk_scale = scale * LOG2_E
 
     acc = tl.zeros((BLOCK_M, BLOCK_L), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     m = tl.full((BLOCK_M,), LOW, tl.float32)
-    keys = lo + tl.arange(0, BLOCK_N)
-    # Look up the pages of the next block one block ahead, so their addresses do not wait for a load.
-    page = tl.load(table + keys // PAGE, mask=keys < hi, other=0)
     for n in range(lo, hi, BLOCK_N):
         keys = n + tl.arange(0, BLOCK_N)
         following = keys + BLOCK_N
@@ -158,5 +162,5 @@ def attend_latents(
     offset = (token * H + head) * L
     store_range(
         acc, total, m, out_ptr, part_ptr, lse_ptr, count_ptr, offset, ok, exists, query, head, columns, part, splits,
-        first_item, unit, H, UNITS, L, BLOCK_M, BLOCK_L, BLOCK_M // HEADS,
+        first_item, unit, H, UNITS, L, BLOCK_M, BLOCK_L, BLOCK_M // HEADS, JOIN,
     )  # fmt: skip

@@ -31,7 +31,8 @@ class Items:
     items: torch.Tensor
     """int32 [W, ITEM]"""
     counts: torch.Tensor
-    """int32, zero between launches: number of finished ranges per tile. Empty if ranges use mailboxes."""
+    """int32, zero between launches: number of finished ranges per tile. Empty if ranges use mailboxes, or are joined
+    by another kernel."""
     gathered: Gathered | None
     """Copies of the pages that the rows read; None = the pages themselves."""
     first_pages: torch.Tensor
@@ -45,7 +46,7 @@ class Items:
 @triton.jit(
     do_not_specialize=[
         *("first_row", "rows", "tokens", "first_part", "target", "least", "root", "capacity", "tree", "window"),
-        *("queries", "block_n", "table_stride", "page_tokens", "entries", "grain"),
+        *("partial", "queries", "block_n", "table_stride", "page_tokens", "entries", "grain"),
     ],
     # Those of consecutive rows of a step may begin anywhere.
     do_not_specialize_on_alignment=["row_start_ptr", "kv_len_ptr", "table_ptr"],
@@ -65,6 +66,7 @@ def plan_items(
     root,
     capacity,
     tree,
+    partial,
     window,
     queries,
     block_n,
@@ -79,7 +81,8 @@ def plan_items(
     items for the tokens past the last row.
 
     Ranges have at least `least` keys and at least `root` times the cube root of the longest row's keys; a very large
-    `least` leaves every row whole. For each item, `entries` pages of its range are stored too, `grain` keys apart.
+    `least` leaves every row whole. If `partial` is not 0, whole rows have a partial result, too. For each item,
+    `entries` pages of its range are stored too, `grain` keys apart.
     Program r < rows writes the items of one row, program `rows` those of the padding, and the last one marks unused
     items. No argument but ROWS and BLOCK is a constant, so one compiled kernel serves steps of every shape.
     """
@@ -133,7 +136,7 @@ def plan_items(
         seen_to = tl.where(tree != 0, my_length, tl.minimum(at + n, my_length))
         lo = seen_from // block_n * block_n + place * my_range
         hi = tl.where(my_splits > 1, tl.minimum(seen_to, lo + my_range), seen_to)
-        part = tl.where(my_splits > 1, first_part + (my_first + index) * queries, -1)
+        part = tl.where((my_splits > 1) | (partial != 0), first_part + (my_first + index) * queries, -1)
         item_row = tl.where(mine > rows, -1, first_row + tl.minimum(mine, rows - 1)) + tl.zeros((BLOCK,), tl.int32)
         to = items_ptr + (my_first + index) * ITEM
         tl.store(to, item_row, mask=ok)

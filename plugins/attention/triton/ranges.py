@@ -36,11 +36,13 @@ def store_range(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     QUERIES: tl.constexpr,
+    JOIN: tl.constexpr = True,
 ):
     """Store the weighted sum of values acc [M, D], given the sum of weights and the maximum score [M] in base 2.
 
     Program axis 1 is the item, and `unit` of UNITS is the program's part of it. `offset` [M]: places in the output.
-    `query`, `head` [M]: token within the tile, and head. `part`, `splits`, `first_item`: fields of the item.
+    `query`, `head` [M]: token within the tile, and head. `part`, `splits`, `first_item`: fields of the item. If not
+    JOIN, every item has a partial result, and another kernel joins them.
     """
     # A query that saw no key gives zeros.
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
@@ -52,24 +54,27 @@ def store_range(
         to = (part + query).to(tl.int64) * H + head
         tl.store(part_ptr + (to * D)[:, None] + dims[None, :], acc, mask=ok)
         tl.store(lse_ptr + to, tl.where(total > 0, m + tl.log2(total), float("-inf")), mask=exists)
-        # The tile's last program to arrive joins all ranges, in their order.
-        tl.debug_barrier()
-        count_ptr += first_item * UNITS + unit
-        if tl.atomic_add(count_ptr, 1, sem="acq_rel") == splits - 1:
-            tl.store(count_ptr, 0)
-            row0 = part - (tl.program_id(1) - first_item) * QUERIES
-            m = tl.full((BLOCK_M,), LOW, tl.float32)
-            total = tl.zeros((BLOCK_M,), tl.float32)
-            acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-            for split in range(splits):
-                at_part = (row0 + split * QUERIES + query).to(tl.int64) * H + head
-                lse = tl.load(lse_ptr + at_part, mask=exists, other=float("-inf"), cache_modifier=".cg")
-                x = tl.load(part_ptr + (at_part * D)[:, None] + dims[None, :], mask=ok, other=0.0, cache_modifier=".cg")
-                new_m = tl.maximum(m, lse)
-                weight = tl.exp2(lse - new_m)
-                alpha = tl.exp2(m - new_m)
-                total = total * alpha + weight
-                acc = acc * alpha[:, None] + weight[:, None] * x
-                m = new_m
-            acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-            tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=ok)
+        if JOIN:
+            # The tile's last program to arrive joins all ranges, in their order.
+            tl.debug_barrier()
+            count_ptr += first_item * UNITS + unit
+            if tl.atomic_add(count_ptr, 1, sem="acq_rel") == splits - 1:
+                tl.store(count_ptr, 0)
+                row0 = part - (tl.program_id(1) - first_item) * QUERIES
+                m = tl.full((BLOCK_M,), LOW, tl.float32)
+                total = tl.zeros((BLOCK_M,), tl.float32)
+                acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+                for split in range(splits):
+                    at_part = (row0 + split * QUERIES + query).to(tl.int64) * H + head
+                    lse = tl.load(lse_ptr + at_part, mask=exists, other=float("-inf"), cache_modifier=".cg")
+                    x = tl.load(
+                        part_ptr + (at_part * D)[:, None] + dims[None, :], mask=ok, other=0.0, cache_modifier=".cg"
+                    )
+                    new_m = tl.maximum(m, lse)
+                    weight = tl.exp2(lse - new_m)
+                    alpha = tl.exp2(m - new_m)
+                    total = total * alpha + weight
+                    acc = acc * alpha[:, None] + weight[:, None] * x
+                    m = new_m
+                acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+                tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=ok)

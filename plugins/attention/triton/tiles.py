@@ -62,6 +62,8 @@ class Tile:
     """Whether 8-bit V is read as words of two columns."""
     key_warps: int = 0
     """Number of warps that each process a different block of keys; 0 = all warps process the same block."""
+    joins: bool = True
+    """Whether the kernel joins the ranges of a row. If not, every item has a partial result for a later kernel."""
 
     def queries(self, group: int) -> int:
         """Query tokens of a tile. `group`: query heads per kv head."""

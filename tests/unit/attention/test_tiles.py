@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from dovetail.core.interfaces import MLA, AttentionLayer
-from dovetail.plugins.attention.triton import latent
+from dovetail.plugins.attention.triton import absorbed
 from dovetail.plugins.attention.triton.tiles import DecodeTile, PromptTile, Shape, Tiles, packed_heads
 
 E4M3 = torch.float8_e4m3fn
@@ -107,30 +107,31 @@ def test_rows_with_drafts(group, tokens, each):
 @pytest.mark.parametrize("narrow", [False, True])
 def test_tiles_of_latents_are_large_for_many_rows_and_fit_each_gpu(narrow, dtype, monkeypatch):
     """Counts of rows at which benchmarks/latents.py has either tile ahead."""
-    monkeypatch.setattr(latent, "_processors", lambda device: 132)
+    monkeypatch.setattr(absorbed, "_processors", lambda device: 132)
     sizes, device = MLA(1536, 512, 64, 128, 128), torch.device("cpu")
 
-    def tile(heads: int, tokens: int, rows: int, shared: int = 227 << 10) -> latent.LatentTile:
-        monkeypatch.setattr(latent, "shared_bytes_of", lambda device: shared)
+    def tile(heads: int, tokens: int, rows: int, shared: int = 227 << 10) -> absorbed.LatentTile:
+        monkeypatch.setattr(absorbed, "shared_bytes_of", lambda device: shared)
         layer = AttentionLayer(0, 0, 0, heads, heads, 192, 0.1, mla=sizes)
-        tiles = max(rows, rows * tokens * heads // 64)
-        return latent._tile(layer, tokens, tiles, dtype, E4M3 if narrow else dtype, device)
+        kv_dtype = E4M3 if narrow else dtype
+        return absorbed.tile_of(layer, tokens, rows, rows * tokens, dtype, kv_dtype, device)
 
     most = 64 if dtype.itemsize == 2 else 16
     assert [tile(128, 1, rows).block_m for rows in (1, 2, 8, 64, 256)] == [16, 16, most, most, most]
     assert [tile(heads, tokens, 64).block_m for heads, tokens in ((16, 1), (16, 4), (32, 1))] == [16, most, most]
     for shared in (99 << 10, 163 << 10, 227 << 10):
         for heads, tokens, rows in ((16, 1, 1), (16, 4, 64), (128, 1, 64)):
-            assert latent._shared_bytes(sizes, tile(heads, tokens, rows, shared), dtype.itemsize) <= shared
+            assert absorbed.shared_bytes(sizes, tile(heads, tokens, rows, shared), dtype.itemsize) <= shared
 
 
 def test_which_latents_go_to_the_kernel_for_hopper(monkeypatch):
-    monkeypatch.setattr(latent, "_processors", lambda device: 132)
+    monkeypatch.setattr(absorbed, "_processors", lambda device: 132)
     sizes, bf16, fp16 = MLA(1536, 512, 64, 128, 128), torch.bfloat16, torch.float16
 
     def hopper(tokens=1, rows=64, dtype=bf16, kv_dtype=E4M3, mla=sizes, heads=16, **options) -> bool:
         layer = AttentionLayer(0, 0, 0, heads, heads, 192, 0.1, mla=mla)
-        return latent._tile(layer, tokens, rows, dtype, kv_dtype, torch.device("cpu"), **options).hopper
+        device = torch.device("cpu")
+        return absorbed.tile_of(layer, tokens, rows, rows * tokens, dtype, kv_dtype, device, **options).hopper
 
     assert hopper(hopper=True) and hopper(kv_dtype=bf16, hopper=True) and hopper(dtype=fp16, kv_dtype=fp16, hopper=True)
     others = (
