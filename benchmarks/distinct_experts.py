@@ -28,7 +28,7 @@ from dovetail.core.layers.experts import Experts
 
 @contextmanager
 def counted() -> Iterator[list[torch.Tensor]]:
-    """Yield the counters of the layers that are built meanwhile: int64 [experts] each."""
+    """Yield the counters of the routed experts of layers that are built meanwhile: int64 [experts] each."""
     loads: list[torch.Tensor] = []
     build = Experts.__init__
 
@@ -37,7 +37,7 @@ def counted() -> Iterator[list[torch.Tensor]]:
         if self.loads_E is None:
             device = next(iter(self.params.values())).device
             self.loads_E = torch.zeros(self.shape.experts, dtype=torch.int64, device=device)
-        loads.append(self.loads_E)
+        loads.append(self.loads_E[: len(self.loads_E) - self.always])
 
     Experts.__init__ = init  # type: ignore[method-assign]
     try:

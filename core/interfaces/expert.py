@@ -45,6 +45,9 @@ class RoutingRule:
     uniform: bool = False
     """Replace the logits by a hash of themselves, so that every expert is equally likely. For speed measurements with
     random weights, whose routers may choose a few experts for all tokens."""
+    always: int = 0
+    """Further experts that every token has, numbered from `experts` on, whose outputs count as they are (shared
+    experts; DeepSeekMoE, 2024)."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.active <= self.experts:
@@ -108,14 +111,19 @@ class ExpertShape:
     first_channel: int = 0
     """This rank's first channel in the whole experts."""
     ids: tuple[int, ...] = ()
-    """Expert in each slot, as the checkpoint numbers them, for paths of layers (`skip` of quantizers); () = 0, 1, and
-    so on."""
+    """Expert in each slot, as the checkpoint numbers them; () = 0, 1, and so on."""
+    paths: tuple[str, ...] = ()
+    """Path of each slot's matrices, which patterns match (`skip` of quantizers); () = `path_of` tells."""
 
     def __post_init__(self) -> None:
         if not self.whole_intermediate:
             object.__setattr__(self, "whole_intermediate", self.intermediate)
         if not self.ids:
             object.__setattr__(self, "ids", tuple(range(self.experts)))
+
+    def path_of(self, path: str, slot: int) -> str:
+        """Return the path of the matrices in a slot. `path`: that of the layer."""
+        return self.paths[slot] if self.paths else f"{path}.{self.ids[slot]}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Tensor-parallel layers. Each is a callable that owns its tensors and lists the checkpoint tensors it loads."""
 
 from dovetail.core.layers.embedding import LMHead, VocabParallelEmbedding, VocabTable
-from dovetail.core.layers.experts import ExpertRouter, Experts
+from dovetail.core.layers.experts import ExpertRouter, Experts, SharedExperts
 from dovetail.core.layers.kinds import kind_of, one_of_each
 from dovetail.core.layers.kv_scales import KVScales
 from dovetail.core.layers.linear import ColumnParallel, Linear, QKVParallel, RowParallel, local_heads
@@ -38,6 +38,7 @@ __all__ = [
     "QKVParallel",
     "RMSNorm",
     "RowParallel",
+    "SharedExperts",
     "Sinks",
     "Stack",
     "Stored",

@@ -4,6 +4,7 @@ Shapes: T tokens, R rows that a rank multiplies, E experts, C hidden channels, F
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -32,11 +33,15 @@ from dovetail.core.interfaces.tensor_record import TensorRecord
 from dovetail.core.layers.expert_slots import layouts_of, moved, slots_of
 from dovetail.core.layers.linear import share_of_channels
 from dovetail.core.layers.packed_linear_experts import PackedLinearExperts
+from dovetail.core.layers.plain_experts import PlainExperts
 from dovetail.core.layers.share import Wanted, below, check_records, fewer_ranks, shares_of, stored_of
 from dovetail.core.layers.weights import Taker, Weight, WeightSet
 from dovetail.core.ops import route, router_logits
 from dovetail.core.ops.expert_copies import count_experts
 from dovetail.core.ops.tiles import MOST_SHARED_TILES
+
+GROUPS = 128
+"""A multiple of the channels that share a scale, in every format of experts."""
 
 
 class ExpertRouter:
@@ -81,11 +86,25 @@ def _copy_whole(to: torch.Tensor, lazy: LazyTensor) -> None:
     to.copy_(lazy[:])
 
 
+@dataclass(frozen=True, slots=True)
+class SharedExperts:
+    """Experts that every token has. The checkpoint has one matrix for the channels of all of them."""
+
+    count: int
+    names: tuple[str, str, str]
+    """Checkpoint prefixes of gate, up, down."""
+    path: str
+    """Path of a layer of theirs."""
+
+
 class Experts:
     """Gated experts of a layer: some on this rank, stored and multiplied by the quantizer's ExpertMethod. Rows get to
     their experts by the placement: dispatch, multiply, combine.
 
-    Each matrix is a tensor of its own in the checkpoint; `unstacked` separates those of other layouts.
+    Each matrix is a tensor of its own in the checkpoint; `unstacked` separates those of other layouts. Shared experts
+    are further slots behind the routed ones, so that the same launches multiply them, unless something forbids it:
+    then `always` is 0, and they need a layer of their own. A placement has routed ones alone, and adapters add to
+    matrices that stand for themselves.
     """
 
     def __init__(
@@ -97,6 +116,7 @@ class Experts:
         intermediate: int,
         activation: GatedActivation = SWIGLU,
         bias: bool = False,
+        shared: SharedExperts | None = None,
     ) -> None:
         """`names`: checkpoint prefixes of each expert's gate, up, down. `intermediate`: channels of whole experts."""
         self.placement = build.placement
@@ -127,7 +147,18 @@ class Experts:
             first_channel=start,
             ids=tuple(ids),
         )
-        method = build.quantizer.experts(path, self.shape)
+        self.always = 0
+        """Number of experts that every token has, the last slots."""
+        method = None
+        if shared is not None and self.placement is None and build.adapters is None:
+            both = _with_shared(self.shape, path, shared)
+            method = build.quantizer.experts(path, both)
+            # Parts of a matrix must begin with a group of channels that share a scale.
+            if shared.count > 1 and intermediate % GROUPS and not isinstance(method, PlainExperts):
+                method = None
+            if method is not None:
+                self.shape, self.always = both, shared.count
+        method = method or build.quantizer.experts(path, self.shape)
         self.method = method or PackedLinearExperts(build.quantizer, path, self.shape)
         if size > build.collective.size:
             _check_own_scales(self.method.input, path)
@@ -181,13 +212,13 @@ class Experts:
         self.slots = moved(self.slots, layouts)
 
     def weights(self) -> Iterator[Taker]:
-        # Several slots may have one expert, whose tensors they take together.
+        # Several slots may have one expert, whose tensors they take together, and shared ones parts of a matrix.
         slots: dict[tuple[str, str, str], list[int]] = {}
         for slot, names in enumerate(self.shape.names):
             slots.setdefault(names, []).append(slot)
         for names, copies in slots.items():
             for part, name in zip(PARTS, names, strict=True):
-                outputs, inputs = self._sides(part)
+                outputs, inputs = self._sides(part, copies[0])
                 records = self._records(name)
                 yield WeightSet(
                     stored_of(name, records, outputs.total, inputs.total),
@@ -205,16 +236,19 @@ class Experts:
         records = self.method.tensors_of(name)
         return [record for record in records if self.bias is None or record.name != "bias"]
 
-    def _sides(self, part: ExpertPart) -> tuple[Wanted, Wanted]:
-        """Return this rank's outputs and inputs of a matrix."""
-        hidden = Wanted(self.shape.hidden, 0, self.shape.hidden)
-        channels = Wanted(self.shape.whole_intermediate, self.channels.start, self.channels.stop)
+    def _sides(self, part: ExpertPart, slot: int) -> tuple[Wanted, Wanted]:
+        """Return this rank's outputs and inputs of the matrix of a slot."""
+        hidden, whole = Wanted(self.shape.hidden, 0, self.shape.hidden), self.shape.whole_intermediate
+        channels = Wanted(whole, self.channels.start, self.channels.stop)
+        if (index := slot - (self.shape.experts - self.always)) >= 0:
+            first = index * whole
+            channels = Wanted(self.always * whole, first + self.channels.start, first + self.channels.stop)
         return (hidden, channels) if part == "down" else (channels, hidden)
 
     def _take(self, slots: list[int], part: ExpertPart, name: str, tensors: Mapping[str, LazyTensor]) -> None:
         with below(name):
             for slot in slots:
-                share = shares_of(name, self._records(name), tensors, *self._sides(part))
+                share = shares_of(name, self._records(name), tensors, *self._sides(part, slot))
                 self.method.load(self.params, slot, part, share)
 
     def _take_bias(self, bias: ExpertBias, slots: list[int], part: ExpertPart, lazy: LazyTensor) -> None:
@@ -226,6 +260,14 @@ class Experts:
                 own.copy_(lazy[self.channels])
             elif self.loads_down_bias:
                 bias.down[slot].copy_(lazy[:])
+
+
+def _with_shared(shape: ExpertShape, path: str, shared: SharedExperts) -> ExpertShape:
+    """Append slots for shared experts."""
+    count = shape.experts + shared.count
+    paths = tuple(shape.path_of(path, slot) for slot in range(shape.experts)) + (shared.path,) * shared.count
+    names = shape.names + (shared.names,) * shared.count
+    return replace(shape, experts=count, names=names, ids=tuple(range(count)), paths=paths)
 
 
 def _padded_routing(routing: Routing, rows: int) -> Routing:

@@ -41,8 +41,8 @@ class LoopedExperts(ExpertMethod):
         self.path, self.shape = path, shape
         self.shapes = [linear_shapes(shape, expert) for expert in range(shape.experts)]
         self.methods: list[tuple[LinearMethod, LinearMethod]] = [
-            (quantizer.linear(f"{path}.{expert}.gate_up", up), quantizer.linear(f"{path}.{expert}.down", down))
-            for expert, (up, down) in zip(shape.ids, self.shapes, strict=True)
+            (quantizer.linear(f"{own}.gate_up", up), quantizer.linear(f"{own}.down", down))
+            for own, (up, down) in zip((shape.path_of(path, i) for i in range(shape.experts)), self.shapes, strict=True)
         ]
         self._of = {
             name: method

@@ -36,9 +36,9 @@ def router_logits(
 def route(
     logits_TE: torch.Tensor, rule: RoutingRule, bias_E: torch.Tensor | None = None, live_T: torch.Tensor | None = None
 ) -> Routing:
-    """Return the `rule.active` experts of each token, the best first. `bias_E` (float32) is added to the scores by
-    which experts are selected, but not to those by which outputs are weighted (DeepSeek-V3, 2024). Tokens whose
-    `live_T` is false have no experts."""
+    """Return the `rule.active` experts of each token, the best first, and behind them those that every token has.
+    `bias_E` (float32) is added to the scores by which experts are selected, but not to those by which outputs are
+    weighted (DeepSeek-V3, 2024). Tokens whose `live_T` is false have no experts."""
     if logits_TE.is_cuda:
         from dovetail.core.ops.kernels.routing import route_triton
 
@@ -66,6 +66,10 @@ def route_reference(
         weights_TK = weights_TK / (weights_TK.sum(1, keepdim=True) + SMALL)
     weights_TK = weights_TK * rule.scale
     experts_TK = experts_TK.int()
+    if rule.always:
+        always = torch.arange(rule.experts, rule.experts + rule.always, dtype=torch.int32)
+        experts_TK = torch.cat([experts_TK, always.expand(tokens, -1)], dim=1)
+        weights_TK = torch.cat([weights_TK, torch.ones(tokens, rule.always)], dim=1)
     if live_T is not None:
         experts_TK = torch.where(live_T[:, None], experts_TK, -1)
         weights_TK = torch.where(live_T[:, None], weights_TK, 0.0)

@@ -44,6 +44,9 @@ class LlamaConfig(ModelFiles):
     routing: Literal["learned", "uniform"] = "learned"
     """uniform: every expert is equally likely, for measurements with load=dummy, whose random routers may select a few
     experts for all tokens."""
+    shared_experts: Literal["auto", "apart"] = "auto"
+    """apart: experts that every token has are an MLP of their own. auto: where their format is that of the routed
+    experts, the same launches multiply them, on ranks that have all experts, without adapters."""
 
     @model_validator(mode="after")
     def _uniform_for_dummies(self) -> LlamaConfig:

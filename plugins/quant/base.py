@@ -101,7 +101,7 @@ class StoredOrRounded(Quantizer, Generic[Stored]):
 
     def _plain(self, path: str, shape: ExpertShape, expert: int) -> bool | None:
         """Whether an expert's matrices are plain; None = some are."""
-        matrices = tuple(f"{path}.{shape.ids[expert]}.{matrix}" for matrix in ("gate_up", "down"))
+        matrices = tuple(f"{shape.path_of(path, expert)}.{matrix}" for matrix in ("gate_up", "down"))
         skipped = {any(fnmatch(matrix, pattern) for pattern in self.config.skip) for matrix in matrices}
         if skipped == {False} and self.stored is not None:
             gate, up, down = shape.names[expert]

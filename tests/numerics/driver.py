@@ -21,7 +21,8 @@ def build_model(config: LlamaConfig, **options) -> Llama:
     return Llama(config, build_context(Llama.spec(config), **options))
 
 
-def load_model(folder: Path, **options) -> Llama:
-    model = build_model(LlamaConfig(path=str(folder)), **options)
+def load_model(folder: Path, config: LlamaConfig | None = None, **options) -> Llama:
+    """`config`: None = the defaults."""
+    model = build_model(config or LlamaConfig(path=str(folder)), **options)
     model.load(open_checkpoint(folder).open())
     return model

@@ -12,10 +12,13 @@ from dovetail import LLM, SamplingParams
 from dovetail.core.checkpoint import open_checkpoint
 from dovetail.core.compose import cli
 from dovetail.core.errors import ConfigError, RequestError
+from dovetail.core.interfaces import Collective
 from dovetail.core.testing.rank_threads import on_threads
 from dovetail.plugins.adapter.config import LoRAConfig
 from dovetail.plugins.adapter.lora.adapters import LoRA
 from dovetail.plugins.model.config import LlamaConfig
+from dovetail.plugins.model.llama.decoder import Llama
+from dovetail.plugins.model.llama.experts import SparseMLP
 from dovetail.plugins.quant.config import FP8Config, Int8Config
 from dovetail.plugins.quant.fp8.quantizer import FP8
 from dovetail.plugins.quant.int8.quantizer import Int8
@@ -88,6 +91,62 @@ def test_quantized_experts_are_near_plain_ones(quantizer, variant, tmp_path):
     got = Driver(load_model(tmp_path, quantizer=quantizer)).step([("a", TOKENS)], padding=3)[0]
     error_T = ((got - expected).norm(dim=1) / expected.norm(dim=1))[:9]
     assert 1e-4 < error_T.median() < 0.25
+
+
+def together(model: Llama) -> int:
+    """Shared experts of the last layer that are in slots of its routed ones."""
+    mlp = model.blocks[-1].mlp
+    assert isinstance(mlp, SparseMLP) and (mlp.shared is None) == (mlp.experts.always > 0)
+    return mlp.experts.always
+
+
+@pytest.mark.parametrize(("variant", "shared"), [("glm4_moe", 1), ("deepseek_v3", 2)])
+def test_shared_experts_run_with_the_routed_ones(variant, shared, tmp_path):
+    """The result is that of an MLP of their own, on one rank and on two."""
+    save_random(tmp_path, variant)
+    apart = load_model(tmp_path, LlamaConfig(path=str(tmp_path), shared_experts="apart"))
+    assert together(apart) == 0
+    expected = Driver(apart).step([("a", TOKENS)], padding=3)[0]
+    model = load_model(tmp_path)
+    assert together(model) == shared
+    torch.testing.assert_close(Driver(model).step([("a", TOKENS)], padding=3)[0], expected, atol=1e-5, rtol=0)
+
+    def on_rank(ranks: Collective) -> torch.Tensor:
+        model = load_model(tmp_path, collective=ranks)
+        assert together(model) == shared
+        return Driver(model).step([("a", TOKENS)])[0]
+
+    for got in on_threads(2, on_rank):
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+
+
+ATTENTION = ["layers.*.attn.*"]
+FP8_BESIDE_PLAIN = FP8(FP8Config(skip=["layers.*.mlp.shared.*"]))
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes", "options", "shared"),
+    [
+        ("glm4_moe", {}, dict(quantizer=FP8(FP8Config())), 1),
+        ("glm4_moe", {}, dict(quantizer=FP8(FP8Config(scales="block"))), 1),
+        ("glm4_moe", {}, dict(quantizer=FP8_BESIDE_PLAIN), 0),
+        ("glm4_moe", {}, dict(quantizer=Int8(Int8Config())), 0),
+        ("glm4_moe", {}, dict(adapters=LoRA(LoRAConfig(slots=1), CPU, torch.float32)), 0),
+        ("deepseek_v3", {}, dict(quantizer=FP8(FP8Config(skip=ATTENTION))), 0),
+        ("deepseek_v3", {"moe_intermediate_size": 128}, dict(quantizer=FP8(FP8Config(skip=ATTENTION))), 2),
+        ("deepseek_v3", {"moe_intermediate_size": 128}, dict(quantizer=FP8(FP8Config(scales="block"))), 2),
+    ],
+)
+def test_which_shared_experts_run_with_the_routed_ones(variant, changes, options, shared, tmp_path):
+    """Those of an equal format, whose parts begin with a group of channels. The result is near that of an MLP."""
+    save_random(tmp_path, variant, **changes)
+    model = load_model(tmp_path, **options)
+    assert together(model) == shared
+    if shared:
+        expected = Driver(load_model(tmp_path)).step([("a", TOKENS)])[0]
+        got = Driver(model).step([("a", TOKENS)])[0]
+        error_T = ((got - expected).norm(dim=1) / expected.norm(dim=1))[:9]
+        assert 1e-4 < error_T.median() < 0.25
 
 
 def test_layers_for_multi_token_prediction_are_skipped(tmp_path):

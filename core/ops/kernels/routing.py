@@ -49,6 +49,7 @@ def _route(
     scale,
     EXPERTS: tl.constexpr,
     ACTIVE: tl.constexpr,
+    ALWAYS: tl.constexpr,
     SOFTMAX: tl.constexpr,
     NORMALIZE: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -98,20 +99,24 @@ def _route(
     if NORMALIZE:
         weights = weights / (tl.sum(weights, axis=0) + LEAST)
     weights = weights * scale
+    COUNT: tl.constexpr = ACTIVE + ALWAYS
+    if ALWAYS:
+        experts = tl.where(slot < ACTIVE, experts, EXPERTS + slot - ACTIVE)
+        weights = tl.where(slot < ACTIVE, weights, 1.0)
     if live_ptr is not None:
         live = tl.load(live_ptr + row) != 0
         experts = tl.where(live, experts, -1)
         weights = tl.where(live, weights, 0.0)
-    tl.store(experts_ptr + row * ACTIVE + slot, experts, mask=slot < ACTIVE)
-    tl.store(weights_ptr + row * ACTIVE + slot, weights, mask=slot < ACTIVE)
+    tl.store(experts_ptr + row * COUNT + slot, experts, mask=slot < COUNT)
+    tl.store(weights_ptr + row * COUNT + slot, weights, mask=slot < COUNT)
 
 
 def route_triton(
     logits_TE: torch.Tensor, rule: RoutingRule, bias_E: torch.Tensor | None = None, live_T: torch.Tensor | None = None
 ) -> Routing:
-    tokens, device = len(logits_TE), logits_TE.device
-    experts_TK = torch.empty(tokens, rule.active, dtype=torch.int32, device=device)
-    weights_TK = torch.empty(tokens, rule.active, dtype=torch.float32, device=device)
+    tokens, count, device = len(logits_TE), rule.active + rule.always, logits_TE.device
+    experts_TK = torch.empty(tokens, count, dtype=torch.int32, device=device)
+    weights_TK = torch.empty(tokens, count, dtype=torch.float32, device=device)
     if tokens:
         groups, size = (triton.next_power_of_2(n) for n in (rule.groups, rule.experts // rule.groups))
         _route[(tokens,)](
@@ -123,6 +128,7 @@ def route_triton(
             rule.scale,
             EXPERTS=rule.experts,
             ACTIVE=rule.active,
+            ALWAYS=rule.always,
             SOFTMAX=rule.scores == "softmax",
             NORMALIZE=rule.normalize,
             GROUPS=rule.groups,
@@ -131,7 +137,7 @@ def route_triton(
             UNIFORM=rule.uniform,
             BLOCK_G=groups,
             BLOCK_E=size,
-            BLOCK_K=triton.next_power_of_2(rule.active),
+            BLOCK_K=triton.next_power_of_2(count),
             num_warps=1 if groups * size <= 256 else 4,
             **dependent(logits_TE),
         )

@@ -66,7 +66,7 @@ from dovetail.core.ops.rehearsal import rehearsing
 from dovetail.core.startup_notes import note
 from dovetail.plugins.model.config import LlamaConfig
 from dovetail.plugins.model.llama.attention import Attention, defers
-from dovetail.plugins.model.llama.experts import SparseMLP, stacks_of, with_router
+from dovetail.plugins.model.llama.experts import SparseMLP, SparseOptions, stacks_of, with_router
 from dovetail.plugins.model.llama.families import mtp_layers, read_model, spec_of
 from dovetail.plugins.model.llama.family import Layout, Names
 from dovetail.plugins.model.llama.latent import LatentAttention
@@ -142,10 +142,9 @@ class Block:
         group: KVGroup,
         rope: Rope | None,
         before: RMSNorm | LayerNorm | None,
-        uniform: bool,
+        sparse: SparseOptions,
     ) -> None:
-        """`before`: norm of the previous block's output before it is added to the residual. `uniform`:
-        RoutingRule.uniform of layers with experts."""
+        """`before`: norm of the previous block's output before it is added to the residual."""
         prefix = layout.names.layer.format(index)
         self.before = before
         self.boundary, self.parallel = build.collective.boundary, layout.block.parallel
@@ -170,7 +169,7 @@ class Block:
             self.mlp = MLP(index, build, layout, matrices, build.spec.intermediate, defers(layout))
         else:
             shared = partial(_shared_mlp, index, layout)
-            self.mlp = SparseMLP(index, build, layout, uniform, shared)
+            self.mlp = SparseMLP(index, build, layout, sparse, shared)
             if self.mlp.own_rows:
                 self.mlp_boundary = build.collective.own_boundary
 
@@ -231,12 +230,12 @@ class Llama(Model):
                 )
             bias = f"{layout.names.head}.bias" if layout.head_bias else None
             self.head = LMHead(self.tables[-1], build, bias, layout.logit_cap, layout.factors.logits)
-        self._routes_uniformly = config.routing == "uniform"
+        self._sparse_options = SparseOptions(config.routing == "uniform", config.shared_experts == "apart")
         self.blocks: list[Block] = []
         for index in range(spec.layers):
             group, before = group_of[index], self.blocks[-1].after if self.blocks else None
             rope = local if group.window else full if layout.rotates_full else None
-            self.blocks.append(Block(index, build, layout, group, rope, before, self._routes_uniformly))
+            self.blocks.append(Block(index, build, layout, group, rope, before, self._sparse_options))
         self.norm = _norm(layout.names.norm, build, layout)
 
     @cached_property
@@ -326,7 +325,7 @@ class Llama(Model):
     def mtp_layer(self, build: BuildContext) -> MTPLayer:
         index = self.build.spec.layers
         groups = tuple(replace(group, layers=(index,)) for group in _kv_groups(build))
-        block = Block(index, build, self.layout, groups[0], self._rope, None, self._routes_uniformly)
+        block = Block(index, build, self.layout, groups[0], self._rope, None, self._sparse_options)
         return LlamaMTPLayer(build, self.layout, index, groups, block)
 
     @property

@@ -4,16 +4,16 @@ channels."""
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
 
-from dovetail.core.interfaces import PLAIN, ActFormat, BuildContext, Bundle, ForwardContext, Partial, RowShard
+from dovetail.core.interfaces import PLAIN, SWIGLU, ActFormat, BuildContext, Bundle, ForwardContext, Partial, RowShard
 from dovetail.core.interfaces.collective import Alone
 from dovetail.core.interfaces.rows import share_of
-from dovetail.core.layers import ExpertRouter, Experts, Linear, Stack, Taker
+from dovetail.core.layers import ExpertRouter, Experts, Linear, SharedExperts, Stack, Taker
 from dovetail.plugins.model.llama.families import Layout
 from dovetail.plugins.model.llama.moe import ExpertNames
 
@@ -33,32 +33,52 @@ class SharedMLP(Protocol):
     def __call__(self, x: Bundle, ctx: ForwardContext) -> Partial: ...
 
 
+@dataclass(frozen=True, slots=True)
+class SparseOptions:
+    """Options of layers with experts."""
+
+    uniform: bool
+    """RoutingRule.uniform"""
+    apart: bool
+    """Whether shared experts are an MLP of their own."""
+
+
 class SparseMLP:
     def __init__(
         self,
         index: int,
         build: BuildContext,
         layout: Layout,
-        uniform: bool,
+        options: SparseOptions,
         shared: Callable[[BuildContext, tuple[str, str, str], int], SharedMLP],
     ) -> None:
-        """`uniform`: RoutingRule.uniform. `shared` builds the MLP of shared experts from names and channels."""
+        """`shared` builds an MLP of shared experts from names and channels."""
         spec, experts = build.spec, layout.experts
         assert spec.moe is not None and experts is not None
         prefix, names = layout.names.layer.format(index), experts.names
         bias = None if names.selection_bias is None else f"{prefix}.{names.selection_bias}"
-        rule = replace(experts.rule, uniform=uniform)
-        self.router = ExpertRouter(f"{prefix}.{names.router}", build, spec.hidden, rule, bias, experts.bias)
         gate, up, down = (f"{prefix}.{name}" for name in names.matrices)
         matrices = [(gate.format(e), up.format(e), down.format(e)) for e in range(spec.moe.experts)]
         sizes, path = (spec.hidden, spec.moe.intermediate), f"layers.{index}.mlp.experts"
-        self.experts = Experts(path, matrices, build, *sizes, experts.activation, experts.bias)
+        together = None
+        alike = (
+            layout.activation == "silu_and_mul"
+            and experts.activation == SWIGLU
+            and not (layout.mlp_bias or experts.bias)
+        )
+        if spec.moe.shared and alike and not options.apart:
+            gate, up, down = (f"{prefix}.{name}" for name in names.shared)
+            together = SharedExperts(spec.moe.shared, (gate, up, down), f"layers.{index}.mlp.shared")
+        self.experts = Experts(path, matrices, build, *sizes, experts.activation, experts.bias, together)
+        rule = replace(experts.rule, uniform=options.uniform, always=self.experts.always)
+        self.router = ExpertRouter(f"{prefix}.{names.router}", build, spec.hidden, rule, bias, experts.bias)
         self.collective = build.collective
         self.own_rows = build.placement is not None and build.placement.rows == "own"
         # Layers that get a rank's own rows have all channels.
         within = replace(build, collective=Alone(None)) if self.own_rows else build
         channels = spec.moe.shared * spec.moe.intermediate
-        self.shared = shared(within, names.shared, channels) if spec.moe.shared else None
+        apart = spec.moe.shared > self.experts.always
+        self.shared = shared(within, names.shared, channels) if apart else None
 
     @property
     def inputs(self) -> tuple[ActFormat, ...]:

@@ -114,9 +114,10 @@ class Mixed(Quantizer):
     def experts(self, path: str, shape: ExpertShape) -> ExpertMethod | None:
         """Ask the quantizer of all matrices of the layer; None if there are several."""
         found: dict[int, Quantizer | None] = {}
-        for expert, names in zip(shape.ids, shape.names, strict=True):
+        for slot, names in enumerate(shape.names):
+            own = shape.path_of(path, slot)
             for matrix, of_matrix in (("gate_up", names[:2]), ("down", names[2:])):
-                matched = any(fnmatch(f"{path}.{expert}.{matrix}", pattern) for pattern in self.config.layers)
+                matched = any(fnmatch(f"{own}.{matrix}", pattern) for pattern in self.config.layers)
                 quantizers = map(self._of, of_matrix) if self.groups else [self.those if matched else self.rest]
                 found |= {id(quantizer): quantizer for quantizer in quantizers}
         if len(found) > 1:

@@ -29,6 +29,9 @@ CONSTANTS = {
     "dovetail.plugins.collective.symm_mem.kernels:argmax_over_ranks": {"peers_ptr"},
     # Mapping of outputs to parts.
     "dovetail.plugins.adapter.lora.kernel:_expand": {"blocks_ptr"},
+    # The plan: the product of queries and up-projections comes between. Weights.
+    "dovetail.plugins.attention.triton.latent_kernel:attend_latents": {"items_ptr", "table_ptr"},
+    "dovetail.plugins.attention.triton.latent_values:project_ranges": {"items_ptr", "value_ptr"},
     # The plan and keys of earlier steps, both older than the preceding kernel.
     "dovetail.plugins.attention.triton.hopper.decode:attend_decode": {
         *("items_ptr", "first_pages_ptr", "table_ptr", "k_ptr", "v_ptr", "k_scale", "v_scale"),

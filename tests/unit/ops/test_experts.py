@@ -65,6 +65,8 @@ RULES = {
     "all": RoutingRule(4, 4),
     "one": RoutingRule(1, 1),
     "uniform": RoutingRule(32, 4, uniform=True),
+    "shared": RoutingRule(11, 3, "sigmoid", normalize=True, scale=1.5, always=2),
+    "one shared": RoutingRule(8, 4, always=1),
 }
 
 
@@ -87,7 +89,8 @@ def by_hand(logits_E: list[float], rule: RoutingRule, bias_E: list[float]) -> di
     kept = sorted(sums, key=lambda group: -sums[group])[: rule.kept_groups]
     best = sorted((e for e in choice if e // size in kept), key=lambda e: -choice[e])[: rule.active]
     total = sum(scores[e] for e in best) if rule.normalize else 1.0
-    return {expert: scores[expert] / total * rule.scale for expert in best}
+    every = {rule.experts + i: 1.0 for i in range(rule.always)}
+    return {expert: scores[expert] / total * rule.scale for expert in best} | every
 
 
 @pytest.mark.parametrize("biased", [False, True])
