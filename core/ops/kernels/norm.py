@@ -31,6 +31,7 @@ def normed(x, weight, C, eps, dtype: tl.constexpr, weight_dtype: tl.constexpr):
 @triton.jit
 def _rms_norm(
     x_ptr,
+    x_stride,
     row_scale_ptr,
     column_scale_ptr,
     residual_ptr,
@@ -66,7 +67,7 @@ def _rms_norm(
     if after_ptr is not None:
         after = tl.load(after_ptr + cols, mask=inside, other=0.0).to(tl.float32)
     wait(PDL)
-    x = tl.load(x_ptr + row * C + cols, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * x_stride + cols, mask=inside, other=0.0).to(tl.float32)
     if row_scale_ptr is not None:
         x = x * tl.load(row_scale_ptr + row) * column_scale
         x = x.to(dtype).to(tl.float32)
@@ -114,7 +115,8 @@ def rms_norm_triton(
     scale: tuple[torch.Tensor, torch.Tensor] | None = None,
     after: tuple[torch.Tensor, float] | None = None,
 ) -> tuple[Bundle, torch.Tensor]:
-    x_TC = x_TC.contiguous()
+    if x_TC.stride(1) != 1 or weight_C is None:
+        x_TC = x_TC.contiguous()
     tokens, columns = x_TC.shape
     plan = plan_emit(emit)
     # Without a norm the plain output is the sum.
@@ -130,6 +132,7 @@ def rms_norm_triton(
         residual = None if residual_TC is None else residual_TC.contiguous()
         _rms_norm[(tokens,)](
             x_TC,
+            x_TC.stride(0),
             row_T1,
             column_C,
             residual,

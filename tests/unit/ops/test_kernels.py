@@ -140,7 +140,8 @@ def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("columns", "with_residual"), [(24, True), (1440, False), (1440, True)])
 def test_rms_norm(dtype, columns, with_residual):
-    x, weight = random(5, columns, dtype=dtype), random(columns, dtype=dtype)
+    # With a residual, x is a part of wider rows.
+    x, weight = random(5, columns + 8 * with_residual, dtype=dtype)[:, :columns], random(columns, dtype=dtype)
     residual = random(5, columns, dtype=dtype) if with_residual else None
     for extra in ((), (INT8_TOKEN,), *((fmt,) for fmt in formats(columns)), formats(columns)):
         emit = (PLAIN, *extra)
