@@ -75,6 +75,9 @@ class ExpertPlacement(ABC):
 
     spreads: bool = True
     """False: every rank has all experts, and some channels of each; `engine.ep` is 1 then."""
+    passes_shared: bool = False
+    """Whether `dispatch` keeps further experts of a routing, which every token has and every rank (RoutingRule.always).
+    Otherwise they are a layer of their own."""
     rows: Literal["all", "own"] = "all"
     """all: `dispatch` gets every row of the step, on each rank. own: it gets this rank's share of the rows, and
     `combine` returns that share; the boundaries around the layer scatter and gather rows (sequence parallelism)."""

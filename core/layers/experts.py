@@ -103,8 +103,8 @@ class Experts:
 
     Each matrix is a tensor of its own in the checkpoint; `unstacked` separates those of other layouts. Shared experts
     are further slots behind the routed ones, so that the same launches multiply them, unless something forbids it:
-    then `always` is 0, and they need a layer of their own. A placement has routed ones alone, and adapters add to
-    matrices that stand for themselves.
+    then `always` is 0, and they need a layer of their own. Placements may have routed ones alone, and adapters
+    add to matrices that stand for themselves.
     """
 
     def __init__(
@@ -150,7 +150,8 @@ class Experts:
         self.always = 0
         """Number of experts that every token has, the last slots."""
         method = None
-        if shared is not None and self.placement is None and build.adapters is None:
+        passed = self.placement is None or self.placement.passes_shared
+        if shared is not None and passed and build.adapters is None:
             both = _with_shared(self.shape, path, shared)
             method = build.quantizer.experts(path, both)
             # Parts of a matrix must begin with a group of channels that share a scale.

@@ -10,6 +10,7 @@ class TensorPlacement(ExpertPlacement):
     """Some channels of every expert on each rank (Megatron-LM, Shoeybi et al. 2019)."""
 
     spreads = False
+    passes_shared = True
 
     def layout(self, experts: int, rank: int, size: int) -> range:
         return range(experts)

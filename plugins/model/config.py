@@ -46,7 +46,7 @@ class LlamaConfig(ModelFiles):
     experts for all tokens."""
     shared_experts: Literal["auto", "apart"] = "auto"
     """apart: experts that every token has are an MLP of their own. auto: where their format is that of the routed
-    experts, the same launches multiply them, on ranks that have all experts, without adapters."""
+    experts, the same launches multiply them, with experts=tensor and without adapters."""
 
     @model_validator(mode="after")
     def _uniform_for_dummies(self) -> LlamaConfig:

@@ -13,9 +13,12 @@ from dovetail.core.checkpoint import open_checkpoint
 from dovetail.core.compose import cli
 from dovetail.core.errors import ConfigError, RequestError
 from dovetail.core.interfaces import Collective
+from dovetail.core.interfaces.collective import Alone
 from dovetail.core.testing.rank_threads import on_threads
 from dovetail.plugins.adapter.config import LoRAConfig
 from dovetail.plugins.adapter.lora.adapters import LoRA
+from dovetail.plugins.experts.config import TensorConfig, WholeConfig
+from dovetail.plugins.experts.everywhere import TensorPlacement, WholePlacement
 from dovetail.plugins.model.config import LlamaConfig
 from dovetail.plugins.model.llama.decoder import Llama
 from dovetail.plugins.model.llama.experts import SparseMLP
@@ -112,7 +115,9 @@ def test_shared_experts_run_with_the_routed_ones(variant, shared, tmp_path):
     torch.testing.assert_close(Driver(model).step([("a", TOKENS)], padding=3)[0], expected, atol=1e-5, rtol=0)
 
     def on_rank(ranks: Collective) -> torch.Tensor:
-        model = load_model(tmp_path, collective=ranks)
+        placement = TensorPlacement(TensorConfig())
+        placement.bind(ranks, 1)
+        model = load_model(tmp_path, collective=ranks, placement=placement)
         assert together(model) == shared
         return Driver(model).step([("a", TOKENS)])[0]
 
@@ -132,6 +137,7 @@ FP8_BESIDE_PLAIN = FP8(FP8Config(skip=["layers.*.mlp.shared.*"]))
         ("glm4_moe", {}, dict(quantizer=FP8_BESIDE_PLAIN), 0),
         ("glm4_moe", {}, dict(quantizer=Int8(Int8Config())), 0),
         ("glm4_moe", {}, dict(adapters=LoRA(LoRAConfig(slots=1), CPU, torch.float32)), 0),
+        ("glm4_moe", {}, dict(placement=WholePlacement(WholeConfig())), 0),
         ("deepseek_v3", {}, dict(quantizer=FP8(FP8Config(skip=ATTENTION))), 0),
         ("deepseek_v3", {"moe_intermediate_size": 128}, dict(quantizer=FP8(FP8Config(skip=ATTENTION))), 2),
         ("deepseek_v3", {"moe_intermediate_size": 128}, dict(quantizer=FP8(FP8Config(scales="block"))), 2),
@@ -140,6 +146,8 @@ FP8_BESIDE_PLAIN = FP8(FP8Config(skip=["layers.*.mlp.shared.*"]))
 def test_which_shared_experts_run_with_the_routed_ones(variant, changes, options, shared, tmp_path):
     """Those of an equal format, whose parts begin with a group of channels. The result is near that of an MLP."""
     save_random(tmp_path, variant, **changes)
+    if "placement" in options:
+        options["placement"].bind(Alone(None), 1)
     model = load_model(tmp_path, **options)
     assert together(model) == shared
     if shared:
