@@ -54,7 +54,7 @@ def _smaller_model(composition: Composition, drafter: Selected, folder: Path) ->
         path = Path(source.checkpoint.path)
     else:
         spec = part.facts() or part.target().spec(part.config)
-        path = _written(folder, model_folder.hf_config(spec.hf))
+        path = _written(folder, model_folder.hf_config(spec.hf), _quantization(drafter))
         model_folder.write_tokenizer(path, spec.vocab, dict(spec.hf))
     return {"model": str(path), "quantization": _quantization(drafter)}
 
@@ -64,7 +64,8 @@ def _head(composition: Composition, drafter: Selected, folder: Path) -> dict[str
     if config.folder is not None:
         return {"model": str(locate(config.folder)), "quantization": _quantization(drafter)}
     fields = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **config.hf}
-    return {"model": str(_written(folder, fields)), "quantization": _quantization(drafter)}
+    quantization = _quantization(drafter)
+    return {"model": str(_written(folder, fields, quantization)), "quantization": quantization}
 
 
 def _own_layer(composition: Composition, drafter: Selected, folder: Path) -> dict[str, Any]:
@@ -88,8 +89,11 @@ def _quantization(drafter: Selected) -> str | None:
     return "fp8" if name == "fp8" else None
 
 
-def _written(folder: Path, config: dict[str, Any]) -> Path:
+def _written(folder: Path, config: dict[str, Any], quantization: str | None) -> Path:
     path = folder / "drafter"
     path.mkdir(exist_ok=True)
+    if quantization is not None:
+        # vLLM 0.24 cannot quantize a drafter as it loads, but random weights may as well be stored in the format.
+        config = {**config, "quantization_config": {"quant_method": quantization, "activation_scheme": "dynamic"}}
     (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return path

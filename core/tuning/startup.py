@@ -32,6 +32,9 @@ PREDICTED = "prediction"
 MOST_ROWS = 512
 """Rows up to which operations are tuned. Larger matmuls are bound by the tensor cores, which the library uses well."""
 
+FEW_ROWS = 16
+"""Rows up to which a choice serves all smaller numbers, since the tensor cores multiply no fewer."""
+
 
 def install_choices(
     composition: Composition,
@@ -114,16 +117,22 @@ _ALTERNATIVES = (
 
 def predicted_table(tunables: Iterable[Tunable], known: TuningTable, gpu: str) -> TuningTable:
     """Return the most promising choices of operations without entries, where they are predicted to beat the default.
-    The cache's may end at a number of rows up to which a search got; tables of packages serve all numbers."""
+    The cache's may end at a number of rows up to which a search got; tables of packages serve all greater numbers. The
+    least entry of a shape does not serve numbers far below its own, but the default may do so."""
     found = {}
     for tunable in tunables:
         subject = Subject(tunable.op, gpu, tunable.key)
-        if (most := max(known.entries.get(subject, (0,)))) and known.origins[subject, most] != CACHED:
+        entries = known.entries.get(subject, {})
+        below = bool(entries) and min(entries) > FEW_ROWS and 2 * tunable.rows <= min(entries)
+        if entries and not below and (tunable.rows <= max(entries) or known.origins[subject, max(entries)] != CACHED):
             continue
-        if tunable.rows > most and (default := tunable.predicted(None)) is not None:
+        default = tunable.predicted(None)
+        if default is not None:
             choice = next(iter(tunable.candidates()), None)
             seconds = tunable.predicted(choice)
             found[subject, tunable.rows] = choice if seconds is not None and seconds < default else None
+        elif below:
+            found[subject, tunable.rows] = None
     return TuningTable.of(found, PREDICTED)
 
 

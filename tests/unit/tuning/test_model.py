@@ -236,3 +236,27 @@ def test_rows_that_an_interrupted_search_did_not_reach_get_a_prediction():
     ((_, rows),) = predicted_table(tunables, cached, "NVIDIA H200").entries.items()
     assert list(rows) == [64, 512]
     assert len(predicted_table(tunables, packaged, "NVIDIA H200")) == 0
+
+
+class Unpredicted(MatmulTunable):
+    op = "unpredicted"
+
+    def predicted(self, choice):
+        return None
+
+
+@pytest.mark.parametrize("origin", [CACHED, "acme"])
+def test_the_least_entry_does_not_serve_far_fewer_rows(origin):
+    """A search of a few numbers of rows changes nothing for much smaller ones."""
+    sizes = (1, 64, 160, 161, 256, 320)
+    for kind in (MatmulTunable, Unpredicted):
+        weight = torch.empty(4608, 3584, dtype=torch.float8_e4m3fn, device="meta")
+        tunables = [kind(weight, rows, torch.bfloat16, gpu=Gpu()) for rows in sizes]
+        subject = Subject(kind.op, "NVIDIA H200", tunables[0].key)
+        tile = {"tokens": 128, "outputs": 64, "inputs": 128}
+        known = TuningTable.of({(subject, 320): tile}, origin)
+        ((_, found),) = predicted_table(tunables, known, "NVIDIA H200").entries.items()
+        assert list(found) == [1, 64, 160]
+        assert kind is MatmulTunable or set(found.values()) == {None}
+        few = TuningTable.of({(subject, 16): tile}, "acme")
+        assert len(predicted_table(tunables, few, "NVIDIA H200")) == 0
