@@ -41,7 +41,11 @@ def test_a_peer_drafts_as_we_do(compare: ModuleType, tmp_path: Path) -> None:
     config = json.loads((Path(found.pop("model")) / "config.json").read_text())
     assert found == {"method": "eagle3", "drafts": 4, "rates": [0.5, 0.25, 0.1, 0.0], "quantization": "fp8"}
     assert config["draft_vocab_size"] == 3072 and config["architectures"] == ["LlamaForCausalLM"]
-    assert config["quantization_config"]["quant_method"] == "fp8"
+    words = "spec_decode=eagle3_llama3_8b", "quant@spec_decode.quant=fp8", "model=llama3_8b", "model.load=dummy"
+    found = drafting(compare, tmp_path, *words)
+    assert found is not None
+    config = json.loads((Path(found["model"]) / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == found["quantization"] == "fp8"
     found = drafting(compare, tmp_path, "spec_decode=draft_model", "spec_decode.simulate_acceptance=2")
     assert found is not None and Path(found["model"]).name == "tiny_draft"
     assert sum(found["rates"]) == pytest.approx(1, abs=1e-5), "mean tokens of a step besides the one that it draws"
