@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from math import ceil, log2
 from os.path import commonpath
 from pathlib import Path
@@ -184,10 +185,12 @@ def draw_all(path: Path, curves: Sequence[Curve]) -> None:
 
 
 def _legend_columns(labels: Sequence[str], inches: float) -> int:
-    """Return the most columns that fit into the width. A line of the legend has 12 characters per inch."""
+    """Return the most columns that fit into the width. A line of the legend has 12 characters per inch, and the first
+    columns have one entry more than the others."""
     for columns in range(len(labels), 1, -1):
-        down = ceil(len(labels) / columns)
-        widths = (max(map(len, labels[at : at + down])) + 6 for at in range(0, len(labels), down))
+        each, more = divmod(len(labels), columns)
+        ends = accumulate([each + 1] * more + [each] * (columns - more), initial=0)
+        widths = (max(map(len, labels[start:end])) + 6 for start, end in pairwise(ends))
         if sum(widths) <= 12 * inches:
             return columns
     return 1
