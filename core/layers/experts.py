@@ -153,7 +153,7 @@ class Experts:
         passed = self.placement is None or self.placement.passes_shared
         if shared is not None and passed and build.adapters is None:
             both = _with_shared(self.shape, path, shared)
-            method = build.quantizer.experts(path, both)
+            method = build.quantizer.experts(path, both) or _packed(build, path, both)
             # Parts of a matrix must begin with a group of channels that share a scale.
             if shared.count > 1 and intermediate % GROUPS and not isinstance(method, PlainExperts):
                 method = None
@@ -261,6 +261,12 @@ class Experts:
                 own.copy_(lazy[self.channels])
             elif self.loads_down_bias:
                 bias.down[slot].copy_(lazy[:])
+
+
+def _packed(build: BuildContext, path: str, shape: ExpertShape) -> ExpertMethod | None:
+    """Return the method for experts of one packed format; None = they have several."""
+    method = PackedLinearExperts(build.quantizer, path, shape)
+    return method if method.stacks(build.device) else None
 
 
 def _with_shared(shape: ExpertShape, path: str, shared: SharedExperts) -> ExpertShape:

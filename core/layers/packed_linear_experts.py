@@ -35,6 +35,10 @@ class PackedLinearExperts(LoopedExperts):
     """A method that stands for those of all experts."""
     down: PackedLinear
 
+    def stacks(self, device: torch.device) -> bool:
+        """Whether the tensors of all experts can be stacked. Nothing is allocated."""
+        return not any(isinstance(self._common(side, device), str) for side in range(2))
+
     def create(self, shape: ExpertShape, device: torch.device) -> dict[str, torch.Tensor]:
         sides = [self._common(side, device) for side in range(2)]
         self._differs = next((side for side in sides if isinstance(side, str)), "")

@@ -22,9 +22,11 @@ from dovetail.plugins.experts.everywhere import TensorPlacement, WholePlacement
 from dovetail.plugins.model.config import LlamaConfig
 from dovetail.plugins.model.llama.decoder import Llama
 from dovetail.plugins.model.llama.experts import SparseMLP
-from dovetail.plugins.quant.config import FP8Config, Int8Config
+from dovetail.plugins.quant.config import FP8Config, Int4Config, Int8Config, NF4Config
 from dovetail.plugins.quant.fp8.quantizer import FP8
+from dovetail.plugins.quant.int4.quantizer import Int4
 from dovetail.plugins.quant.int8.quantizer import Int8
+from dovetail.plugins.quant.nf4.quantizer import NF4Quantizer
 
 from .checkpoints import random_tokens, save_random
 from .driver import CPU, Driver, build_model, load_model
@@ -136,6 +138,9 @@ FP8_BESIDE_PLAIN = FP8(FP8Config(skip=["layers.*.mlp.shared.*"]))
         ("glm4_moe", {}, dict(quantizer=FP8(FP8Config(scales="block"))), 1),
         ("glm4_moe", {}, dict(quantizer=FP8_BESIDE_PLAIN), 0),
         ("glm4_moe", {}, dict(quantizer=Int8(Int8Config())), 0),
+        ("glm4_moe", {"moe_intermediate_size": 64}, dict(quantizer=Int4(Int4Config())), 1),
+        ("glm4_moe", {}, dict(quantizer=Int4(Int4Config(skip=["layers.*.mlp.shared.*"]))), 0),
+        ("deepseek_v3", {"moe_intermediate_size": 128}, dict(quantizer=NF4Quantizer(NF4Config(skip=ATTENTION))), 2),
         ("glm4_moe", {}, dict(adapters=LoRA(LoRAConfig(slots=1), CPU, torch.float32)), 0),
         ("glm4_moe", {}, dict(placement=WholePlacement(WholeConfig())), 0),
         ("deepseek_v3", {}, dict(quantizer=FP8(FP8Config(skip=ATTENTION))), 0),
@@ -144,17 +149,20 @@ FP8_BESIDE_PLAIN = FP8(FP8Config(skip=["layers.*.mlp.shared.*"]))
     ],
 )
 def test_which_shared_experts_run_with_the_routed_ones(variant, changes, options, shared, tmp_path):
-    """Those of an equal format, whose parts begin with a group of channels. The result is near that of an MLP."""
+    """Those of an equal format, whose parts begin with a group of channels. The result is near that of an MLP of their
+    own."""
     save_random(tmp_path, variant, **changes)
     if "placement" in options:
         options["placement"].bind(Alone(None), 1)
     model = load_model(tmp_path, **options)
     assert together(model) == shared
     if shared:
-        expected = Driver(load_model(tmp_path)).step([("a", TOKENS)])[0]
+        apart = LlamaConfig(path=str(tmp_path), shared_experts="apart")
+        expected = Driver(load_model(tmp_path, apart, **options)).step([("a", TOKENS)])[0]
         got = Driver(model).step([("a", TOKENS)])[0]
         error_T = ((got - expected).norm(dim=1) / expected.norm(dim=1))[:9]
-        assert 1e-4 < error_T.median() < 0.25
+        # Weights are rounded alike, and inputs in 8 bits may not be.
+        assert error_T.median() < (0.25 if isinstance(options["quantizer"], FP8) else 1e-3)
 
 
 def test_layers_for_multi_token_prediction_are_skipped(tmp_path):
