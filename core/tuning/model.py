@@ -48,8 +48,11 @@ class Fit:
     """Cycles of an SM for each KiB that no tensor memory accelerator fetches."""
     wave: float = 7.17e-8
     """Seconds between a program's end and the first product of the program that takes its place."""
-    split: float = 7.97e-6
+    split: float = 2.75e-7
     """Seconds to join the sums of a split tile, besides their bytes."""
+    join: float = 0.919
+    """Bandwidth with which one program reads the sums of its tile, as a multiple of an SM's equal share of the
+    memory's."""
     overlap: float = 1.18e-8
     """Seconds during which a prefetching tile reads its weight while the preceding kernel runs."""
     hardness: float = 2.95
@@ -98,8 +101,9 @@ def tile_seconds(tile: MatmulTile, rows: int, outputs: int, inputs: int, kind: s
         held = min(tile.prefetch, units / programs) * weight_block * each
         total -= min(fit.overlap, held / stream)
     if tile.splits_tiles(rows, outputs, inputs):
-        sums = 2 * programs * tile.tokens * tile.outputs * 4
-        total += fit.split + sums / (fit.l2 * gpu.bandwidth)
+        # The last program of a tile joins the sums of all, one part after the other.
+        sums = ceil_div(programs, tiles) * tile.tokens * tile.outputs * 4
+        total += fit.split + sums / (fit.join * gpu.bandwidth / gpu.processors)
     return total
 
 
