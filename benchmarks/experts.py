@@ -8,7 +8,7 @@
 
 mxfp4 has inputs in bfloat16, mxfp4_a8 in FP8; fp8_block has a scale for each block of 128 x 128 weights. int4 has codes
 with a scale and a zero for each 128 inputs, as GPTQ and AWQ, nvfp4 a scale for each 16, nf4 for each 64; int4_a8 has
-inputs in FP8.
+inputs in FP8. int8 has weights and inputs of 8 bits.
 
 Every call has its own routing, drawn uniformly. `experts` is the mean number of experts that a call touches. The limit
 is the larger of the time to read their matrices at --bandwidth and of the products at --tflops; below about 50 MB the
@@ -64,6 +64,7 @@ from dovetail.core.ops.stacked_experts import StackedExperts, stacked_gated_expe
 from dovetail.core.ops.tiles import MOST_SHARED_TILES
 from dovetail.core.ops.weight_formats import E2M1, NF4, UINT4
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
+from dovetail.plugins.quant.int8.format import INT8_TOKEN
 
 BLOCK = 128
 """Outputs, and inputs, that share a scale of fp8_block; a model's channels are multiples of it."""
@@ -84,9 +85,10 @@ class Layer:
     def __init__(self, moe: MoE, hidden: int, dtype: str, rows: int) -> None:
         self.moe, self.hidden, self.rows, self.dtype = moe, hidden, rows, dtype
         self.fp8 = dtype in ("fp8", "fp8_block") or dtype.endswith("_a8")
+        self.int8 = dtype == "int8"
         self.block = (BLOCK, BLOCK) if dtype == "fp8_block" else None
         self.rule = RoutingRule(moe.experts, moe.active, normalize=True, uniform=True)
-        self.fmt = FP8_TOKEN if self.fp8 else PLAIN
+        self.fmt = FP8_TOKEN if self.fp8 else INT8_TOKEN if self.int8 else PLAIN
         self.weights = self.draw()
         self.router_EC = torch.randn(moe.experts, hidden, device=DEVICE).bfloat16() / hidden**0.5
         self.counts = torch.zeros(MOST_SHARED_TILES, dtype=torch.int32, device=DEVICE)
@@ -100,11 +102,13 @@ class Layer:
         return ExpertWeights(up, down, up_scale, down_scale, self.block)
 
     def _weights(self, *shape: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        weight = torch.empty(shape, dtype=torch.float8_e4m3fn if self.fp8 else torch.bfloat16, device=DEVICE)
+        weight = torch.empty(shape, dtype=self.fmt.dtype or torch.bfloat16, device=DEVICE)
+        # int8 has whole numbers up to 127.
+        size = 40.0 if self.int8 else shape[-1] ** -0.5
         for expert in weight:
-            expert.copy_(torch.randn(shape[1:], device=DEVICE) / shape[-1] ** 0.5)
+            expert.copy_((torch.randn(shape[1:], device=DEVICE) * size).clamp(-127, 127))
         scales = shape[:2] if self.block is None else (shape[0], *(ceil_div(size, BLOCK) for size in shape[1:]))
-        return weight, torch.ones(scales, device=DEVICE) if self.fp8 else None
+        return weight, torch.ones(scales, device=DEVICE) if self.fp8 or self.int8 else None
 
     def route(self, x_TC: torch.Tensor) -> Routing:
         return route(router_logits(x_TC, self.router_EC, self.counts), self.rule)
@@ -280,7 +284,7 @@ def measure(model: str, dtype: str, rows: int, args: argparse.Namespace) -> None
     kind = StackedLayer if dtype.removesuffix("_a8") in STACKED else kind
     layer = kind(spec.moe, spec.hidden, dtype, rows)
     routing = _each(lambda i: layer.route(layer.plain[i]))
-    limit = layer.limit(args.bandwidth, args.tflops or (900 if layer.fp8 else 600))
+    limit = layer.limit(args.bandwidth, args.tflops or (900 if layer.fp8 or layer.int8 else 600))
     us = layer.microseconds()
     name = f"{model:16s}{dtype:>9}{rows:>6}"
     print(
@@ -297,7 +301,7 @@ def main() -> None:
     parser.add_argument("--dtypes", default="bf16,fp8")
     parser.add_argument("--rows", default="1,16,64,256,8192")
     parser.add_argument("--bandwidth", type=float, default=4.44, help="TB/s")
-    parser.add_argument("--tflops", type=float, default=0, help="0 = 600 in bf16, 900 in fp8")
+    parser.add_argument("--tflops", type=float, default=0, help="0 = 600 in bf16, 900 in 8 bits")
     parser.add_argument("--search", action="store_true")
     args = parser.parse_args()
     if not torch.cuda.is_available():

@@ -18,7 +18,8 @@ from dovetail.core.ops.formats import encode
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """Matrices of a layer's experts, in the model's dtype or in E4M3 with scales per output channel or block."""
+    """Matrices of a layer's experts, in the model's dtype, in E4M3 with scales per output channel or block, or in int8
+    with scales per output channel."""
 
     up: torch.Tensor
     """[E, 2F, C]: gate, then up."""

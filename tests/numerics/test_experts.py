@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from dovetail.plugins.model.llama.experts import SparseMLP
 from dovetail.plugins.quant.config import FP8Config, Int4Config, Int8Config, NF4Config
 from dovetail.plugins.quant.fp8.quantizer import FP8
 from dovetail.plugins.quant.int4.quantizer import Int4
+from dovetail.plugins.quant.int8.format import quantize_rows as round_to_int8
 from dovetail.plugins.quant.int8.quantizer import Int8
 from dovetail.plugins.quant.nf4.quantizer import NF4Quantizer
 
@@ -89,8 +91,7 @@ def test_adapters_of_experts_are_refused(tmp_path):
 @pytest.mark.parametrize("variant", ["mixtral", "qwen3_moe", "glm4_moe"])
 @pytest.mark.parametrize("quantizer", [FP8(FP8Config()), Int8(Int8Config())], ids=["fp8", "int8"])
 def test_quantized_experts_are_near_plain_ones(quantizer, variant, tmp_path):
-    """FP8 by products of all experts, INT8 by the default loop. Errors are those of 8 bits; later tokens attend to
-    those that selected another expert."""
+    """Errors are those of 8 bits; later tokens attend to those that selected another expert."""
     save_random(tmp_path, variant)
     expected = Driver(load_model(tmp_path)).step([("a", TOKENS)])[0]
     got = Driver(load_model(tmp_path, quantizer=quantizer)).step([("a", TOKENS)], padding=3)[0]
@@ -137,7 +138,7 @@ FP8_BESIDE_PLAIN = FP8(FP8Config(skip=["layers.*.mlp.shared.*"]))
         ("glm4_moe", {}, dict(quantizer=FP8(FP8Config())), 1),
         ("glm4_moe", {}, dict(quantizer=FP8(FP8Config(scales="block"))), 1),
         ("glm4_moe", {}, dict(quantizer=FP8_BESIDE_PLAIN), 0),
-        ("glm4_moe", {}, dict(quantizer=Int8(Int8Config())), 0),
+        ("glm4_moe", {}, dict(quantizer=Int8(Int8Config())), 1),
         ("glm4_moe", {"moe_intermediate_size": 64}, dict(quantizer=Int4(Int4Config())), 1),
         ("glm4_moe", {}, dict(quantizer=Int4(Int4Config(skip=["layers.*.mlp.shared.*"]))), 0),
         ("deepseek_v3", {"moe_intermediate_size": 128}, dict(quantizer=NF4Quantizer(NF4Config(skip=ATTENTION))), 2),
@@ -162,7 +163,42 @@ def test_which_shared_experts_run_with_the_routed_ones(variant, changes, options
         got = Driver(model).step([("a", TOKENS)])[0]
         error_T = ((got - expected).norm(dim=1) / expected.norm(dim=1))[:9]
         # Weights are rounded alike, and inputs in 8 bits may not be.
-        assert error_T.median() < (0.25 if isinstance(options["quantizer"], FP8) else 1e-3)
+        assert error_T.median() < (0.25 if isinstance(options["quantizer"], FP8 | Int8) else 1e-3)
+
+
+INT8_GROUP = {
+    "targets": ["Linear"],
+    "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
+    "input_activations": {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True},
+}
+
+
+@pytest.mark.parametrize(("ignored", "shared"), [([], 1), (["re:.*shared_experts.*"], 0)])
+def test_int8_experts_of_a_checkpoint_are_those_that_are_rounded_as_they_load(ignored, shared, tmp_path):
+    save_random(tmp_path, "glm4_moe")
+    skip = ["layers.*.mlp.shared.*"] if ignored else []
+    rounded = load_model(tmp_path, quantizer=Int8(Int8Config(skip=skip)))
+    expected = Driver(rounded).step([("a", TOKENS)])[0]
+    config = json.loads((tmp_path / "config.json").read_text())
+    quantized = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"0": INT8_GROUP}}
+    config["quantization_config"] = quantized | {"ignore": ["lm_head", *ignored]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    stored = {}
+    for file in tmp_path.glob("*.safetensors"):
+        for name, tensor in load_file(file).items():
+            if name.endswith("proj.weight") and not (ignored and "shared_experts" in name):
+                stored[name], stored[f"{name}_scale"] = round_to_int8(tensor)
+    change(tmp_path, **stored)
+    checkpoint = open_checkpoint(tmp_path)
+    quantizer = Int8(Int8Config())
+    quantizer.read_checkpoint(checkpoint)
+    model = load_model(tmp_path, quantizer=quantizer)
+    assert together(model) == together(rounded) == shared
+    torch.testing.assert_close(Driver(model).step([("a", TOKENS)])[0], expected, atol=1e-4, rtol=0)
+    scale = "model.layers.1.mlp.experts.2.down_proj.weight_scale"
+    change(tmp_path, **{scale: torch.zeros_like(stored[scale])})
+    with pytest.raises(ConfigError, match=rf"{scale}.*must be one positive number"):
+        load_model(tmp_path, quantizer=quantizer)
 
 
 def test_layers_for_multi_token_prediction_are_skipped(tmp_path):

@@ -59,9 +59,9 @@ def _load_rows(ptr, rows, columns, inside, width, EVEN: tl.constexpr, EVICT: tl.
 def _multiply(acc, x, weight, SWAP: tl.constexpr, IMPRECISE: tl.constexpr, PRECISION: tl.constexpr):
     """Return acc + x @ weight^T; with SWAP, both operands of the sum are transposed."""
     if SWAP:
-        return tl.dot(weight, x.T, acc, max_num_imprecise_acc=IMPRECISE, input_precision=PRECISION)
+        return tl.dot(weight, x.T, acc, max_num_imprecise_acc=IMPRECISE, input_precision=PRECISION, out_dtype=acc.dtype)
     else:
-        return tl.dot(x, weight.T, acc, max_num_imprecise_acc=IMPRECISE, input_precision=PRECISION)
+        return tl.dot(x, weight.T, acc, max_num_imprecise_acc=IMPRECISE, input_precision=PRECISION, out_dtype=acc.dtype)
 
 
 @triton.jit
@@ -179,9 +179,10 @@ def _expert_matmul(
     expert_O = expert.to(tl.int64) * outputs * (2 if GATED else 1)
     row_O = at_O.to(tl.int64)
     ours = weight_ptr + expert_O * inputs
-    acc = tl.zeros((BLOCK_O, ROWS) if SWAP else (ROWS, BLOCK_O), tl.float32)
+    SUMS: tl.constexpr = tl.int32 if weight_ptr.dtype.element_ty == tl.int8 else tl.float32
+    acc = tl.zeros((BLOCK_O, ROWS) if SWAP else (ROWS, BLOCK_O), SUMS)
     if GATED:
-        acc_up = tl.zeros((BLOCK_O, ROWS) if SWAP else (ROWS, BLOCK_O), tl.float32)
+        acc_up = tl.zeros((BLOCK_O, ROWS) if SWAP else (ROWS, BLOCK_O), SUMS)
     if GROUP_I > 0:
         groups_O = (outputs + GROUP_O - 1) // GROUP_O
         groups_I = (inputs + GROUP_I - 1) // GROUP_I
@@ -203,6 +204,9 @@ def _expert_matmul(
             else:
                 acc_up = _multiply(acc_up, x_TI, weight_OI, SWAP, IMPRECISE, PRECISION)
     announce(PDL)
+    acc = acc.to(tl.float32)
+    if GATED:
+        acc_up = acc_up.to(tl.float32)
     if SWAP:
         acc = acc.T
         if GATED:
@@ -288,7 +292,7 @@ def _multiply_pairs(
         assert scale_EO is not None
         return multiply_specialized(x, weight_EOI, scale_EO, block, bias_EO, pairs, tile, out, activation)
     outputs, inputs = out.shape[1], weight_EOI.shape[2]
-    precise = weight_EOI.element_size() == 1 and (tile.rows < MOST_ROWS or not fast_accum)
+    precise = weight_EOI.dtype is torch.float8_e4m3fn and (tile.rows < MOST_ROWS or not fast_accum)
     limit = activation.limit if activation is not None else None
     _expert_matmul[(pairs.tiles * triton.cdiv(outputs, tile.outputs),)](
         x.values.contiguous(),

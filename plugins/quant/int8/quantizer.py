@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from dovetail.core.errors import TensorError
-from dovetail.core.interfaces import Activation, Checkpoint, LinearMethod, LinearShape
+from dovetail.core.interfaces import Activation, Checkpoint, ExpertMethod, ExpertShape, LinearMethod, LinearShape
 from dovetail.core.interfaces.tensor_record import Axis, TensorRecord
 from dovetail.core.interfaces.tuning import Tunable
+from dovetail.core.layers.looped_experts import linear_shapes
 from dovetail.core.ops.matmul import INT8_MULTIPLE, int8_matmul
 from dovetail.core.ops.tiles import MOST_SHARED_TILES
 from dovetail.core.tuning.matmul import matmul_tunables
@@ -20,6 +21,7 @@ from dovetail.plugins.quant.base import StoredOrRounded
 from dovetail.plugins.quant.config import Int8Config
 from dovetail.plugins.quant.int8.checkpoint import Stored, read_stored
 from dovetail.plugins.quant.int8.checkpoint import stored as measure
+from dovetail.plugins.quant.int8.experts import Int8Experts
 from dovetail.plugins.quant.int8.format import INT8_TOKEN, quantize_rows
 
 
@@ -37,6 +39,11 @@ class Int8(StoredOrRounded[Stored]):
     def of_checkpoint(self, path: str, shape: LinearShape, stored: Stored) -> LinearMethod:
         shape.check_multiple(INT8_MULTIPLE, "quant=int8", path, None)
         return StoredInt8Linear(stored)
+
+    def quantized_experts(self, path: str, shape: ExpertShape) -> ExpertMethod:
+        for linear in linear_shapes(shape, 0):
+            linear.check_multiple(INT8_MULTIPLE, "quant=int8", path, self.config.skip if self.stored is None else None)
+        return Int8Experts(None if self.stored is None else records_of(self.stored))
 
 
 class Int8Linear(LinearMethod):
@@ -70,15 +77,7 @@ class StoredInt8Linear(Int8Linear):
     at least as precise."""
 
     def __init__(self, stored: Stored) -> None:
-        records = [
-            TensorRecord("weight", dtypes=(torch.int8,)),
-            TensorRecord("weight_scale", (Axis("outputs", 1 if stored.row_scales else 0),)),
-        ]
-        if stored.static:
-            records.append(TensorRecord("input_scale", (Axis("nothing"),)))
-        if stored.static and stored.zero_points:
-            records.append(TensorRecord("input_zero_point", (Axis("nothing"),), (torch.int8, torch.int32)))
-        self.tensors = tuple(records)
+        self.tensors = records_of(stored)
 
     def load(self, params: dict[str, torch.Tensor], part: slice, tensors: Mapping[str, torch.Tensor]) -> None:
         scale_O = tensors["weight_scale"].float()
@@ -86,3 +85,16 @@ class StoredInt8Linear(Int8Linear):
             raise TensorError("weight_scale", f"must be positive; the least is {scale_O.min():g}")
         params["weight"][part] = tensors["weight"]
         params["scale"][part] = scale_O
+
+
+def records_of(stored: Stored) -> tuple[TensorRecord, ...]:
+    """Return the tensors of a matrix. Those of static inputs are ignored."""
+    records = [
+        TensorRecord("weight", dtypes=(torch.int8,)),
+        TensorRecord("weight_scale", (Axis("outputs", 1 if stored.row_scales else 0),)),
+    ]
+    if stored.static:
+        records.append(TensorRecord("input_scale", (Axis("nothing"),)))
+    if stored.static and stored.zero_points:
+        records.append(TensorRecord("input_zero_point", (Axis("nothing"),), (torch.int8, torch.int32)))
+    return tuple(records)

@@ -24,6 +24,7 @@ from dovetail.core.ops.routing import route
 from dovetail.core.ops.stacked_experts import StackedExperts, stacked_gated_experts
 from dovetail.core.ops.weight_formats import E2M1, INT8, NF4, UINT4
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
+from dovetail.plugins.quant.int8.format import INT8_TOKEN
 
 from .emulated import BF16, E4M3, EVERYTHING, FP16, FP32, cuda, has_fp8
 from .packed_launches import packed_weight
@@ -49,6 +50,8 @@ def experts() -> None:
         if has_fp8() and (EVERYTHING or tokens > 1):
             multiply(tokens, 128, 8, 2048, 768, E4M3)
             multiply(tokens, 128, 8, 2048, 768, E4M3, blocks=True)
+        if EVERYTHING or tokens == 64:
+            multiply(tokens, 128, 8, 2048, 768, torch.int8)
     # Tiles of 64 rows, a clamped activation, biases, and channels that no block divides.
     multiply(128, 8, 2, 2880, 1440, BF16, CLAMPED, biased=True)
     multiply(16, 8, 2, 72, 40, FP16)
@@ -94,9 +97,9 @@ def multiply(
     biased: bool = False,
     blocks: bool = False,
 ) -> None:
-    model = BF16 if dtype is E4M3 else dtype
-    fmt = FP8_TOKEN if dtype is E4M3 else PLAIN
-    scaled = dtype is E4M3
+    fmt = {E4M3: FP8_TOKEN, torch.int8: INT8_TOKEN}.get(dtype, PLAIN)
+    scaled = fmt is not PLAIN
+    model = BF16 if scaled else dtype
     weights = ExpertWeights(
         cuda(count, 2 * channels, hidden, dtype=dtype),
         cuda(count, hidden, channels, dtype=dtype),

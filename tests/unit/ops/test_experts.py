@@ -35,6 +35,8 @@ from dovetail.core.ops.routing import LOGITS_TILE, route_reference, router_logit
 from dovetail.core.ops.tiles import HOPPER_SHARED
 from dovetail.core.testing.numeric import poisoned_memory, row_error
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN, quantize_rows
+from dovetail.plugins.quant.int8.format import INT8_TOKEN
+from dovetail.plugins.quant.int8.format import quantize_rows as quantize_to_int8
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 KERNELS = INTERPRETED or torch.cuda.is_available()
@@ -307,24 +309,25 @@ def on_device(weights: ExpertWeights) -> ExpertWeights:
 
 @kernels
 @pytest.mark.parametrize(("tokens", "routed"), [(1, "random"), (20, "some padding"), (70, "random")])
-def test_fp8_kernels_equal_the_reference(tokens, routed):
+@pytest.mark.parametrize(("fmt", "rounded"), [(FP8_TOKEN, quantize_rows), (INT8_TOKEN, quantize_to_int8)])
+def test_kernels_of_8_bits_equal_the_reference(tokens, routed, fmt, rounded):
     from dovetail.core.ops.kernels.experts import gated_experts_triton
 
     x_TC, routing, up, down, _ = case(tokens, 3, 2, 64, 48, routed, torch.float32)
-    quantized = [quantize_rows(weight.flatten(0, 1)) for weight in (up, down)]
+    quantized = [rounded(weight.flatten(0, 1)) for weight in (up, down)]
     weights = ExpertWeights(
         quantized[0][0].view(up.shape),
         quantized[1][0].view(down.shape),
         quantized[0][1].view(up.shape[:2]),
         quantized[1][1].view(down.shape[:2]),
     )
-    x = encode(x_TC.to(DEVICE), (FP8_TOKEN,))[FP8_TOKEN]
+    x = encode(x_TC.to(DEVICE), (fmt,))[fmt]
     placed = on_device(weights)
     on = Routing(routing.experts_TK.to(DEVICE), routing.weights_TK.to(DEVICE))
     with poisoned_memory():
-        got = gated_experts_triton(x, on, placed, SWIGLU, None, FP8_TOKEN, DTYPE, True)
+        got = gated_experts_triton(x, on, placed, SWIGLU, None, fmt, DTYPE, True)
     x_cpu = replace(x, values=x.values.cpu(), scale=x.scale.cpu())
-    want = gated_experts(x_cpu, routing, weights, SWIGLU, between=FP8_TOKEN, dtype=DTYPE)
+    want = gated_experts(x_cpu, routing, weights, SWIGLU, between=fmt, dtype=DTYPE)
     # A value between the products that lies between two E4M3 numbers may be rounded to either, which differ by 1/8.
     assert row_error(got.cpu().float(), want.float()) < 4e-2
     check(want.float(), exact(x_TC, routing, up, down, SWIGLU, None), 0.25)
