@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from dovetail import LLM, SamplingParams
 from dovetail.core.checkpoint import open_checkpoint
-from dovetail.core.compose import cli
+from dovetail.core.compose import cli, compose
 from dovetail.core.errors import ConfigError, RequestError
-from dovetail.core.interfaces import Collective
+from dovetail.core.interfaces import Collective, Quantizer
 from dovetail.core.interfaces.collective import Alone
 from dovetail.core.testing.rank_threads import on_threads
 from dovetail.plugins.adapter.config import LoRAConfig
@@ -129,6 +129,20 @@ ATTENTION = ["layers.*.attn.*"]
 FP8_BESIDE_PLAIN = FP8(FP8Config(skip=["layers.*.mlp.shared.*"]))
 
 
+class OfRouted(FP8):
+    """Matches patterns with the numbers of experts alone."""
+
+    slot_paths = False
+
+
+def mixed(layers: str) -> Quantizer:
+    return compose(["quant=mixed", f"quant.layers=[{layers}]"]).build("quant")
+
+
+class Counting(TensorPlacement):
+    rebalance = 5
+
+
 @pytest.mark.parametrize(
     ("variant", "changes", "options", "shared"),
     [
@@ -138,13 +152,16 @@ FP8_BESIDE_PLAIN = FP8(FP8Config(skip=["layers.*.mlp.shared.*"]))
         ("glm4_moe", {}, dict(quantizer=Int8(Int8Config())), 0),
         ("glm4_moe", {}, dict(adapters=LoRA(LoRAConfig(slots=1), CPU, torch.float32)), 0),
         ("glm4_moe", {}, dict(placement=WholePlacement(WholeConfig())), 0),
-        ("deepseek_v3", {}, dict(quantizer=FP8(FP8Config(skip=ATTENTION))), 0),
-        ("deepseek_v3", {"moe_intermediate_size": 128}, dict(quantizer=FP8(FP8Config(skip=ATTENTION))), 2),
+        ("glm4_moe", {}, dict(placement=Counting(TensorConfig())), 0),
+        ("glm4_moe", {}, dict(quantizer=OfRouted(FP8Config())), 0),
+        ("glm4_moe", {}, dict(quantizer=mixed("layers.*.mlp.*")), 1),
+        ("glm4_moe", {}, dict(quantizer=mixed("layers.*.mlp.experts.*")), 0),
+        ("deepseek_v3", {}, dict(quantizer=FP8(FP8Config(skip=ATTENTION))), 2),
         ("deepseek_v3", {"moe_intermediate_size": 128}, dict(quantizer=FP8(FP8Config(scales="block"))), 2),
     ],
 )
 def test_which_shared_experts_run_with_the_routed_ones(variant, changes, options, shared, tmp_path):
-    """Those of an equal format, whose parts begin with a group of channels. The result is near that of an MLP."""
+    """Those of an equal format, where placement and quantizer support them. The result is near that of an MLP."""
     save_random(tmp_path, variant, **changes)
     if "placement" in options:
         options["placement"].bind(Alone(None), 1)
