@@ -14,6 +14,7 @@ from dovetail.core.compose import cli, compose
 from dovetail.core.errors import ConfigError, RequestError
 from dovetail.core.interfaces import Collective, Quantizer
 from dovetail.core.interfaces.collective import Alone
+from dovetail.core.layers import Experts, SharedExperts
 from dovetail.core.testing.rank_threads import on_threads
 from dovetail.plugins.adapter.config import LoRAConfig
 from dovetail.plugins.adapter.lora.adapters import LoRA
@@ -178,6 +179,17 @@ def test_which_shared_experts_run_with_the_routed_ones(variant, changes, options
         error_T = ((got - expected).norm(dim=1) / expected.norm(dim=1))[:9]
         assert error_T.median() < 0.05
         assert not torch.allclose(got, Driver(load_model(tmp_path)).step([("a", TOKENS)])[0], rtol=1e-3)
+
+
+def test_shared_experts_stay_apart_from_experts_with_biases(tmp_path):
+    """Biases have an entry for each routed expert."""
+    save_random(tmp_path, "glm4_moe")
+    build = build_model(LlamaConfig(path=str(tmp_path))).build
+    names = [tuple(f"{expert}.{part}" for part in ("gate", "up", "down")) for expert in range(4)]
+    shared = SharedExperts(1, ("gate", "up", "down"), "layers.1.mlp.shared")
+    for bias in (False, True):
+        made = Experts("layers.1.mlp.experts", names, build, 64, 48, bias=bias, shared=shared)
+        assert (made.always, made.shape.experts) == ((0, 4) if bias else (1, 5))
 
 
 def test_layers_for_multi_token_prediction_are_skipped(tmp_path):
