@@ -111,9 +111,9 @@ class ExpertShape:
     first_channel: int = 0
     """This rank's first channel in the whole experts."""
     ids: tuple[int, ...] = ()
-    """Expert in each slot, as the checkpoint numbers them; () = 0, 1, and so on."""
+    """Expert in each slot, as the checkpoint numbers the routed ones; () = 0, 1, and so on."""
     paths: tuple[str, ...] = ()
-    """Path of each slot's matrices, which patterns match (`skip` of quantizers); () = `path_of` tells."""
+    """Path of each slot's matrices; () = that of the layer, followed by the expert's number. See `path_of`."""
 
     def __post_init__(self) -> None:
         if not self.whole_intermediate:
@@ -122,7 +122,8 @@ class ExpertShape:
             object.__setattr__(self, "ids", tuple(range(self.experts)))
 
     def path_of(self, path: str, slot: int) -> str:
-        """Return the path of the matrices in a slot. `path`: that of the layer."""
+        """Return the path of the matrices in a slot, which patterns match (`skip` of quantizers). `path`: that of the
+        layer."""
         return self.paths[slot] if self.paths else f"{path}.{self.ids[slot]}"
 
 

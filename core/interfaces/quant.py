@@ -144,6 +144,9 @@ class Quantizer(ABC):
     kv_scale_tensors: tuple[str, ...] = ()
     """Checkpoint names of the K and V scale below the attention layer's prefix, such as ("k_scale", "v_scale"). () =
     the checkpoint has none, and kv_scales gives them."""
+    slot_paths: bool = False
+    """Whether `experts` matches patterns with the path of each slot (`ExpertShape.path_of`), and returns None if slots
+    have unlike formats. Otherwise it gets routed experts alone, and shared ones are a layer of their own."""
 
     def __init__(self, config: object) -> None:
         self.config = config
@@ -172,7 +175,8 @@ class Quantizer(ABC):
         return None
 
     def experts(self, path: str, shape: ExpertShape) -> ExpertMethod | None:
-        """Return the method for the routed experts at this module path, for instance "layers.3.mlp.experts". None = two
+        """Return the method for the experts at this module path, for instance "layers.3.mlp.experts": the routed ones,
+        and with `slot_paths` also shared ones behind them, for which None = a layer of their own. Else None = two
         methods of `linear` for each expert, at paths such as "layers.3.mlp.experts.7.down". If all are PackedLinear
         with equal formats, their matrices are multiplied together; otherwise every token is multiplied by every expert,
         which is slow, as a start-up note says. Raises CapabilityError like `linear`."""

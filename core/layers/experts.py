@@ -33,15 +33,11 @@ from dovetail.core.interfaces.tensor_record import TensorRecord
 from dovetail.core.layers.expert_slots import layouts_of, moved, slots_of
 from dovetail.core.layers.linear import share_of_channels
 from dovetail.core.layers.packed_linear_experts import PackedLinearExperts
-from dovetail.core.layers.plain_experts import PlainExperts
 from dovetail.core.layers.share import Wanted, below, check_records, fewer_ranks, shares_of, stored_of
 from dovetail.core.layers.weights import Taker, Weight, WeightSet
 from dovetail.core.ops import route, router_logits
 from dovetail.core.ops.expert_copies import count_experts
 from dovetail.core.ops.tiles import MOST_SHARED_TILES
-
-GROUPS = 128
-"""A multiple of the channels that share a scale, in every format of experts."""
 
 
 class ExpertRouter:
@@ -103,8 +99,8 @@ class Experts:
 
     Each matrix is a tensor of its own in the checkpoint; `unstacked` separates those of other layouts. Shared experts
     are further slots behind the routed ones, so that the same launches multiply them, unless something forbids it:
-    then `always` is 0, and they need a layer of their own. Placements may have routed ones alone, and adapters
-    add to matrices that stand for themselves.
+    then `always` is 0, and they need a layer of their own. Placements and quantizers may support routed ones alone,
+    biases and counters of loads are for those, and adapters add to the products of single matrices.
     """
 
     def __init__(
@@ -150,12 +146,10 @@ class Experts:
         self.always = 0
         """Number of experts that every token has, the last slots."""
         method = None
-        passed = self.placement is None or self.placement.passes_shared
-        if shared is not None and passed and build.adapters is None:
+        if shared is not None and not bias and _takes_shared(build):
             both = _with_shared(self.shape, path, shared)
             method = build.quantizer.experts(path, both) or _packed(build, path, both)
-            # Parts of a matrix must begin with a group of channels that share a scale.
-            if shared.count > 1 and intermediate % GROUPS and not isinstance(method, PlainExperts):
+            if method is not None and shared.count > 1 and not _divides(method, shared.names, intermediate):
                 method = None
             if method is not None:
                 self.shape, self.always = both, shared.count
@@ -267,6 +261,19 @@ def _packed(build: BuildContext, path: str, shape: ExpertShape) -> ExpertMethod 
     """Return the method for experts of one packed format; None = they have several."""
     method = PackedLinearExperts(build.quantizer, path, shape)
     return method if method.stacks(build.device) else None
+
+
+def _takes_shared(build: BuildContext) -> bool:
+    """Whether shared experts can be further slots."""
+    placement = build.placement
+    passed = placement is None or (placement.passes_shared and not placement.rebalance)
+    return passed and build.quantizer.slot_paths and build.adapters is None
+
+
+def _divides(method: ExpertMethod, names: tuple[str, str, str], channels: int) -> bool:
+    """Whether parts of so many channels begin with a group that shares a value, in every tensor of these matrices."""
+    axes = (axis for name in names for record in method.tensors_of(name) for axis in record.axes)
+    return all(channels % max(1, axis.group * axis.packed) == 0 for axis in axes if axis.counts != "nothing")
 
 
 def _with_shared(shape: ExpertShape, path: str, shared: SharedExperts) -> ExpertShape:

@@ -77,6 +77,7 @@ class StoredOrRounded(Quantizer, Generic[Stored]):
     """The function of Component.stored."""
     heads: tuple[str, ...] = ("auto",)
     """Values of an option `head` that a checkpoint with quantized logits admits."""
+    slot_paths = True
 
     def read_checkpoint(self, checkpoint: Checkpoint) -> None:
         self.stored, self._hf, self._headers = self.parse(checkpoint), checkpoint.config(), checkpoint.tensors()

@@ -8,6 +8,8 @@ from dovetail.core.layers.plain_experts import PlainExperts
 
 
 class Unquantized(Quantizer):
+    slot_paths = True
+
     def linear(self, path: str, shape: LinearShape) -> LinearMethod:
         return PlainLinear()
 

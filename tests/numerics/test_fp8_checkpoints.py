@@ -65,8 +65,8 @@ def quantize(folder: Path, config: dict, *, tensor: bool = False, kept: tuple[st
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": config}))
 
 
-def load(folder: Path, quantizer=None, kv_dtype: torch.dtype = torch.float32, collective=None) -> Llama:
-    quantizer, config = quantizer or FP8(FP8Config()), LlamaConfig(path=str(folder))
+def load(folder: Path, quantizer=None, kv_dtype: torch.dtype = torch.float32, collective=None, **options) -> Llama:
+    quantizer, config = quantizer or FP8(FP8Config()), LlamaConfig(path=str(folder), **options)
     spec = Llama.spec(config)
     checkpoint = open_checkpoint(folder)
     quantizer.read_checkpoint(checkpoint)
@@ -132,6 +132,44 @@ def test_scales_of_blocks(variant, tmp_path):
     for got in found:
         torch.testing.assert_close(got, expected, atol=5e-4, rtol=0)
     assert not torch.equal(logits(tmp_path), found[0]), "inputs are in FP8, too"
+
+
+@pytest.mark.parametrize(
+    ("layout", "channels", "shared"),
+    [(128, 256, 2), (128, 192, 0), (256, 384, 0), ("rows", 96, 2), ("static", 96, 2), ("ignored", 96, 0)],
+)
+def test_shared_experts_of_a_checkpoint(layout, channels, shared, tmp_path):
+    """`layout`: size of blocks with a scale, or another. Shared experts run with the routed ones unless a part of their
+    matrices begins inside a block, or they are plain. The result is that of an MLP of their own, on one rank and on
+    two."""
+    save_random(tmp_path, "deepseek_v3", hidden_size=128, moe_intermediate_size=channels, num_hidden_layers=2)
+    found = {name: t for file in tmp_path.glob("*.safetensors") for name, t in load_file(file).items()}
+    plain = ("self_attn", "shared_experts") if layout == "ignored" else ("self_attn",)
+    plain = [
+        "lm_head",
+        *(n.removesuffix(".weight") for n in found if n.endswith(MATRICES) and any(p in n for p in plain)),
+    ]
+    if isinstance(layout, int):
+        for name in [name for name in found if ".mlp." in name and name.endswith("_proj.weight")]:
+            found[name], found[f"{name}_scale_inv"] = quantize_blocks(found[name], layout, layout)
+        blocks = {"weight_block_size": [layout, layout], "modules_to_not_convert": plain}
+        quantize(tmp_path, {**BLOCKS, **blocks}, kept=("",), extra=found)
+    else:
+        static = layout == "static"
+        config = {**STATIC, "ignored_layers": plain} if static else {**CHANNEL, "ignore": plain}
+        quantize(tmp_path, config, kept=tuple(plain), tensor=static)
+    apart = Driver(load(tmp_path, shared_experts="apart")).step([("a", TOKENS)])[0]
+
+    def on_rank(collective=None) -> torch.Tensor:
+        model = load(tmp_path, collective=collective)
+        assert model.blocks[-1].mlp.experts.always == shared
+        return Driver(model).step([("a", TOKENS)])[0]
+
+    for got in (on_rank(), *on_threads(2, on_rank)):
+        # Inputs of parts have a scale each, and so have those of ranks.
+        error_T = (got - apart).norm(dim=1) / apart.norm(dim=1)
+        assert error_T.median() < 0.1
+    assert shared or torch.equal(on_rank(), apart)
 
 
 @pytest.mark.parametrize("variant", ["gqa", "qwen3_moe"])

@@ -14,7 +14,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("kernels need a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
-from dovetail.core.interfaces import MLA  # noqa: E402
+from dovetail.core.interfaces import MLA, PLAIN  # noqa: E402
 from dovetail.core.ops.kernels.latent_write import HEADS_PER_PROGRAM, latent_write_triton  # noqa: E402
 from dovetail.core.ops.latents import quantize_latents  # noqa: E402
 from dovetail.core.testing.attention_latent import LatentArena  # noqa: E402
@@ -24,6 +24,7 @@ from dovetail.plugins.attention.triton import absorbed, latent  # noqa: E402
 from dovetail.plugins.attention.triton.absorbed import Absorbed, LatentTile  # noqa: E402
 from dovetail.plugins.attention.triton.backend import Triton  # noqa: E402
 from dovetail.plugins.attention.triton.latent import Expanded  # noqa: E402
+from dovetail.plugins.attention.triton.latent_values import project_ranges  # noqa: E402
 
 from .interpreter import mend  # noqa: E402
 
@@ -35,7 +36,9 @@ DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 SMALL, UNEVEN = MLA(0, 16, 8, 8, 8), MLA(0, 40, 4, 16, 12)
 
 
-def arena(mla: MLA, heads: int, kv_dtype: torch.dtype = FP32, backend: type[Triton] = Triton) -> LatentArena:
+def arena(
+    mla: MLA, heads: int, kv_dtype: torch.dtype = FP32, backend: type[Triton] = Triton, **options: int
+) -> LatentArena:
     return LatentArena(
         backend(TritonConfig()),
         mla=mla,
@@ -45,6 +48,7 @@ def arena(mla: MLA, heads: int, kv_dtype: torch.dtype = FP32, backend: type[Trit
         kv_dtype=kv_dtype,
         tolerance=TOLERANCE[FP32],
         page_tokens=(8,),
+        **options,
     )
 
 
@@ -80,6 +84,45 @@ def test_a_row_too_long_for_the_room_is_absorbed(monkeypatch):
     made.run(step)
     (state,) = (ctx.state for ctx in step.ctxs.values())
     assert [type(run) for (run,) in state.values()] == [Absorbed]
+
+
+@pytest.mark.parametrize("heads", [2, 16], ids=["tiles of several tokens", "tiles of one"])
+def test_nan_of_a_sequence_reaches_no_other(heads):
+    """The ranges of all tokens are joined by one matrix product."""
+    made = arena(SMALL, heads)
+    made.run(made.plan([("a", 40), ("b", 9), ("c", 5)]))
+    step, layer = made.plan([("a", 1), ("b", 1), ("c", 1)], num_decode=3), made.layers[0]
+    q, latents = made.inputs(step)
+    latents[1] = torch.nan
+    q_THD = made.backend.write_mla(layer, step.ctxs[layer.group], q, latents, made.rope, made.norm)
+    out = made.attend(layer, step, q_THD)[PLAIN].values
+    assert out.isnan().all(1).tolist() == [False, True, False] and out[[0, 2]].isfinite().all()
+    ((run,),) = step.ctxs[layer.group].state.values()
+    assert not run.plan.lists[0].tile.joins
+
+
+@pytest.mark.parametrize("many_first", [False, True])
+def test_few_tokens_beside_many(many_first, monkeypatch):
+    """Those of one list are joined by the kernel that projects values, those of the other by attention itself."""
+    made, grids = arena(SMALL, 3, pages=100), []
+
+    class Recorded:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return project_ranges[grid]
+
+    monkeypatch.setattr(absorbed, "project_ranges", Recorded())
+    made.run(made.plan([("a", 40), ("b", 9)]))
+    grids.clear()
+    decodes, chunks = [("a", 1), ("b", 1)], [(f"c{i}", 9) for i in range(8)]
+    if many_first:
+        decodes, chunks = [(f"d{i}", 1) for i in range(70)], [("a", 3), ("c", 7)]
+    step = made.plan([*decodes, *chunks], num_decode=len(decodes), slack=20, padding=3)
+    made.run(step)
+    ((run,),) = step.ctxs[0].state.values()
+    assert [items.tile.joins for items in run.plan.lists] == [many_first, not many_first]
+    # Programs for tokens up to the list's last one.
+    assert {tokens for _, _, tokens in grids} == {6 if many_first else 1}
 
 
 class Written(Triton):

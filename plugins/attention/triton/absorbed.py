@@ -39,8 +39,9 @@ FEW = 9
 MOST_PROJECTED = 64
 """Tokens up to which `project_ranges` joins the ranges of small tiles. Each of its programs looks for its tokens among
 all items."""
-VALUE_ROWS, PARTS = 64, 16
-"""Output columns and partial results of a block of project_ranges."""
+VALUE_BYTES, PARTS = 128, 16
+"""Bytes of a latent column in the block of the up-projection that project_ranges holds, so that rows of 512 columns fit
+into 99 KB of shared memory in float32, too, and partial results that it joins at a time."""
 HOPPER_KEYS, HOPPER_SIZES = 64, (512, 64)
 """Keys of a block of attend_latents_hopper; kv rank and rotary dim that it supports."""
 EXCHANGE = 8 << 10
@@ -73,6 +74,8 @@ class Absorbed:
     meta: BatchMeta
     """Metadata of these rows; tokens are counted from the first of them."""
     plan: LaunchPlan
+    ends: tuple[int, ...]
+    """Number of tokens before which each list of the plan has all of its own."""
 
 
 def plan_absorbed(
@@ -83,6 +86,7 @@ def plan_absorbed(
     # Every head attends to the only key.
     geometry = Geometry(layer.heads, 1, layer.head_dim, 0, dtype, plane.dtype, meta.page_tokens)
     lists: list[Items] = []
+    ends: list[int] = []
     part_rows = 0
     for first, count in ((0, decode), (decode, rows - decode)):
         if not count:
@@ -97,10 +101,12 @@ def plan_absorbed(
         how = dtype, plane.dtype, device
         tile = tile_of(layer, widest, count, fed, *how, hopper=hopper, tree=tree_T3 is not None)
         total = tokens.stop - tokens.start
+        # Decode rows come first, and padding last.
+        ends.append(fed if first + count < rows else total)
         items, parts = make_items(tile, geometry, meta, host, total, (first, count), part_rows, tree_T3=tree_T3)
         lists.append(items)
         part_rows += parts
-    return Absorbed(tokens, meta, LaunchPlan(tuple(lists), part_rows))
+    return Absorbed(tokens, meta, LaunchPlan(tuple(lists), part_rows), tuple(ends))
 
 
 def tile_of(
@@ -187,10 +193,10 @@ def launch_absorbed(
         attend(backend, layer, run.meta, items, inner_HTL, q_THR, results)
     if joined:
         torch.bmm(mixed_THL.transpose(0, 1), value_HVL.mT, out=out_THV.transpose(0, 1))
-    for items in run.plan.lists:
+    for items, end in zip(run.plan.lists, run.ends, strict=True):
         if not items.tile.joins:
             # Of its own tokens only: the product before wrote something for these, too.
-            _project(layer, items, parts, lse, value_HVL, out_THV)
+            _project(items, parts, lse, value_HVL, out_THV[:end])
 
 
 def _attend_on_hopper(
@@ -268,7 +274,6 @@ def _attend(
 
 
 def _project(
-    layer: AttentionLayer,
     items: Items,
     parts: torch.Tensor,
     lse: torch.Tensor,
@@ -277,8 +282,10 @@ def _project(
 ) -> None:
     tokens, heads, v_dim = out_THV.shape
     rank, works = value_HVL.shape[2], items.items.shape[0]
-    block_t = LEAST_TILE_ROWS
-    project_ranges[heads, ceil_div(v_dim, VALUE_ROWS), ceil_div(tokens, block_t)](
+    block_t, block_v = LEAST_TILE_ROWS, VALUE_BYTES // value_HVL.itemsize
+    if value_HVL.itemsize == 4:
+        block_v //= 2  # Products in float32 keep a second copy of their blocks.
+    project_ranges[heads, ceil_div(v_dim, block_v), ceil_div(tokens, block_t)](
         parts,
         lse,
         items.items,
@@ -295,7 +302,7 @@ def _project(
         BLOCK_T=block_t,
         BLOCK_P=PARTS,
         BLOCK_L=max(16, triton.next_power_of_2(rank)),
-        BLOCK_V=VALUE_ROWS,
+        BLOCK_V=block_v,
         PRECISION="ieee" if out_THV.dtype == torch.float32 else "tf32",
         num_warps=8,
         **dependent(out_THV),

@@ -97,14 +97,12 @@ def attend_latents(
     PDL: tl.constexpr,
 ):
     """Program (tile of HEADS heads, item). q_ptr: queries of L columns; rotary_q_ptr: the first rotated column of the
-    first query, in [T, H, D]. The output is [T, H, L]; if not JOIN, partial
-    results alone are written, of every item."""
+    first query, in [T, H, D]. The output is [T, H, L]. If not JOIN, only
+    partial results are written, one for every item."""
     announce(PDL)
     unit = tl.program_id(0)
     item = items_ptr + tl.program_id(1) * ITEM
     row = tl.load(item)
-    if row < 0:
-        return
     first = tl.load(item + 1)
     count = tl.load(item + 2)
     first_at = tl.load(item + 3)
@@ -114,12 +112,15 @@ def attend_latents(
     splits = tl.load(item + 9)
     first_item = tl.load(item + 10)
 
-    table = table_ptr + row.to(tl.int64) * table_stride
+    table = table_ptr + tl.maximum(row, 0).to(tl.int64) * table_stride
     keys = lo + tl.arange(0, BLOCK_N)
     # Look up the pages of the next block one block ahead, so their addresses do not wait for a load. Items and table
     # are older than the preceding kernel, the product of queries and up-projections.
-    page = tl.load(table + keys // PAGE, mask=keys < hi, other=0)
+    page = tl.load(table + keys // PAGE, mask=(keys < hi) & (row >= 0), other=0)
+    # Unused items wait, too: the next kernel waits for this one alone, and reads results of those before.
     wait(PDL)
+    if row < 0:
+        return
 
     row_m = tl.arange(0, BLOCK_M)
     query = row_m // HEADS

@@ -77,7 +77,8 @@ def project_ranges(
         taken = tl.max(mine.to(tl.int32), axis=0) > 0
         if tl.max(taken.to(tl.int32), axis=0) > 0:
             lse = tl.load(lse_ptr + row, mask=taken, other=float("-inf"))
-            ok = taken[:, None] & (columns < L)[None, :]
+            # Products of a zero and a NaN would spoil all tokens of the block: NaN reaches its own one as a weight.
+            ok = (taken & (lse > float("-inf")))[:, None] & (columns < L)[None, :]
             part = tl.load(part_ptr + (row * L)[:, None] + columns[None, :], mask=ok, other=0.0)
             lse = tl.where(mine, lse[None, :], float("-inf"))
             new_m = tl.maximum(m, tl.max(lse, axis=1))

@@ -53,7 +53,8 @@ def store_range(
         # Partial results [parts, H, D] of the tile's tokens, and their log-sum-exp [parts, H].
         to = (part + query).to(tl.int64) * H + head
         tl.store(part_ptr + (to * D)[:, None] + dims[None, :], acc, mask=ok)
-        tl.store(lse_ptr + to, tl.where(total > 0, m + tl.log2(total), float("-inf")), mask=exists)
+        # NaN stays NaN.
+        tl.store(lse_ptr + to, tl.where(total == 0, float("-inf"), m + tl.log2(total)), mask=exists)
         if JOIN:
             # The tile's last program to arrive joins all ranges, in their order.
             tl.debug_barrier()

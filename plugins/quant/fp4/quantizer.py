@@ -49,9 +49,18 @@ class FP4(StoredOrRounded[Stored]):
         return stored
 
     def rounded(self, path: str, shape: LinearShape) -> LinearMethod:
-        if self.config.layers == "experts" and ".experts." not in path:
+        if self._leaves_plain(path):
             return PlainLinear()
         return RoundedFP4(self.config.block, self._activations)
+
+    def _leaves_plain(self, path: str) -> bool:
+        """Whether the option `layers` leaves a matrix plain. Shared experts are no routed ones."""
+        return self.config.layers == "experts" and ".experts." not in path
+
+    def _plain(self, path: str, shape: ExpertShape, expert: int) -> bool | None:
+        if self.stored is None and self._leaves_plain(f"{shape.path_of(path, expert)}."):
+            return True
+        return super()._plain(path, shape, expert)
 
     def of_checkpoint(self, path: str, shape: LinearShape, stored: Stored) -> LinearMethod:
         return StoredFP4(stored, self._activations)

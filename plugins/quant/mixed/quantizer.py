@@ -44,6 +44,7 @@ class Mixed(Quantizer):
         """Quantizers of groups with the option `head`."""
         self.ignored: tuple[str, ...] = ()
         """Matrices that a checkpoint with groups leaves plain."""
+        self.slot_paths = self.those.slot_paths and self.rest.slot_paths
 
     def read_checkpoint(self, checkpoint: Checkpoint) -> None:
         hf, options = checkpoint.config(), self._options()
@@ -68,6 +69,7 @@ class Mixed(Quantizer):
             self.kv_scale_tensors = self.kv_scale_tensors or quantizer.kv_scale_tensors
             if "head" in taken:
                 self.with_head.append(quantizer)
+            self.slot_paths &= quantizer.slot_paths
             for option in without.keys() & options.keys() - taken:
                 without[option].append(f"{group.name} (quant={selected.name})")
         for option, names in without.items():

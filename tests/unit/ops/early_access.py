@@ -43,7 +43,8 @@ CONSTANTS = {
 
 def touched_before_waiting(kernel: CompiledKernel) -> set[str]:
     """Parameters through which global memory is read, or "written", before griddepcontrol.wait. A kernel launched with
-    PDL must contain that instruction exactly once."""
+    PDL must contain that instruction exactly once, and no path around it, since the next kernel waits for this one
+    alone."""
     ptx = kernel.asm["ptx"]
     if not kernel.metadata.launch_pdl:
         assert "griddepcontrol" not in ptx
@@ -52,6 +53,9 @@ def touched_before_waiting(kernel: CompiledKernel) -> set[str]:
         "griddepcontrol.wait"
     )
     assert len(after) == 1, f"waits {len(after)} times"
+    around = set(re.findall(r"\bbra\S*\s+(\$\w+)", before)) - set(re.findall(r"(\$\w+):", before))
+    # Specialized warps take different paths, of which one waits.
+    assert not around or "setmaxnreg" in ptx, f"branches around the wait, to {around}"
     names = list(parameters(kernel.src.signature))
     pointers = {name for name, kind in kernel.src.signature.items() if kind.startswith(("*", "tensordesc"))}
     # Register -> the parameters that it was computed from.

@@ -34,6 +34,7 @@ from dovetail.plugins.collective.symm_mem.collective import FP8
 from dovetail.plugins.quant.int8.format import INT8_TOKEN
 
 from ..nowhere import lone_copies
+from . import latent_launches
 from .attention_launches import LONG, SCARCE, attention
 from .emulated import E4M3, E5M2, EVERYTHING, FP32, INT32, cuda
 from .launches import CASES, jit_functions, multiply, ordered, spilling
@@ -64,6 +65,7 @@ def chosen(fp8: bool) -> Iterator[Callable[[], object]]:
     yield lambda: encode(cuda(64, 4096), (INT8_TOKEN, ordered(4096)[0]))
     yield lambda: gelu_and_mul(cuda(64, 2880))
     yield CASES["experts"]
+    yield lambda: latent_launches.attend(latent_launches.FEW, 16, FP32, FP32)
     yield lambda: decoded_matmul(
         cuda(8, 64, dtype=FP32), cuda(64, 64, dtype=E4M3), cuda(64, dtype=FP32), None, cuda(1, dtype=INT32)
     )

@@ -93,12 +93,22 @@ def waits_late(x_ptr, PDL: tl.constexpr):
     wait(PDL)
 
 
+@triton.jit
+def waits_at_times(x_ptr, PDL: tl.constexpr):
+    if tl.program_id(0) > 0:
+        return
+    wait(PDL)
+    tl.store(x_ptr, 1.0)
+
+
 def test_a_kernel_that_writes_before_it_waits_is_detected():
     with compiled_for_hopper() as compiled:
-        for kernel in (never_waits, waits_late):
+        for kernel in (never_waits, waits_late, waits_at_times):
             x = cuda(1, dtype=FP32)
             kernel[(1,)](x, **dependent(x))
-    (_, never), (_, late) = compiled.kernels
+    (_, never), (_, late), (_, at_times) = compiled.kernels
+    with pytest.raises(AssertionError, match="branches around the wait"):
+        touched_before_waiting(at_times)
     with pytest.raises(AssertionError, match="waits 0 times"):
         touched_before_waiting(never)
     assert touched_before_waiting(late) == {"x_ptr, written"}
