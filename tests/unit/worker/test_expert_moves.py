@@ -64,7 +64,8 @@ def test_moves_change_no_result(quant: str) -> None:
 
 def test_formats_that_cannot_move_are_refused() -> None:
     """Before memory is taken."""
-    composition = compose([*MOE, "experts.rebalance=4", "quant=int8"], app="generate")
+    words = "experts.rebalance=4", "quant=fp8", "quant.scales=tensor"
+    composition = compose([*MOE, *words], app="generate")
     with pytest.raises(
         ConfigError, match=r"layers\.0\.mlp\.experts: experts\.rebalance .*Set experts\.rebalance=0, or q"
     ):
