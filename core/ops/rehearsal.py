@@ -108,12 +108,17 @@ class Rehearsal:
         for key, operation in self._operations.items():
             if operation.sampled:
                 continue
+            # Some shares are those of steps with drafts, which the requested steps do not have.
+            alike = operation.shares & {Fraction(1)}
             for kernel, rows in self._unseen(operation).items():
-                counts = {int(count / share) for count in rows for share in operation.shares}
-                possible = {n for n in counts if 0 < n <= self.limits.tokens and self._chunks(n) not in self._ran}
-                if possible:
+                if possible := self._possible(rows, alike) or self._possible(rows, operation.shares):
                     found[key, kernel] = possible
         return found
+
+    def _possible(self, rows: Iterable[int], shares: Iterable[Fraction]) -> set[int]:
+        """Return the numbers of tokens, of steps that did not run yet, with which a call may have so many rows."""
+        counts = {int(count / share) for count in rows for share in shares}
+        return {n for n in counts if 0 < n <= self.limits.tokens and self._chunks(n) not in self._ran}
 
     def _unseen(self, operation: _Operation) -> dict[Hashable, set[int]]:
         """Return the numbers of rows of each kernel that was not launched."""

@@ -59,6 +59,16 @@ def test_kernels_that_steps_have_launched_are_not_missing() -> None:
         assert found.missing() == [], "graphs alone run this one"
 
 
+def test_shares_of_steps_with_drafts_do_not_mislead_steps_without() -> None:
+    """A drafter may process more rows than its step has tokens."""
+    with rehearsal(LIMITS) as found:
+        for step, rows in ((WarmupStep(64, 1), 64), (WarmupStep(40, 4, drafts=4), 100)):
+            found.begin(step)
+            report_kernel("op", rows, lambda rows: 70 < rows < 90)
+        (step,) = found.missing()
+        assert 70 < step.tokens < 90
+
+
 def test_requested_steps_run_once() -> None:
     with rehearsal(LIMITS) as found:
         found.steps[WarmupStep(10, 2)] = None
