@@ -64,7 +64,8 @@ def scales_to_round(packed: PackedWeight) -> torch.Tensor:
     fmt, zero_OG = packed.format, packed.zero
     values = fmt.reference(torch.arange(1 << fmt.bits, dtype=torch.uint8, device=packed.codes.device))
     # Matrices have no code that stands for no number.
-    low, high = values[values.isfinite()].aminmax()
+    finite = values.isfinite()
+    low, high = torch.where(finite, values, torch.inf).min(), torch.where(finite, values, -torch.inf).max()
     if zero_OG is None:
         largest_OG = torch.maximum(high, -low)
     elif zero_OG.dtype is torch.uint8:
