@@ -176,10 +176,10 @@ class Quantizer(ABC):
 
     def experts(self, path: str, shape: ExpertShape) -> ExpertMethod | None:
         """Return the method for the experts at this module path, for instance "layers.3.mlp.experts": the routed ones,
-        and with `slot_paths` also shared ones behind them, for which None = a layer of their own. Else None = two
-        methods of `linear` for each expert, at paths such as "layers.3.mlp.experts.7.down". If all are PackedLinear
-        with equal formats, their matrices are multiplied together; otherwise every token is multiplied by every expert,
-        which is slow, as a start-up note says. Raises CapabilityError like `linear`."""
+        and with `slot_paths` first also with shared ones behind them. None = two methods of `linear` for each expert,
+        at paths such as "layers.3.mlp.experts.7.down". If all are PackedLinear with equal formats, their matrices are
+        multiplied together; otherwise shared ones are a layer of their own, and every token is multiplied by every
+        expert, which is slow, as a start-up note says. Raises CapabilityError like `linear`."""
         return None
 
     def kv_scales(self, layer: int) -> tuple[float, float]:
