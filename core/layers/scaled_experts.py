@@ -29,7 +29,7 @@ class ScaledExperts(ExpertMethod):
 
     stacked = True
     fast_accum = True
-    """As in ops.matmul.scaled_matmul; only E4M3 has it."""
+    """Option of ops.matmul.scaled_matmul, which applies to E4M3 alone."""
 
     def __init__(self, stored: Sequence[TensorRecord] | None) -> None:
         """`stored`: tensors of a matrix in a quantized checkpoint, with a `weight_scale` for each output or one for

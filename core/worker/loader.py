@@ -163,7 +163,8 @@ def _connect(
 
 
 def _note_float32(chosen: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Note that the model runs in float32 on a GPU without having been told to. `chosen`: engine.dtype."""
+    """Add a start-up note if the model runs in float32 on a GPU, though nothing states that dtype. `chosen`:
+    engine.dtype."""
     if dtype is torch.float32 and device.type == "cuda" and chosen == "auto":
         note(
             "the model states no dtype, or float32, in which a GPU takes several times as long as in 16 bits: set "

@@ -6,6 +6,7 @@ dim, O = N + V rows of a head's up-projection.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -186,11 +187,12 @@ def launch_absorbed(
     mixed_THL = q_THD.new_empty(tokens if joined else 0, heads, rank)
     parts = q_THD.new_empty(run.plan.part_rows, heads * rank, dtype=torch.float32)
     lse = q_THD.new_empty(run.plan.part_rows, heads, dtype=torch.float32)
-    results = mixed_THL, parts, lse
+    pool, results = backend.pools[layer.group], (mixed_THL, parts, lse)
+    planes = {name: pool.layer(layer.local, name) for name in pool.planes}
     for items in run.plan.lists:
         assert isinstance(items.tile, LatentTile)
         attend = _attend_on_hopper if items.tile.hopper else _attend
-        attend(backend, layer, run.meta, items, inner_HTL, q_THR, results)
+        attend(layer, run.meta, planes, items, items.tile, inner_HTL, q_THR, results)
     if joined:
         torch.bmm(mixed_THL.transpose(0, 1), value_HVL.mT, out=out_THV.transpose(0, 1))
     for items, end in zip(run.plan.lists, run.ends, strict=True):
@@ -200,36 +202,34 @@ def launch_absorbed(
 
 
 def _attend_on_hopper(
-    backend: Triton,
     layer: AttentionLayer,
     meta: BatchMeta,
+    planes: Mapping[str, torch.Tensor],
     items: Items,
+    tile: LatentTile,
     inner_HTL: torch.Tensor,
     q_THR: torch.Tensor,
     results: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> None:
     from dovetail.plugins.attention.triton.hopper.launch import latents
 
-    tile, pool = items.tile, backend.pools[layer.group]
-    assert isinstance(tile, LatentTile)
-    planes = {name: pool.layer(layer.local, name) for name in pool.planes}
     heads = tile.heads(layer.heads), tile.head_tiles(layer.heads)
     plan = items.items, items.counts
     latents(layer, inner_HTL, q_THR, planes, meta, *heads, *plan, *results, _processors(q_THR.device))
 
 
 def _attend(
-    backend: Triton,
     layer: AttentionLayer,
     meta: BatchMeta,
+    planes: Mapping[str, torch.Tensor],
     items: Items,
+    tile: LatentTile,
     inner_HTL: torch.Tensor,
     q_THR: torch.Tensor,
     results: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> None:
-    tile, pool, mla = items.tile, backend.pools[layer.group], layer.mla
-    assert mla is not None and isinstance(tile, LatentTile)
-    planes = {name: pool.layer(layer.local, name) for name in pool.planes}
+    mla = layer.mla
+    assert mla is not None
     heads, _, rank = inner_HTL.shape
     mixed_THL, parts, lse = results
     units, (block_l, block_r) = tile.head_tiles(heads), _blocks(mla)
