@@ -16,7 +16,9 @@ from dovetail.core.errors import ConfigError, RequestError
 from dovetail.core.interfaces import Collective, Quantizer
 from dovetail.core.interfaces.collective import Alone
 from dovetail.core.layers import Experts, SharedExperts
+from dovetail.core.testing.executor_scripts import quiet
 from dovetail.core.testing.rank_threads import on_threads
+from dovetail.core.worker.loader import load_rank
 from dovetail.plugins.adapter.config import LoRAConfig
 from dovetail.plugins.adapter.lora.adapters import LoRA
 from dovetail.plugins.experts.config import TensorConfig, WholeConfig
@@ -196,6 +198,13 @@ def test_shared_experts_stay_apart_from_experts_with_biases(tmp_path):
     for bias in (False, True):
         made = Experts("layers.1.mlp.experts", names, build, 64, 48, bias=bias, shared=shared)
         assert (made.always, made.shape.experts) == ((0, 4) if bias else (1, 5))
+
+
+def test_engines_run_shared_experts_with_the_routed_ones():
+    words = "model=small_mtp engine.device=cpu engine.max_len=64 engine.kv_pages=16 engine.max_seqs=2".split()
+    for word, shared in (("auto", 1), ("apart", 0)):
+        rank = load_rank(compose([*words, f"model.shared_experts={word}"], app="generate"), quiet)
+        assert together(rank.parts.model) == shared
 
 
 INT8_GROUP = {
