@@ -1,7 +1,7 @@
 """Rows of activations that exist in memory after the last one, so that no matmul tile reads past the tensor's end.
 
 The tensor memory accelerator fills what lies outside a tensor with zeros, and for some shapes it does so slowly: on an
-H200, 80 rows took longer than 128 (benchmarks/NOTES.md). So activations get room for whole tiles, and matmuls read what
+H200, 80 rows took longer than 128, and 24 rows longer than 48 (benchmarks/NOTES.md). So activations get room for whole tiles, and matmuls read what
 happens to be there; the outputs of these rows are not stored. The library's matmul is slower for some numbers of rows
 than for more, and then takes some of this memory as further rows (core.ops.tile_choice.library_rows).
 """
@@ -14,15 +14,16 @@ from dovetail.core.arithmetic import ceil_div
 
 MOST_PADDED = 512
 """Maximum number of rows that are padded: with more, few tiles are incomplete."""
-MOST_TILE = 256
-"""Maximum number of rows in a tile."""
+LEAST_PADDED, MOST_TILE = 128, 256
+"""Minimum of the rows that there is memory for: a tile that was tuned for more rows serves fewer, too. Maximum number
+of rows in a tile."""
 
 
 def padded(rows: int) -> int:
-    """Return the number of rows of whole tiles: a power of two up to MOST_TILE, then multiples of it."""
+    """Return the number of rows of whole tiles: LEAST_PADDED or MOST_TILE, then multiples of it."""
     if not 0 < rows <= MOST_PADDED:
         return rows
-    tile = min(MOST_TILE, 1 << (rows - 1).bit_length())
+    tile = LEAST_PADDED if rows <= LEAST_PADDED else MOST_TILE
     return ceil_div(rows, tile) * tile
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dovetail.core.ops.padding import MOST_PADDED, empty_rows, more_rows, padded, readable_rows
+from dovetail.core.ops.padding import LEAST_PADDED, MOST_PADDED, empty_rows, more_rows, padded, readable_rows
 
 
 def test_rows_are_padded_to_whole_tiles():
     for rows in range(1, MOST_PADDED + 1):
         for tile in (16, 32, 64, 128, 256):
-            if tile <= rows or padded(rows) >= tile:
+            if tile <= max(rows, LEAST_PADDED) or padded(rows) >= tile:
                 assert padded(rows) >= -(-rows // tile) * tile
-        assert rows <= padded(rows) < 2 * rows or rows == 1
+        assert rows <= padded(rows) < 2 * rows or padded(rows) == LEAST_PADDED
     assert padded(0) == 0 and padded(MOST_PADDED + 1) == MOST_PADDED + 1
 
 
