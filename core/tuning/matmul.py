@@ -21,6 +21,7 @@ from dovetail.core.ops.tile_choice import (
     BLOCK,
     LIBRARY_ROWS,
     LIKE,
+    MOST_LIBRARY_ROWS,
     MOST_ROWS,
     OP,
     by_rule,
@@ -97,8 +98,12 @@ class MatmulTunable(Tunable):
     def _library(self) -> Iterator[Choice]:
         """Yield the library's matmul with more rows, as many as activations have memory for."""
         first = ceil_div(self.rows, LIBRARY_MULTIPLE) * LIBRARY_MULTIPLE
-        choices = ({LIBRARY_ROWS: rows} for rows in range(first, padded(self.rows) + 1, LIBRARY_MULTIPLE))
+        choices = ({LIBRARY_ROWS: rows} for rows in range(first, self._most_library_rows + 1, LIBRARY_MULTIPLE))
         return filter(self.admits, choices)
+
+    @property
+    def _most_library_rows(self) -> int:
+        return min(padded(self.rows), MOST_LIBRARY_ROWS * self.rows)
 
     def _tiles(self) -> Iterator[Choice]:
         near = [tile for tile in self._corrections if tile is not None and self._runs(tile)]
@@ -140,7 +145,7 @@ class MatmulTunable(Tunable):
             return False
         if (rows := choice.get(LIBRARY_ROWS)) is not None:
             # Its own rows are the default, and further ones would be copied.
-            return isinstance(rows, int) and self.rows < rows <= padded(self.rows)
+            return isinstance(rows, int) and self.rows < rows <= self._most_library_rows
         return tile_of(choice).fits_32_bits(self.rows, self.outputs, self.inputs)
 
     def kernel(self, choice: Choice) -> Hashable:
@@ -197,6 +202,8 @@ class MatmulTunable(Tunable):
         x_scale_T1 = empty_rows(self.rows, 1, torch.float32, device).uniform_(0.5, 1.5)
         blocks = ceil_div(self.outputs, BLOCK), ceil_div(self.inputs, BLOCK)
         scale = torch.rand(blocks if self.kind == "fp8_block" else self.outputs, device=device) + 0.5
+        if self._defers:  # The library may leave the scales to the consumer, so its results are compared without any.
+            x_scale_T1.fill_(1), scale.fill_(1)
 
         def blocked(weight_OI: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
             return block_scaled_matmul(x_TI, weight_OI, x_scale_T1, scale, None, self.dtype, counts)

@@ -22,7 +22,7 @@ OPS = {
 
 
 @pytest.mark.parametrize("quant", OPS)
-def test_candidates_are_right_and_timed(quant: str) -> None:
+def test_candidates_are_right_and_timed(quant: str, caplog: pytest.LogCaptureFixture) -> None:
     composition = compose(["model=llama3_8b", "attention=triton", f"quant={quant}", "engine.max_len=1024"])
     device = torch.device("cuda", 0)
     gpu = torch.cuda.get_device_properties(device).name
@@ -30,9 +30,11 @@ def test_candidates_are_right_and_timed(quant: str) -> None:
     assert {one.op for one in found} >= OPS[quant]
     timer = GraphTimer(gpu, 1)
     with torch.inference_mode():
-        for tunable in {(one.op, one.rows): one for one in found}.values():
+        # Of matmuls all shapes: a consumer applies the scales of some, and the library with more rows leaves them to it.
+        for tunable in {(one.op, one.rows, one.key if one.op == "matmul" else None): one for one in found}.values():
             tried = list(islice(tunable.candidates(), 2))
             timed = measure(tunable, timer, gpu, tried, finals=2)
             assert any(choice is not None for choice, _ in timed.times), f"{tunable.op}: no candidate is right"
             assert all(us > 0 for _, us in timed.times)
+            assert not caplog.messages, "a right choice was refused"
     timer.close()
