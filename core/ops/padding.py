@@ -1,9 +1,10 @@
 """Rows of activations that exist in memory after the last one, so that no matmul tile reads past the tensor's end.
 
 The tensor memory accelerator fills what lies outside a tensor with zeros, and for some shapes it does so slowly: on an
-H200, 80 rows took longer than 128, and 24 rows longer than 48 (benchmarks/NOTES.md). So activations get room for whole tiles, and matmuls read what
-happens to be there; the outputs of these rows are not stored. The library's matmul is slower for some numbers of rows
-than for more, and then takes some of this memory as further rows (core.ops.tile_choice.library_rows).
+H200, 80 rows took longer than 128, and 24 rows longer than 48 (benchmarks/NOTES.md). So activations get room for whole
+tiles, and matmuls read what happens to be there; the outputs of these rows are not stored. The library's matmul is
+slower for some numbers of rows than for more, and then takes some of this memory as further rows
+(core.ops.tile_choice.library_rows).
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def test_candidates_are_right_and_timed(quant: str, caplog: pytest.LogCaptureFix
     assert {one.op for one in found} >= OPS[quant]
     timer = GraphTimer(gpu, 1)
     with torch.inference_mode():
-        # Of matmuls all shapes: a consumer applies the scales of some, and the library with more rows leaves them to it.
+        # Of matmuls all shapes: the library with more rows leaves the scales of some to their consumer.
         for tunable in {(one.op, one.rows, one.key if one.op == "matmul" else None): one for one in found}.values():
             tried = list(islice(tunable.candidates(), 2))
             timed = measure(tunable, timer, gpu, tried, finals=2)
