@@ -48,7 +48,7 @@ from dovetail.core.ops.expert_tiles import (
     packed_expert_tile,
     packed_shared,
     rows_of_tile,
-    specialized_blocks,
+    specialized,
     specialized_expert_tile,
     specialized_packed,
     stacked_expert_tile,
@@ -145,7 +145,7 @@ class Layer:
         _, processors, hopper, shared = device_facts(GPU)
         _, hidden, channels = self.weights.down.shape
         size = self.weights.up.element_size()
-        if hopper and specialized_blocks(rows, hidden, channels, size, self.block):
+        if hopper and specialized(rows, hidden, channels, size, self.block):
             return (specialized_expert_tile(rows, size, shared),) * 2
         group = 0 if self.block is None else BLOCK
         return (

@@ -12,6 +12,8 @@ BLOCK_BYTES = 128
 """Bytes of a row that a loop iteration reads, with many rows."""
 GROUPED = 16
 """Tiles of rows that are multiplied by the same outputs one after another: their weights come from the L2 cache."""
+MANY_INPUTS = 4096
+"""Inputs of products in 16 bits from which the kernel with a producer warp is faster (benchmarks/NOTES.md, Experts)."""
 SPECIALIZED = {16: (1, 3), 32: (1, 3), 64: (1, 2), 128: (2, 1)}
 """Consumer warp groups and programs of an SM, by the rows of a tile."""
 
@@ -140,12 +142,16 @@ def specialized_packed(hidden: int, channels: int) -> bool:
     return hidden % 64 == 0 and channels % 64 == 0
 
 
-def specialized_blocks(rows: int, hidden: int, channels: int, itemsize: int, block: tuple[int, int] | None) -> bool:
-    """Whether the same kernel multiplies weights in FP8 (1 byte) with scales of blocks, in tiles of `rows` rows. Its
-    boxes have 64 outputs and 128 inputs, which share a scale. `block`: inputs and outputs of the first product that
-    share one. With fewer rows, programs of expert_tile read as fast."""
-    whole = block is not None and block[0] % BLOCK_BYTES == 0 and block[1] % BLOCK_BYTES == 0
-    return rows >= MOST_ROWS and itemsize == 1 and whole and hidden % 16 == 0 and channels % 16 == 0
+def specialized(rows: int, hidden: int, channels: int, itemsize: int, block: tuple[int, int] | None) -> bool:
+    """Whether the same kernel multiplies weights in FP8 (1 byte) with scales of blocks, or in 16 bits, in tiles of
+    `rows` rows. Its boxes have 64 outputs and 128 bytes of inputs, which share a scale. `block`: inputs and outputs of
+    the first product that share one. With fewer rows, programs of expert_tile read as fast. So do they in 16 bits with
+    fewer inputs, and in FP8 with a scale per output: several programs of an SM overlap their ends."""
+    if rows < MOST_ROWS or hidden % 16 or channels % 16:
+        return False
+    if block is None:
+        return itemsize == 2 and min(hidden, channels) >= MANY_INPUTS
+    return itemsize == 1 and block[0] % BLOCK_BYTES == 0 and block[1] % BLOCK_BYTES == 0
 
 
 def specialized_expert_tile(rows: int, itemsize: float, shared: int) -> ExpertTile:

@@ -24,7 +24,7 @@ from dovetail.core.ops.expert_tiles import (
     MOST_ROWS,
     ExpertTile,
     expert_tile,
-    specialized_blocks,
+    specialized,
     specialized_expert_tile,
 )
 from dovetail.core.ops.experts import ExpertWeights
@@ -289,7 +289,6 @@ def _multiply_pairs(
     if tile.residents:
         from dovetail.core.ops.kernels.specialized_experts import multiply_specialized
 
-        assert scale_EO is not None
         return multiply_specialized(x, weight_EOI, scale_EO, block, bias_EO, pairs, tile, out, activation)
     outputs, inputs = out.shape[1], weight_EOI.shape[2]
     precise = weight_EOI.dtype is torch.float8_e4m3fn and (tile.rows < MOST_ROWS or not fast_accum)
@@ -341,11 +340,11 @@ def tiles_of(order: Order, x: Activation, weights: ExpertWeights) -> tuple[Exper
 
 
 def _specializes(order: Order, x: Activation, weights: ExpertWeights) -> bool:
-    """Whether Hopper's kernel runs: sorted pairs, and rows and scales of blocks that suit its boxes."""
+    """Whether Hopper's kernel runs: sorted pairs, and rows and scales that suit its boxes."""
     if x.values.device.type != "cuda" or not device_facts(x.values.device)[2] or not order.block:
         return False
     _, hidden, channels = weights.down.shape
-    return x.values.dtype is weights.up.dtype and specialized_blocks(
+    return x.values.dtype is weights.up.dtype and specialized(
         order.rows, hidden, channels, weights.up.element_size(), weights.block
     )
 

@@ -2,7 +2,8 @@
 
 The structure is that of specialized_packed.py, for units of several experts (expert_units.py): persistent programs take
 units in turn, and the ring of blocks in shared memory stays filled across them. What consumers do with a block depends
-on the weight: packed_expert_units.py decodes it, block_expert_units.py applies scales of blocks.
+on the weight: packed_expert_units.py decodes it, block_expert_units.py applies scales of blocks, plain_expert_units.py
+multiplies 16 bits as they are.
 
 Shapes: P pairs of token and expert, E experts, O outputs, I inputs, W words of a row, S spans of a row.
 """
@@ -32,6 +33,7 @@ from dovetail.core.ops.kernels.gluon import (
 )
 from dovetail.core.ops.kernels.launch import dependent
 from dovetail.core.ops.kernels.packed_expert_units import X_BOXES, consume_packed
+from dovetail.core.ops.kernels.plain_expert_units import consume_plain
 from dovetail.core.ops.matmul import device_facts
 from dovetail.core.ops.packed_experts import EACH, SPANS
 
@@ -45,6 +47,9 @@ def _consume(rings, work, scale, epilogue, size, BLOCK_T: gl.constexpr, ACTIVE: 
     if weight.dtype == gl.int32:
         consume_packed(rings, work, scale, epilogue, size, BLOCK_T, ACTIVE, GATED, LIMITED, GROUP, GROUPS, PLACES,
                        TAIL, WHICH)  # fmt: skip
+    elif SCALE_I == 0:
+        consume_plain(rings, work, epilogue, size, BLOCK_T, ACTIVE, GATED, LIMITED, GROUP, GROUPS, PLACES,
+                      WHICH)  # fmt: skip
     else:
         consume_blocks(rings, work, scale, epilogue, size, BLOCK_T, ACTIVE, GATED, LIMITED, GROUP, GROUPS, PLACES,
                       SCALE_O, SCALE_I, WHICH)  # fmt: skip
@@ -84,7 +89,8 @@ def experts_specialized(
     RESIDENTS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """`scale_ptr`: exponents, or scales of blocks of SCALE_O outputs and SCALE_I inputs, `groups` in a row.
+    """`scale_ptr`: exponents, or scales of blocks of SCALE_O outputs and SCALE_I inputs, `groups` in a row; None = the
+    weight has 16 bits.
     `outputs`: channels, of gate and up each if GATED. `rows`: rows of an expert's matrix. `blocks`: those of a unit,
     with X_BOXES boxes of x each. TAIL: inputs of the last block if it has fewer. GROUPS: consumer warp groups, 1 or 2.
     PLACES: blocks in the ring."""
@@ -145,7 +151,7 @@ def experts_specialized(
 def multiply_specialized(
     x: Activation,
     weight_EOI: torch.Tensor,
-    scale: torch.Tensor,
+    scale: torch.Tensor | None,
     block: tuple[int, int],
     bias_EO: torch.Tensor | None,
     pairs: Sorted,
@@ -154,12 +160,12 @@ def multiply_specialized(
     activation: GatedActivation | None,
 ) -> None:
     """Launch the first product, which ends in `activation`, or the second one (None). `x`: rows in sorted order, and at
-    least a tile of rows behind them. `weight_EOI`: E4M3, with a `scale` for each `block` of outputs and inputs, or
-    words of packed codes, with their exponents in `scale`."""
+    least a tile of rows behind them. `weight_EOI`: E4M3, with a `scale` for each `block` of outputs and inputs, 16 bits
+    without a scale, or words of packed codes, with their exponents in `scale`."""
     experts, rows, columns = weight_EOI.shape
     packed = weight_EOI.dtype is torch.int32
     inputs, outputs = columns * (EACH if packed else 1), out.shape[1]
-    wide, boxes = (EACH * SPANS[0], X_BOXES.value) if packed else (LINE.value, 1)
+    wide, boxes = (EACH * SPANS[0], X_BOXES.value) if packed else (LINE.value // weight_EOI.element_size(), 1)
     warp_groups = tile.warps // 4
     o_tiles = triton.cdiv(outputs, tile.outputs * (1 if activation is not None else 2))
     limit = activation.limit if activation is not None else None

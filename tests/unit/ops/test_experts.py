@@ -26,7 +26,7 @@ from dovetail.core.ops.expert_tiles import (
     expert_tile,
     most_tiles,
     rows_of_tile,
-    specialized_blocks,
+    specialized,
     specialized_expert_tile,
 )
 from dovetail.core.ops.experts import ExpertWeights, gated_experts, gated_experts_reference
@@ -303,8 +303,8 @@ def test_the_kernels_are_near_the_exact_sum(tokens, experts, active, hidden, cha
 
 
 def on_device(weights: ExpertWeights) -> ExpertWeights:
-    tensors = ("up", "down", "up_scale", "down_scale")
-    return replace(weights, **{name: getattr(weights, name).to(DEVICE) for name in tensors})
+    tensors = {name: getattr(weights, name) for name in ("up", "down", "up_scale", "down_scale")}
+    return replace(weights, **{name: x.to(DEVICE) for name, x in tensors.items() if x is not None})
 
 
 @kernels
@@ -353,36 +353,49 @@ def test_blocks_with_scales(tokens, hidden, channels, block):
     assert row_error(got.cpu().float(), want.float()) < 4e-2, "see test_fp8_kernels_equal_the_reference"
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(
+HOPPER = pytest.mark.skipif(
     INTERPRETED or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="Hopper's kernel is in Gluon, which has no interpreter",
 )
+
+
+@pytest.mark.gpu
+@HOPPER
 @pytest.mark.parametrize(
-    ("tokens", "hidden", "channels", "routed"), [(40, 320, 192, "some padding"), (300, 1024, 336, "random")]
+    ("tokens", "hidden", "channels", "routed"),
+    [
+        (40, 320, 192, "some padding"),
+        (300, 1024, 336, "random"),
+        (150, 64, 48, "one row"),
+        (260, 2048, 80, "all in one"),
+    ],
 )
-def test_the_kernel_for_hopper_equals_the_reference(tokens, hidden, channels, routed):
+@pytest.mark.parametrize("kind", ["blocks", "fp16", "bf16"])
+def test_the_kernel_for_hopper_equals_the_reference(tokens, hidden, channels, routed, kind):
     """Tiles of 64 and 128 rows, and rows whose last block is not whole."""
     from dovetail.core.ops.kernels.expert_pairs import sort_pairs
     from dovetail.core.ops.kernels.experts import gated_experts_triton
 
-    x_TC, routing, *_, bias = case(tokens, 3, 2, hidden, channels, routed, DTYPE, biased=True)
-    weights = blocks_of(3, hidden, channels, (128, 128))
+    fmt = FP8_TOKEN if kind == "blocks" else PLAIN
+    dtype = torch.bfloat16 if kind == "bf16" else DTYPE
+    x_TC, routing, up, down, bias = case(tokens, 3, 2, hidden, channels, routed, dtype, biased=True)
+    weights = blocks_of(3, hidden, channels, (128, 128)) if kind == "blocks" else ExpertWeights(up, down)
     placed = on_device(weights)
-    x = encode(x_TC.cuda(), (FP8_TOKEN,))[FP8_TOKEN]
+    x = encode(x_TC.cuda(), (fmt,))[fmt]
     on = Routing(routing.experts_TK.cuda(), routing.weights_TK.cuda())
     biases = ExpertBias(bias.up.cuda(), bias.down.cuda())
     rows = sort_pairs(on, 3, None).rows
-    tiles = (specialized_expert_tile(rows, 1, HOPPER_SHARED),) * 2
+    tiles = (specialized_expert_tile(rows, weights.up.element_size(), HOPPER_SHARED),) * 2
     with poisoned_memory():
         got, again = (
-            gated_experts_triton(x, on, placed, CLAMPED, biases, FP8_TOKEN, DTYPE, True, chosen)
-            for chosen in (tiles, None if rows == 128 else tiles)
+            gated_experts_triton(x, on, placed, CLAMPED, biases, fmt, dtype, True, chosen)
+            for chosen in (tiles, None if rows == 128 and kind == "blocks" else tiles)
         )
     assert torch.equal(got, again)
-    x_cpu = replace(x, values=x.values.cpu(), scale=x.scale.cpu())
-    want = gated_experts(x_cpu, routing, weights, CLAMPED, bias, between=FP8_TOKEN, dtype=DTYPE)
-    assert row_error(got.cpu().float(), want.float()) < 4e-2, "see test_fp8_kernels_equal_the_reference"
+    x_cpu = replace(x, values=x.values.cpu(), scale=None if x.scale is None else x.scale.cpu())
+    want = gated_experts(x_cpu, routing, weights, CLAMPED, bias, between=fmt, dtype=dtype)
+    # See test_kernels_of_8_bits_equal_the_reference.
+    assert row_error(got.cpu().float(), want.float()) < (4e-2 if fmt is not PLAIN else 2e-2 if kind == "bf16" else 5e-3)
 
 
 @pytest.mark.parametrize(
@@ -392,12 +405,17 @@ def test_the_kernel_for_hopper_equals_the_reference(tokens, hidden, channels, ro
         (64, 7168, 2048, 1, (128, 128), False),  # few rows
         (128, 7168, 2048, 1, (64, 128), False),  # two scales in a box
         (128, 2048, 760, 1, (128, 128), False),  # rows that a tensor map cannot read
-        (128, 7168, 2048, 1, None, False),
-        (128, 7168, 2048, 2, None, False),
+        (128, 4096, 14336, 1, None, False),  # a scale per output
+        (128, 4096, 14336, 2, None, True),
+        (128, 2048, 768, 2, None, False),  # few inputs
+        (128, 7168, 2048, 2, (128, 128), False),  # scales of 16-bit weights
+        (128, 7168, 2048, 4, None, False),  # float32
+        (128, 4104, 14336, 2, None, False),  # outputs that fill no vector
+        (64, 4096, 14336, 2, None, False),
     ],
 )
 def test_what_the_kernel_for_hopper_can_multiply(rows, hidden, channels, itemsize, block, suits):
-    assert specialized_blocks(rows, hidden, channels, itemsize, block) == suits
+    assert specialized(rows, hidden, channels, itemsize, block) == suits
 
 
 def blocks_of(experts: int, hidden: int, channels: int, block: tuple[int, int]) -> ExpertWeights:
