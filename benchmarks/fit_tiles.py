@@ -1,8 +1,8 @@
 """Fit of the constants with which core/tuning/model.py predicts the times of matmuls, to the timings of searches.
 
     python benchmarks/fit_tiles.py FILE.timings.jsonl [...] [--fit]
-    python benchmarks/fit_tiles.py FILE.timings.jsonl [...] --gpu h100 --export core/tuning/tables/hopper_timings.json
-    python benchmarks/fit_tiles.py core/tuning/tables/hopper_timings.json --gpu h100
+    python benchmarks/fit_tiles.py FILE.timings.jsonl [...] --gpu h100 --export core/tuning/tables/h100_timings.json
+    python benchmarks/fit_tiles.py core/tuning/tables/h200_timings.json --also core/tuning/tables/h100_timings.json
 
 app=tune keeps its timings in the cache folder, in files whose names end so. For each matmul that was timed, the script
 prints the time of the tile with the shortest predicted time, among those that were timed, over that of the fastest one:
@@ -58,7 +58,7 @@ def read(files: Sequence[Path]) -> list[Measured]:
             # The model is of tiles, and of the library with as many rows as there are.
             timed = [pair for pair in (*found.times, *found.others) if pair[0] is None or LIBRARY_ROWS not in pair[0]]
             tiles = [(None if choice is None else tile_of(choice), us) for choice, us in timed]
-            points.append(Measured(shape, [(tile, us) for tile, us in tiles if us > 0]))
+            points.append(Measured(shape, [(tile, us) for tile, us in tiles if us > 0], found.way))
     return points
 
 
@@ -70,7 +70,7 @@ def disturbed(point: Measured, gpu: Gpu) -> bool:
 
 def predicted(point: Measured, tile: MatmulTile | None, gpu: Gpu, fit: Fit) -> float:
     """Microseconds, by the model alone."""
-    return 1e6 * predicted_seconds(tile, point.shape, gpu, fit)
+    return 1e6 * predicted_seconds(tile, point.shape, gpu, fit, point.way)
 
 
 def pick(point: Measured, gpu: Gpu, fit: Fit) -> tuple[float, MatmulTile | None]:
@@ -80,10 +80,11 @@ def pick(point: Measured, gpu: Gpu, fit: Fit) -> tuple[float, MatmulTile | None]
 
 
 def corrected_pick(point: Measured, gpu: Gpu, corrections: Corrections) -> float:
-    """The same, corrected by the timings of other shapes, and among tiles that were timed near this one, if any."""
+    """The same, corrected by the timings of other shapes, and among the library and tiles that were timed near this
+    one, if any."""
     factors = corrections.near(point.shape, but=point.shape[1:3])
-    near = [pair for pair in point.times if pair[0] in factors] or point.times
-    _, us = min(near, key=lambda p: predicted_seconds(p[0], point.shape, gpu) * factors.get(p[0], 1.0))
+    near = [pair for pair in point.times if pair[0] is None or pair[0] in factors] or point.times
+    _, us = min(near, key=lambda pair: predicted(point, pair[0], gpu, FIT) * factors.get(pair[0], 1.0))
     return us / min(us for _, us in point.times)
 
 
@@ -123,6 +124,9 @@ def main() -> int:
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--gpu", choices=GPUS, default="h200", help="GPU on which the files were made")
+    parser.add_argument(
+        "--also", type=Path, nargs="+", default=[], help="exported timings that correct predictions, too"
+    )
     parser.add_argument("--export", type=Path)
     args = parser.parse_args()
     everything, gpu, fit = read(args.files), GPUS[args.gpu], FIT
@@ -134,7 +138,7 @@ def main() -> int:
     if args.fit:
         fit = fitted(points, gpu, fit)
         print("\n".join(f"    {name}: float = {value:.3g}" for name, value in asdict(fit).items()))
-    corrections = Corrections(gpu, points)
+    corrections = Corrections((gpu, points), *(read_measured(file.read_text()) for file in args.also))
     alone, corrected = [], []
     for point in sorted(points, key=lambda point: point.shape[1:] + point.shape[:1]):
         ratio, tile = pick(point, gpu, fit)

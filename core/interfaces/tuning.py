@@ -45,6 +45,8 @@ class Tunable(ABC):
     """Name of the operation; a package's own begins with the package's name."""
     key: Key
     rows: int
+    way: str = ""
+    """Name of what the default does here, if it differs between operations of one key. It is kept with the timings."""
     nbytes: int
     """Bytes of weights that a call reads."""
 

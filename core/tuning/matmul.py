@@ -15,7 +15,13 @@ import torch
 from dovetail.core.arithmetic import ceil_div
 from dovetail.core.interfaces.tuning import Choice, Trials, Tunable
 from dovetail.core.ops import block_scaled_matmul, matmul, rms_norm, scaled_matmul, unscaled_matmul
-from dovetail.core.ops.matmul import KINDS, block_scaled_reference, int8_matmul, matmul_reference
+from dovetail.core.ops.matmul import (
+    KINDS,
+    MOST_UNSCALED,
+    block_scaled_reference,
+    int8_matmul,
+    matmul_reference,
+)
 from dovetail.core.ops.padding import empty_rows, padded
 from dovetail.core.ops.tile_choice import (
     BLOCK,
@@ -35,6 +41,7 @@ from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
 from dovetail.core.tuning.candidates import ITEMSIZE, RESERVED, candidates, used_shared
 from dovetail.core.tuning.gpu import Gpu, this_gpu
 from dovetail.core.tuning.measured import Shape, hopper_corrections, predicted_seconds
+from dovetail.core.tuning.model import CONVERTED, DEFERRED
 from dovetail.core.tuning.table import TuningTable
 
 MOST_CHANNELS = 8192
@@ -74,6 +81,10 @@ class MatmulTunable(Tunable):
         self.key = matmul_key(self.kind, self.outputs, self.inputs)
         self.nbytes = weight.numel() * weight.element_size()
         self._defers, self._fast_accum, self._gpu = defers, fast_accum, gpu
+        if self.kind == "fp8" and dtype is not torch.bfloat16:
+            self.way = CONVERTED
+        elif self.kind == "fp8" and defers and MOST_ROWS < rows <= MOST_UNSCALED:
+            self.way = DEFERRED
 
     @cached_property
     def gpu(self) -> Gpu:
@@ -169,7 +180,7 @@ class MatmulTunable(Tunable):
     def _seconds(self, tile: MatmulTile | None) -> float:
         if tile is None and self.kind in LIKE:
             tile = self._ruled  # What runs without an entry.
-        return predicted_seconds(tile, self._shape, self.gpu) * self._corrections.get(tile, 1.0)
+        return predicted_seconds(tile, self._shape, self.gpu, way=self.way) * self._corrections.get(tile, 1.0)
 
     def trials(self, count: int) -> Trials:
         device = torch.device("cuda", torch.cuda.current_device())

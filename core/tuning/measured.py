@@ -7,7 +7,8 @@ regression: Nadaraya 1964, Watson 1964), and drawn towards 1 where little was me
     {"schema": "dovetail.timings/1", "gpu": {"name": "NVIDIA H100 80GB HBM3", ...},
      "choices": [null, {"tokens": 16, ...}], "matmuls": [["fp8", 6144, 4096, 16, [[0, 14.1], [1, 8.2]]], ...]}
 
-A matmul is: kind of weight, outputs, inputs, rows, and pairs of a choice's index and microseconds.
+A matmul is: kind of weight, outputs, inputs, rows, pairs of a choice's index and microseconds, and the way of the
+library (core.tuning.model), if it has one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from dovetail.core.tuning.gpu import Gpu
 from dovetail.core.tuning.model import FIT, Fit, library_seconds, tile_seconds
 
 SCHEMA = "dovetail.timings/1"
-HOPPER = "tables/hopper_timings.json"
+HOPPER = ("tables/h100_timings.json", "tables/h200_timings.json")
+"""Files of timings from GPUs of this architecture."""
 SHAPE_SCALE = 0.7
 """Distance of shapes, |ln(outputs ratio)| + |ln(inputs ratio)|, at which a timing counts 1/e."""
 ROWS_SCALE = 0.4
@@ -47,28 +49,31 @@ class Measured(NamedTuple):
     shape: Shape
     times: Sequence[tuple[MatmulTile | None, float]]
     """Microseconds; None = the library."""
+    way: str = ""
+    """The library's: DEFERRED, CONVERTED, or neither."""
 
 
-def predicted_seconds(tile: MatmulTile | None, shape: Shape, gpu: Gpu, fit: Fit = FIT) -> float:
-    """Return the model's time of a tile, or of the library."""
-    return library_seconds(*shape, gpu, fit) if tile is None else tile_seconds(tile, *shape, gpu, fit)
+def predicted_seconds(tile: MatmulTile | None, shape: Shape, gpu: Gpu, fit: Fit = FIT, way: str = "") -> float:
+    """Return the model's time of a tile, or of the library's `way`."""
+    return library_seconds(*shape, gpu, fit, way) if tile is None else tile_seconds(tile, *shape, gpu, fit)
 
 
 class Corrections:
-    """Corrections from the timings of one GPU model."""
+    """Corrections from the timings of GPU models that have equally many multiprocessors."""
 
-    def __init__(self, gpu: Gpu, measured: Iterable[Measured]) -> None:
-        self._processors = gpu.processors
+    def __init__(self, *measured: tuple[Gpu, Iterable[Measured]]) -> None:
+        (self._processors,) = {gpu.processors for gpu, _ in measured}
         self.tiles: list[MatmulTile | None] = []
         """Every choice that was timed."""
         numbers: dict[MatmulTile | None, int] = {}
         found: dict[str, list[tuple[float, ...]]] = {}
-        for (rows, outputs, inputs, kind), times in measured:
+        for gpu, (shape, times, way) in ((gpu, one) for gpu, many in measured for one in many):
+            rows, outputs, inputs, kind = shape
             for tile, us in times:
                 if tile not in numbers:
                     numbers[tile] = len(self.tiles)
                     self.tiles.append(tile)
-                error = np.log(1e-6 * us / predicted_seconds(tile, (rows, outputs, inputs, kind), gpu))
+                error = np.log(1e-6 * us / predicted_seconds(tile, shape, gpu, way=way))
                 line = numbers[tile], np.log(rows), np.log(outputs), np.log(inputs), error
                 found.setdefault(kind, []).append(line)
         self._by_kind = {kind: np.array(lines).T for kind, lines in found.items()}
@@ -102,12 +107,13 @@ def text_of(gpu: Gpu, measured: Iterable[Measured]) -> str:
     """Return the content of a file with these timings, one matmul per line."""
     choices: dict[str, int] = {}
     lines = []
-    for (rows, outputs, inputs, kind), times in sorted(measured, key=lambda one: (*one.shape[3:], *one.shape[:3])):
+    for (rows, outputs, inputs, kind), times, way in sorted(measured, key=lambda one: (*one.shape[3:], *one.shape[:3])):
         pairs = []
         for tile, us in sorted(times, key=lambda pair: pair[1]):
             text = json.dumps(None if tile is None else dict(choice_of(tile)), sort_keys=True)
             pairs.append([choices.setdefault(text, len(choices)), round(us, 2)])
-        lines.append(json.dumps([kind, outputs, inputs, rows, pairs], separators=(",", ":")))
+        named = [way] if way else []
+        lines.append(json.dumps([kind, outputs, inputs, rows, pairs, *named], separators=(",", ":")))
     known, matmuls = ",\n".join(choices), ",\n".join(lines)
     head = f'"schema": {json.dumps(SCHEMA)}, "gpu": {json.dumps(asdict(gpu))}'
     return f'{{{head}, "choices": [\n{known}\n], "matmuls": [\n{matmuls}\n]}}\n'
@@ -120,8 +126,8 @@ def read_measured(text: str) -> tuple[Gpu, list[Measured]]:
         raise ValueError(f"the schema is {content['schema']}, not {SCHEMA}")
     tiles = [None if choice is None else tile_of(choice) for choice in content["choices"]]
     found = [
-        Measured((rows, outputs, inputs, kind), [(tiles[number], us) for number, us in pairs])
-        for kind, outputs, inputs, rows, pairs in content["matmuls"]
+        Measured((rows, outputs, inputs, kind), [(tiles[number], us) for number, us in pairs], *way)
+        for kind, outputs, inputs, rows, pairs, *way in content["matmuls"]
     ]
     return Gpu(**content["gpu"]), found
 
@@ -129,4 +135,5 @@ def read_measured(text: str) -> tuple[Gpu, list[Measured]]:
 @cache
 def hopper_corrections() -> Corrections:
     """Return the corrections from the timings that Dovetail ships for Hopper."""
-    return Corrections(*read_measured(files("dovetail.core.tuning").joinpath(*HOPPER.split("/")).read_text("utf-8")))
+    package = files("dovetail.core.tuning")
+    return Corrections(*(read_measured(package.joinpath(*name.split("/")).read_text("utf-8")) for name in HOPPER))

@@ -18,8 +18,11 @@ from dovetail.core.tuning.gpu import Gpu
 
 MMA_ROWS = 64
 """Rows of the left operand of a tensor core instruction."""
+DEFERRED, CONVERTED = "deferred", "converted"
+"""Ways of the library's matmul of FP8: without scales, which the consumer applies, and followed by a conversion from
+bfloat16, the only dtype that it writes."""
 LIBRARY_TILES = ((64, 128), (128, 128), (128, 256), (256, 128))
-"""(rows, outputs) of the library's tiles."""
+"""(rows, outputs) of the library's tiles. With scales per row, it uses those of 64 rows up to 64 rows only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,9 @@ class Fit:
     """Seconds of the library's 8-bit matmul for scales per row."""
     library_outputs: float = 1.52e-12
     """Seconds of that matmul for each output, to scale and to convert it."""
+    library_conversion: float = 5e-7
+    """Seconds to convert its outputs to float16, and seconds for each of them."""
+    library_converted: float = 1e-12
 
 
 FIT = Fit()
@@ -115,16 +121,30 @@ def _product_cycles(tile: MatmulTile, itemsize: int, gpu: Gpu, fit: Fit) -> floa
     return left * (right + fit.operand) * tile.inputs * itemsize / gpu.flops_per_cycle
 
 
-def library_seconds(rows: int, outputs: int, inputs: int, kind: str, gpu: Gpu, fit: Fit = FIT) -> float:
-    """Return the time of the library's matmul with its best tile."""
+def library_seconds(
+    rows: int,
+    outputs: int,
+    inputs: int,
+    kind: str,
+    gpu: Gpu,
+    fit: Fit = FIT,
+    way: str = "",
+) -> float:
+    """Return the time of the library's matmul with its best tile. `way`: DEFERRED or CONVERTED, or neither."""
     itemsize = ITEMSIZE[kind]
     nbytes = (outputs * inputs + rows * inputs) * itemsize + 2 * rows * outputs
     stream = nbytes / (fit.library_memory * gpu.bandwidth)
     rate = fit.library_products * gpu.flops_per_cycle * 2 / itemsize * gpu.clock
+    scales = kind != "bf16" and way != DEFERRED
     products = min(
         ceil_div(ceil_div(rows, height) * ceil_div(outputs, width), gpu.processors) * 2 * height * width * inputs / rate
         for height, width in LIBRARY_TILES
+        if height >= rows or height > MMA_ROWS or not scales
     )
     bounds = (stream, products)
     total = fit.library_launch + sum(bound**fit.hardness for bound in bounds) ** (1 / fit.hardness)
-    return total + (fit.library_scales + rows * outputs * fit.library_outputs if kind != "bf16" else 0.0)
+    if scales:
+        total += fit.library_scales + rows * outputs * fit.library_outputs
+    if way == CONVERTED:
+        total += fit.library_conversion + rows * outputs * fit.library_converted
+    return total

@@ -67,6 +67,8 @@ class Found:
     """Microseconds of the choice that ran before the search, timed in the same turns."""
     others: tuple[tuple[Choice, float], ...] = ()
     """The other candidates and their microseconds, timed briefly."""
+    way: str = ""
+    """The tunable's."""
 
     @property
     def point(self) -> Point:
@@ -86,7 +88,7 @@ class Found:
         facts: dict[str, Any] = {"op": self.op, "key": dict(self.key), "rows": self.rows, "before": self.before}
         for name, pairs in (("times", self.times), ("others", self.others)):
             facts[name] = [[round(us, 3), None if choice is None else dict(choice)] for choice, us in pairs]
-        return json.dumps(facts)
+        return json.dumps(facts | ({"way": self.way} if self.way else {}))
 
 
 def read_found(lines: Iterable[str]) -> dict[Point, Found]:
@@ -111,9 +113,9 @@ def _record(facts: Any) -> Found:
         (None if choice is None else flat_values(choice, "a choice"), float(us)) for us, choice in facts["times"]
     )
     others = tuple((flat_values(choice, "a choice"), float(us)) for us, choice in facts["others"])
-    op, rows, before = facts["op"], facts["rows"], facts["before"]
+    op, rows, before, way = facts["op"], facts["rows"], facts["before"], facts.get("way", "")
     numbers = [us for _, us in (*times, *others)] + ([] if before is None else [before])
-    if not isinstance(op, str) or type(rows) is not int or not 1 <= rows <= MOST_ROWS:
+    if not isinstance(way, str) or not isinstance(op, str) or type(rows) is not int or not 1 <= rows <= MOST_ROWS:
         raise ValueError("the operation has no name, or no number of rows")
     if not all(math.isfinite(us) for us in numbers):
         raise ValueError("a time is not a number")
@@ -123,7 +125,7 @@ def _record(facts: Any) -> Found:
         for choice, _ in (*times, *others):
             if choice is not None:
                 CHECKS[op](key, rows, choice)
-    return Found(op, key, rows, times, before, others)
+    return Found(op, key, rows, times, before, others, way)
 
 
 def table_of(found: Iterable[Found], gpu: str, facts: GpuFacts, origin: str) -> TuningTable:
@@ -216,7 +218,7 @@ def measure(tunable: Tunable, timer: Timer, gpu: str, tried: Sequence[Choice], f
     before = next((us for us, choice in again if choice == current), None)
     times = tuple((choice, us) for us, choice in again)
     others = tuple((choice, us) for us, choice in brief if choice not in kept)
-    return Found(tunable.op, tunable.key, tunable.rows, times, before, others)
+    return Found(tunable.op, tunable.key, tunable.rows, times, before, others, tunable.way)
 
 
 def _current(tunable: Tunable, gpu: str) -> Choice | None:

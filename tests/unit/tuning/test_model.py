@@ -31,7 +31,7 @@ from dovetail.core.tuning.startup import predicted_table
 from dovetail.core.tuning.table import Subject, TuningTable
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-SHIPPED = Path(tuning.__file__).parent / "tables/hopper_timings.json"
+SHIPPED, SHIPPED_H200 = (Path(tuning.__file__).parent / f"tables/{name}_timings.json" for name in ("h100", "h200"))
 TIMINGS = Path(__file__).with_name("h200.timings.jsonl")
 A100 = Gpu("NVIDIA A100-SXM4-80GB", 108, 2.0e12, 1.41e9, 163 << 10, tma=False, hopper=False, flops_per_cycle=2048)
 
@@ -65,7 +65,7 @@ def test_picks_are_near_the_fastest_measured_tiles(script, monkeypatch, capsys, 
 def test_timings_of_other_shapes_correct_predictions(script, kind, wrong):
     """Each shape is judged by the timings of all others. `wrong`: share of picks that take more than a tenth longer."""
     gpu, measured = read_measured(SHIPPED.read_text())
-    corrections = Corrections(gpu, measured)
+    corrections = Corrections((gpu, measured))
     points = [one for one in measured if one.shape[3] == kind]
     alone = [script.pick(one, gpu, script.FIT)[0] for one in points]
     corrected = [script.corrected_pick(one, gpu, corrections) for one in points]
@@ -76,18 +76,45 @@ def test_timings_of_other_shapes_correct_predictions(script, kind, wrong):
 
 def test_timings_of_one_gpu_correct_predictions_for_another(script):
     """Those of an H100 for an H200, without the shape that is judged."""
-    corrections, points = hopper_corrections(), script.read([TIMINGS])
+    corrections, points = Corrections(read_measured(SHIPPED.read_text())), script.read([TIMINGS])
     corrected = [script.corrected_pick(one, Gpu(), corrections) for one in points]
     alone = [script.pick(one, Gpu(), script.FIT)[0] for one in points]
     assert script.geometric_mean(corrected) < 1.04 < script.geometric_mean(alone)
     assert sum(ratio > 1.1 for ratio in corrected) < sum(ratio > 1.1 for ratio in alone)
 
 
+def test_timings_of_two_gpus_correct_more_than_those_of_one(script):
+    """Those of the H200 have other numbers of rows."""
+    shipped = [read_measured(path.read_text()) for path in (SHIPPED, SHIPPED_H200)]
+    gpu, points = shipped[1]
+    one, both = (
+        [script.corrected_pick(point, gpu, corrections) for point in points]
+        for corrections in (Corrections(shipped[0]), Corrections(*shipped))
+    )
+    assert script.geometric_mean(both) < 1.035 < script.geometric_mean(one)
+    assert sum(ratio > 1.1 for ratio in both) < sum(ratio > 1.1 for ratio in one)
+
+
+def test_what_the_library_leaves_to_the_consumer_takes_no_time_in_it():
+    """Scales of FP8 that the next norm applies, and a dtype that is converted."""
+    weight = torch.empty(8192, 8192, dtype=torch.float8_e4m3fn, device="meta")
+
+    def seconds(rows, dtype=torch.bfloat16, defers=False):
+        return MatmulTunable(weight, rows, dtype, defers=defers, gpu=Gpu()).predicted(None)
+
+    assert seconds(160, defers=True) < seconds(160) < seconds(160, torch.float16)
+    assert seconds(160, torch.float16, defers=True) == seconds(160, torch.float16), "only bfloat16 is deferred"
+    assert seconds(64, defers=True) == seconds(64) and seconds(512, defers=True) == seconds(512)
+    wide = torch.empty(57344, 8192, dtype=torch.float8_e4m3fn, device="meta")
+    at = {rows: MatmulTunable(wide, rows, torch.bfloat16, gpu=Gpu()).predicted(None) for rows in (128, 160, 256)}
+    assert 0.9 < at[160] / at[256] < 1 and at[160] > 1.25 * at[128], "tiles of 128 rows or more"
+
+
 def test_a_tile_that_was_slow_nearby_is_not_picked():
     slow, fast = (tile_of({"tokens": 64, "outputs": 64, "inputs": width}) for width in (128, 256))
     shape = 64, 4096, 4096, "fp8"
     us = {tile: 1e6 * predicted_seconds(tile, shape, Gpu()) for tile in (slow, fast)}
-    corrections = Corrections(Gpu(), [Measured(shape, [(slow, 2 * us[slow]), (fast, us[fast])])])
+    corrections = Corrections((Gpu(), [Measured(shape, [(slow, 2 * us[slow]), (fast, us[fast])])]))
     near, far = corrections.near((64, 4608, 4096, "fp8")), corrections.near((64, 4096, 65536, "fp8"))
     assert near[slow] > 1.5 and near[fast] == pytest.approx(1) and not far
     assert not corrections.near(shape, but=(4096, 4096)) and not corrections.near((64, 4096, 4096, "bf16"))
