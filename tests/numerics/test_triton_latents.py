@@ -86,19 +86,41 @@ def test_a_row_too_long_for_the_room_is_absorbed(monkeypatch):
     assert [type(run) for (run,) in state.values()] == [Absorbed]
 
 
+@pytest.mark.parametrize(
+    ("value", "first"),
+    [(torch.nan, 0), (torch.inf, 0), (torch.inf, SMALL.kv_rank), (-torch.inf, SMALL.kv_rank)],
+    ids=["NaN", "infinite", "infinite rotated columns", "negative infinite rotated columns"],
+)
 @pytest.mark.parametrize("heads", [2, 16], ids=["tiles of several tokens", "tiles of one"])
-def test_nan_of_a_sequence_reaches_no_other(heads):
+def test_nan_and_infinity_of_a_sequence_reach_no_other(heads, value, first):
     """The ranges of all tokens are joined by one matrix product."""
     made = arena(SMALL, heads)
     made.run(made.plan([("a", 40), ("b", 9), ("c", 5)]))
     step, layer = made.plan([("a", 1), ("b", 1), ("c", 1)], num_decode=3), made.layers[0]
     q, latents = made.inputs(step)
-    latents[1] = torch.nan
+    latents[1, first:] = value
     q_THD = made.backend.write_mla(layer, step.ctxs[layer.group], q, latents, made.rope, made.norm)
     out = made.attend(layer, step, q_THD)[PLAIN].values
-    assert out.isnan().all(1).tolist() == [False, True, False] and out[[0, 2]].isfinite().all()
+    assert not out[1].isfinite().any() if first == 0 else not out[1].isfinite().all()
+    assert out[[0, 2]].isfinite().all()
     ((run,),) = step.ctxs[layer.group].state.values()
     assert not run.plan.lists[0].tile.joins
+
+
+@pytest.mark.parametrize("heads", [2, 16], ids=["tiles of several tokens", "tiles of one"])
+def test_an_infinite_value_with_a_finite_score_reaches_no_other(heads):
+    """A latent of minus infinity has no weight, and zero times infinity is NaN."""
+    made = arena(SMALL, heads)
+    made.run(made.plan([("a", 40), ("b", 9), ("c", 5)]))
+    step, layer = made.plan([("a", 1), ("b", 1), ("c", 1)], num_decode=3), made.layers[0]
+    q, latents = made.inputs(step)
+    q_THD = made.backend.write_mla(layer, step.ctxs[layer.group], q, latents, made.rope, made.norm)
+    ctx = step.ctxs[layer.group]
+    plane = made.backend.pools[layer.group].layer(layer.local, "latent")
+    plane.view(-1, plane.shape[-1])[ctx.meta.write_T[1], 0] = -torch.inf
+    q_THD[1] = q_THD[1].abs()
+    out = made.attend(layer, step, q_THD)[PLAIN].values
+    assert not out[1].isfinite().all() and out[[0, 2]].isfinite().all()
 
 
 @pytest.mark.parametrize("many_first", [False, True])

@@ -77,9 +77,13 @@ def project_ranges(
         taken = tl.max(mine.to(tl.int32), axis=0) > 0
         if tl.max(taken.to(tl.int32), axis=0) > 0:
             lse = tl.load(lse_ptr + row, mask=taken, other=float("-inf"))
-            # Products of a zero and a NaN would spoil all tokens of the block: NaN reaches its own one as a weight.
+            # Products of a zero and what is not finite would spoil all tokens of the block. It reaches its own one as a
+            # weight that is NaN.
             ok = (taken & (lse > float("-inf")))[:, None] & (columns < L)[None, :]
             part = tl.load(part_ptr + (row * L)[:, None] + columns[None, :], mask=ok, other=0.0)
+            finite = tl.abs(part) < float("inf")
+            part = tl.where(finite, part, 0.0)
+            lse = tl.where(tl.min(finite.to(tl.int32), axis=1) > 0, lse, float("nan"))
             lse = tl.where(mine, lse[None, :], float("-inf"))
             new_m = tl.maximum(m, tl.max(lse, axis=1))
             weight = tl.exp2(lse - new_m[:, None])
