@@ -21,6 +21,8 @@ START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>"
 END, RETURN, CALL = "<|end|>", "<|return|>", "<|call|>"
 SPECIAL = (START, CHANNEL, CONSTRAIN, MESSAGE, END, RETURN, CALL)
 CHANNELS = ("analysis", "commentary", "final")
+TYPES = ("json", "code")
+"""Words that may state the type of a message's text; code by models that leave <|constrain|> out."""
 LONGEST_LABEL = 160
 """Maximum number of characters between two marks of a header."""
 TO = "to="
@@ -49,8 +51,9 @@ def read_header(stream: TextStream) -> Steps[Header]:
     if (yield from stream.accept(CONSTRAIN)):
         words.append((yield from _label(stream)).strip())
     yield from stream.expect(MESSAGE)
-    # One more word may state the type of the text: json, and code by models that leave <|constrain|> out.
-    if not words or words[0] not in CHANNELS or len(words) > 2:
+    if not words or words[0] not in CHANNELS or (words[1:] and words[1:] not in ([one] for one in TYPES)):
+        raise Malformed
+    if to and recipient and to != recipient:
         raise Malformed
     return Header(words[0], to or recipient)
 

@@ -38,7 +38,7 @@ def _facts(value: object) -> Hashable:
     if isinstance(value, LinearShape):
         return replace(value, names=(), shares={})
     if isinstance(value, ExpertShape):
-        return replace(value, names=(), shares={}, ids=())
+        return replace(value, names=(), shares={}, ids=(), paths=())
     if isinstance(value, LinearMethod | ExpertMethod):
         return type(value), _facts(vars(value))
     plain = value is None or isinstance(value, Number | torch.dtype)

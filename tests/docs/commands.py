@@ -68,6 +68,7 @@ NOT_RUN = {
     "python benchmarks/distinct_experts.py": "tests/unit/benchmarks/test_distinct_experts.py runs it",
     "python benchmarks/curve.py": "needs a GPU; tests/unit/benchmarks/test_curve.py runs it without",
     "python benchmarks/kernels.py": "needs a GPU",
+    "python benchmarks/attention.py --decode": "needs a GPU",
     "python benchmarks/startup_kernels.py": "needs a GPU, or compiles for minutes",
     "python benchmarks/matmul.py": "needs a GPU",
     "python benchmarks/layer.py": "needs two GPUs; tests/unit/benchmarks/test_layer.py runs its search without",

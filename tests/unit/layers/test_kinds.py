@@ -47,8 +47,15 @@ def test_each_pair_of_neighbours_is_kept(kinds: str, kept: tuple[int, ...], foun
     assert one_of_each(kinds, kept) == found
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("words", [WINDOWS, ["quant=fp8"], SPARSE], ids=["windows", "fp8", "experts"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(WINDOWS, marks=pytest.mark.nightly),
+        pytest.param(["quant=fp8"], marks=pytest.mark.nightly),
+        SPARSE,
+    ],
+    ids=["windows", "fp8", "experts"],
+)
 def test_one_layer_of_each_kind_launches_what_all_layers_do(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
     base = [word for word in SMALL if words is not SPARSE or not word.startswith("model")]
     variants: set[tuple[str, Any]] = set()

@@ -48,6 +48,9 @@ REASONED = Reasoning("Look it up.")
         (CALL.replace("<|constrain|>json", "code"), CALLED),
         (CALL.replace("<|call|>", "<|end|>") + FINAL, [*CALLED, Content("Rain <|a|>.")]),
         (CALL.replace("<|call|>", "<|return|>"), CALLED),
+        # A header with other words is content, or these would be lost.
+        (CALL.replace("<|constrain|>json", "jso"), [Content(CALL.replace("<|constrain|>json", "jso")[:-8])]),
+        (CALL.replace("nt<|channel", "nt to=a<|channel"), [Content("<|start|>assistant to=a"), *CALLED]),
         # Calls of tools that are not offered, and of those of OpenAI's own, are content.
         (CALL.replace("weather", "stop"), [Content(CALL.replace("weather", "stop"))]),
         (CALL.replace("functions.weather", "python"), [Content(CALL.replace("functions.weather", "python"))]),
