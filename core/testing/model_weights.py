@@ -157,9 +157,8 @@ class WeightTests:
             others = {other: each for other, each in weights.items() if other != name}
             wide, whole = torch.cat((tensor, tensor[:1])), torch.zeros(tensor.shape, dtype=torch.int32)
             # A library may ignore names that contain one of its own.
-            faults = {name: (others, {**weights, name: wide}, {**weights, name: whole})}
-            faults["stray.weight"] = ({**weights, "stray.weight": wide},)
-            for wrong, fault in ((wrong, fault) for wrong, many in faults.items() for fault in many):
+            faults = [(name, fault) for fault in (others, {**weights, name: wide}, {**weights, name: whole})]
+            for wrong, fault in (*faults, ("stray.weight", {**weights, "stray.weight": wide})):
                 with pytest.raises(ConfigError) as error:
                     model.check_checkpoint(_Headers(fault))
                 named = wrong in str(error.value) and "memory" in str(error.value)
