@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="no Triton for this platform")
 
 from dovetail.core import tuning
 from dovetail.core.ops.tile_choice import LIBRARY_ROWS, check_matmul, listed_tile, tile_of
+from dovetail.core.tuning import matmul as matmul_module
 from dovetail.core.tuning.cache import CACHED
 from dovetail.core.tuning.gpu import Gpu
 from dovetail.core.tuning.matmul import MatmulTunable
@@ -26,9 +27,10 @@ from dovetail.core.tuning.measured import (
     read_measured,
     text_of,
 )
-from dovetail.core.tuning.model import library_seconds, tile_seconds
+from dovetail.core.tuning.model import DEFERRED, library_seconds, tile_seconds
 from dovetail.core.tuning.startup import predicted_table
 from dovetail.core.tuning.table import Subject, TuningTable
+from dovetail.core.tuning.timing import fault_of
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 SHIPPED, SHIPPED_H200 = (Path(tuning.__file__).parent / f"tables/{name}_timings.json" for name in ("h100", "h200"))
@@ -108,6 +110,26 @@ def test_what_the_library_leaves_to_the_consumer_takes_no_time_in_it():
     wide = torch.empty(57344, 8192, dtype=torch.float8_e4m3fn, device="meta")
     at = {rows: MatmulTunable(wide, rows, torch.bfloat16, gpu=Gpu()).predicted(None) for rows in (128, 160, 256)}
     assert 0.9 < at[160] / at[256] < 1 and at[160] > 1.25 * at[128], "tiles of 128 rows or more"
+    integers = [library_seconds(rows, 4096, 14336, "int8", A100) for rows in (64, 96)]
+    assert integers[1] < 1.05 * integers[0], "the library multiplies int8 without scales, in tiles of 64 rows, too"
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(16, torch.bfloat16), (160, torch.bfloat16), (160, torch.float16)])
+def test_wrong_scales_are_found_whoever_applies_them(monkeypatch, rows, dtype):
+    """Also where the library leaves them to the consumer."""
+    one = MatmulTunable(torch.empty(48, 64, dtype=torch.float8_e4m3fn, device="meta"), rows, dtype, defers=True)
+    x_TI, weight_OI = (torch.randn(count, 64).to(torch.float8_e4m3fn) for count in (rows, 48))
+    unscaled = (x_TI.float() @ weight_OI.float().t()).bfloat16()
+    left = unscaled if one.way == DEFERRED else None
+    monkeypatch.setattr(matmul_module, "unscaled_matmul", lambda *_: left)
+    recorded = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recorded)
+    run, exact = one._with_scales(x_TI, weight_OI)
+    counts = torch.zeros(1, dtype=torch.int32)
+    assert fault_of(lambda: run(weight_OI, counts), exact(), 1e-2) is None
+    assert "off by" in (fault_of(lambda: unscaled, exact(), 1e-2) or "")
+    recorded = True
+    assert left is None or run(weight_OI, counts) is left, "in the timed calls the library scales nothing"
 
 
 def test_a_tile_that_was_slow_nearby_is_not_picked():
