@@ -178,6 +178,8 @@ def test_inputs_of_matmuls_have_memory_for_whole_tiles():
             "layer_norm": layer_norm(x, None, weight, weight, 1e-5, emit)[0],
             "silu_and_mul": silu_and_mul(cuda(80, 8192), emit),
             "gelu": gelu(x, emit=emit),
+            "sum of ranks": lone_reducer(0, 2).boundary(x, x, weight, 1e-5, emit, "one_shot")[0],
+            "sharded sum of ranks": lone_reducer(0, 2).sharded_boundary(x, x[:40], weight, 1e-5, emit)[0],
         }
         encoded = encode(x, (FP8_TOKEN,))[FP8_TOKEN]
         for name, bundle in made.items():
