@@ -407,7 +407,8 @@ def test_the_kernel_for_hopper_equals_the_reference(tokens, hidden, channels, ro
         (128, 2048, 760, 1, (128, 128), False),  # rows that a tensor map cannot read
         (128, 4096, 14336, 1, None, False),  # a scale per output
         (128, 4096, 14336, 2, None, True),
-        (128, 2048, 768, 2, None, False),  # few inputs
+        (128, 2048, 4096, 2, None, False),  # few inputs of the first product
+        (128, 4096, 2048, 2, None, False),
         (128, 7168, 2048, 2, (128, 128), False),  # scales of 16-bit weights
         (128, 7168, 2048, 4, None, False),  # float32
         (128, 4104, 14336, 2, None, False),  # outputs that fill no vector
