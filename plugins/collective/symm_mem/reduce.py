@@ -206,16 +206,19 @@ class Reducer:
         split: int,
         fused: dict[str, Any] | None = None,
     ) -> None:
+        arguments = fused or _alone(row, x)
+        # A program holds words of all ranks of a whole block, which is longer than the row if that is no power of two.
+        block = arguments["VALUES"] * x.element_size() // WORD
         one_shot[triton.cdiv(words, row), split](
             _words(x),
             out,
-            **(fused or _alone(row, x)),
+            **arguments,
             **self._one_shot_boxes,
             size=words,
             length=row,
             SPLIT=split,
             PER=WORD // x.element_size(),
-            num_warps=_warps(row // 256, most=16),
+            num_warps=_warps(block // 256, most=16),
             maxnreg=ONE_SHOT_REGISTERS,
             **dependent(x),
         )

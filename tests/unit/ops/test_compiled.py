@@ -199,6 +199,9 @@ def test_sums_of_eight_ranks_fit_into_registers():
             lone_reducer(3, 8).boundary(x, x, x[0], 1e-5, (PLAIN, FP8_TOKEN), "two_shot")
             if lone_reducer(3, 8).serves_sharded(x, (PLAIN, FP8_TOKEN)):
                 lone_reducer(3, 8).sharded_boundary(x, x, x[0], 1e-5, (PLAIN, FP8_TOKEN))
+        for columns in (2304, 4608):  # A program's block is almost twice as long.
+            x = cuda(1, columns)
+            lone_reducer(3, 8).boundary(x, x, x[0], 1e-5, (PLAIN, FP8_TOKEN), "one_shot")
     for name, kernel in compiled.kernels:
         assert resources(kernel).stack == 0, name
 
