@@ -419,6 +419,17 @@ def test_what_the_kernel_for_hopper_can_multiply(rows, hidden, channels, itemsiz
     assert specialized(rows, hidden, channels, itemsize, block) == suits
 
 
+def test_the_kernel_for_hopper_refuses_a_scale_per_output():
+    """It would ignore it."""
+    from dovetail.core.ops.kernels.specialized_experts import multiply_specialized
+
+    weight_EOI, scale_EO = torch.zeros(2, 64, 64).to(torch.float8_e4m3fn), torch.ones(2, 64)
+    x = Activation(FP8_TOKEN, torch.zeros(8, 64).to(torch.float8_e4m3fn), torch.ones(8, 1))
+    tile, out = specialized_expert_tile(128, 1, HOPPER_SHARED), torch.zeros(8, 64)
+    with pytest.raises(AssertionError, match="scales of blocks"):
+        multiply_specialized(x, weight_EOI, scale_EO, (0, 0), None, None, tile, out, None)
+
+
 def blocks_of(experts: int, hidden: int, channels: int, block: tuple[int, int]) -> ExpertWeights:
     """Random E4M3 matrices with random scales."""
     c, f = -(-hidden // block[0]), -(-channels // block[1])
