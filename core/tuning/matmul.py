@@ -15,19 +15,12 @@ import torch
 from dovetail.core.arithmetic import ceil_div
 from dovetail.core.interfaces.tuning import Choice, Trials, Tunable
 from dovetail.core.ops import block_scaled_matmul, matmul, rms_norm, scaled_matmul, unscaled_matmul
-from dovetail.core.ops.matmul import (
-    KINDS,
-    MOST_UNSCALED,
-    block_scaled_reference,
-    int8_matmul,
-    matmul_reference,
-)
+from dovetail.core.ops.matmul import KINDS, MOST_UNSCALED, block_scaled_reference, int8_matmul, matmul_reference
 from dovetail.core.ops.padding import empty_rows, padded
 from dovetail.core.ops.tile_choice import (
     BLOCK,
     LIBRARY_ROWS,
     LIKE,
-    MOST_LIBRARY_ROWS,
     MOST_ROWS,
     OP,
     by_rule,
@@ -109,12 +102,8 @@ class MatmulTunable(Tunable):
     def _library(self) -> Iterator[Choice]:
         """Yield the library's matmul with more rows, as many as activations have memory for."""
         first = ceil_div(self.rows, LIBRARY_MULTIPLE) * LIBRARY_MULTIPLE
-        choices = ({LIBRARY_ROWS: rows} for rows in range(first, self._most_library_rows + 1, LIBRARY_MULTIPLE))
+        choices = ({LIBRARY_ROWS: rows} for rows in range(first, padded(self.rows) + 1, LIBRARY_MULTIPLE))
         return filter(self.admits, choices)
-
-    @property
-    def _most_library_rows(self) -> int:
-        return min(padded(self.rows), MOST_LIBRARY_ROWS * self.rows)
 
     def _tiles(self) -> Iterator[Choice]:
         near = [tile for tile in self._corrections if tile is not None and self._runs(tile)]
@@ -156,7 +145,7 @@ class MatmulTunable(Tunable):
             return False
         if (rows := choice.get(LIBRARY_ROWS)) is not None:
             # Its own rows are the default, and further ones would be copied.
-            return isinstance(rows, int) and self.rows < rows <= self._most_library_rows
+            return isinstance(rows, int) and self.rows < rows <= padded(self.rows)
         return tile_of(choice).fits_32_bits(self.rows, self.outputs, self.inputs)
 
     def kernel(self, choice: Choice) -> Hashable:
@@ -213,8 +202,6 @@ class MatmulTunable(Tunable):
         x_scale_T1 = empty_rows(self.rows, 1, torch.float32, device).uniform_(0.5, 1.5)
         blocks = ceil_div(self.outputs, BLOCK), ceil_div(self.inputs, BLOCK)
         scale = torch.rand(blocks if self.kind == "fp8_block" else self.outputs, device=device) + 0.5
-        if self._defers:  # The library may leave the scales to the consumer, so its results are compared without any.
-            x_scale_T1.fill_(1), scale.fill_(1)
 
         def blocked(weight_OI: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
             return block_scaled_matmul(x_TI, weight_OI, x_scale_T1, scale, None, self.dtype, counts)
@@ -244,7 +231,10 @@ class MatmulTunable(Tunable):
         if self._defers and self.dtype is torch.bfloat16:
             values_TO = unscaled_matmul(x_TI, weight_OI, one, self._fast_accum)
             if values_TO is not None:
-                return values_TO
+                # The consumer applies the scales. So timings, which are of recorded calls, are without them, but the
+                # results of others are compared with exact ones.
+                recorded = torch.cuda.is_current_stream_capturing()
+                return values_TO if recorded else values_TO * x_scale_T1 * weight_scale_O
         return scaled_matmul(x_TI, weight_OI, x_scale_T1, weight_scale_O, None, self.dtype, counts, self._fast_accum)
 
 

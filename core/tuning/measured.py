@@ -62,7 +62,11 @@ class Corrections:
     """Corrections from the timings of GPU models that have equally many multiprocessors."""
 
     def __init__(self, *measured: tuple[Gpu, Iterable[Measured]]) -> None:
-        (self._processors,) = {gpu.processors for gpu, _ in measured}
+        counts = sorted({gpu.processors for gpu, _ in measured})
+        if len(counts) != 1:
+            known = " and ".join(map(str, counts)) or "no"
+            raise ValueError(f"timings of GPUs with {known} multiprocessors; all must have equally many")
+        self._processors = counts[0]
         self.tiles: list[MatmulTile | None] = []
         """Every choice that was timed."""
         numbers: dict[MatmulTile | None, int] = {}

@@ -22,7 +22,7 @@ DEFERRED, CONVERTED = "deferred", "converted"
 """Ways of the library's matmul of FP8: without scales, which the consumer applies, and followed by a conversion from
 bfloat16, the only dtype that it writes."""
 LIBRARY_TILES = ((64, 128), (128, 128), (128, 256), (256, 128))
-"""(rows, outputs) of the library's tiles. With scales per row, it uses those of 64 rows up to 64 rows only."""
+"""(rows, outputs) of the library's tiles. For FP8 with scales per row, it uses those of 64 rows up to 64 rows only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ def library_seconds(
     products = min(
         ceil_div(ceil_div(rows, height) * ceil_div(outputs, width), gpu.processors) * 2 * height * width * inputs / rate
         for height, width in LIBRARY_TILES
-        if height >= rows or height > MMA_ROWS or not scales
+        if height >= rows or height > MMA_ROWS or kind != "fp8" or not scales
     )
     bounds = (stream, products)
     total = fit.library_launch + sum(bound**fit.hardness for bound in bounds) ** (1 / fit.hardness)

@@ -115,8 +115,8 @@ def _record(facts: Any) -> Found:
     others = tuple((flat_values(choice, "a choice"), float(us)) for us, choice in facts["others"])
     op, rows, before, way = facts["op"], facts["rows"], facts["before"], facts.get("way", "")
     numbers = [us for _, us in (*times, *others)] + ([] if before is None else [before])
-    if not isinstance(way, str) or not isinstance(op, str) or type(rows) is not int or not 1 <= rows <= MOST_ROWS:
-        raise ValueError("the operation has no name, or no number of rows")
+    if not isinstance(op, str) or not isinstance(way, str) or type(rows) is not int or not 1 <= rows <= MOST_ROWS:
+        raise ValueError("the operation or its way has no name, or it has no number of rows")
     if not all(math.isfinite(us) for us in numbers):
         raise ValueError("a time is not a number")
     key = make_key(**flat_values(facts["key"], "key"))

@@ -119,7 +119,7 @@ def gather_rows(x_TC: torch.Tensor, pairs: Sorted, dtype: torch.dtype) -> torch.
     out_PC = torch.empty(count + pairs.rows, columns, dtype=dtype, device=x_TC.device)
     block = min(4096, triton.next_power_of_2(columns))
     _gather_rows[(count, triton.cdiv(columns, block))](
-        x_TC,
+        x_TC.contiguous(),
         pairs.order_P,
         pairs.tiles_M3,
         out_PC,

@@ -164,6 +164,7 @@ def multiply_specialized(
     without a scale, or words of packed codes, with their exponents in `scale`."""
     experts, rows, columns = weight_EOI.shape
     packed = weight_EOI.dtype is torch.int32
+    assert packed or (scale is None) == (block[1] == 0), "scales of blocks, or none"
     inputs, outputs = columns * (EACH if packed else 1), out.shape[1]
     wide, boxes = (EACH * SPANS[0], X_BOXES.value) if packed else (LINE.value // weight_EOI.element_size(), 1)
     warp_groups = tile.warps // 4

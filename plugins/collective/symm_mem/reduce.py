@@ -12,6 +12,7 @@ from dovetail.core.interfaces.rows import shard_rows
 from dovetail.core.ops.formats import EmitPlan, plan_emit, scales_of_row
 from dovetail.core.ops.kernels.formats import EncodeTarget, collect
 from dovetail.core.ops.kernels.launch import dependent
+from dovetail.core.ops.padding import empty_rows
 from dovetail.plugins.collective.symm_mem.kernels import BOX_WORDS, argmax_over_ranks, one_shot, two_shot
 from dovetail.plugins.collective.symm_mem.mailbox import TWO_SHOT_PROGRAMS, Mailbox
 from dovetail.plugins.collective.symm_mem.sharded_kernels import sharded
@@ -90,7 +91,7 @@ class Reducer:
         tokens, columns = x_TC.shape
         plan = plan_emit(emit)
         target = EncodeTarget.allocate(plan.fused, tokens, columns, x_TC.dtype, x_TC.device)
-        plain = torch.empty_like(x_TC) if plan.plain else None
+        plain = empty_rows(tokens, columns, x_TC.dtype, x_TC.device) if plan.plain else None
         summed = torch.empty_like(x_TC)
         block = _waited(target.block(whole_row=True), x_TC)
         words, row = x_TC.nbytes // WORD, columns * x_TC.element_size() // WORD
@@ -136,7 +137,7 @@ class Reducer:
         rows = shard_rows(tokens, self.size)
         plan, mail = plan_emit(emit), self.mail
         target = EncodeTarget.allocate(plan.fused, tokens, columns, x_TC.dtype, x_TC.device)
-        plain = torch.empty_like(x_TC) if plan.plain else None
+        plain = empty_rows(tokens, columns, x_TC.dtype, x_TC.device) if plan.plain else None
         summed_SC = x_TC.new_empty(rows, columns)
         block = _waited(target.block(whole_row=True), x_TC)
         plain_words, value_words, _ = _row_words(plan, x_TC)
@@ -205,16 +206,19 @@ class Reducer:
         split: int,
         fused: dict[str, Any] | None = None,
     ) -> None:
+        arguments = fused or _alone(row, x)
+        # A program holds words of all ranks of a whole block, which is longer than the row if that is no power of two.
+        block = arguments["VALUES"] * x.element_size() // WORD
         one_shot[triton.cdiv(words, row), split](
             _words(x),
             out,
-            **(fused or _alone(row, x)),
+            **arguments,
             **self._one_shot_boxes,
             size=words,
             length=row,
             SPLIT=split,
             PER=WORD // x.element_size(),
-            num_warps=_warps(row // 256, most=16),
+            num_warps=_warps(block // 256, most=16),
             maxnreg=ONE_SHOT_REGISTERS,
             **dependent(x),
         )

@@ -178,6 +178,8 @@ def test_inputs_of_matmuls_have_memory_for_whole_tiles():
             "layer_norm": layer_norm(x, None, weight, weight, 1e-5, emit)[0],
             "silu_and_mul": silu_and_mul(cuda(80, 8192), emit),
             "gelu": gelu(x, emit=emit),
+            "sum of ranks": lone_reducer(0, 2).boundary(x, x, weight, 1e-5, emit, "one_shot")[0],
+            "sharded sum of ranks": lone_reducer(0, 2).sharded_boundary(x, x[:40], weight, 1e-5, emit)[0],
         }
         encoded = encode(x, (FP8_TOKEN,))[FP8_TOKEN]
         for name, bundle in made.items():
@@ -197,6 +199,9 @@ def test_sums_of_eight_ranks_fit_into_registers():
             lone_reducer(3, 8).boundary(x, x, x[0], 1e-5, (PLAIN, FP8_TOKEN), "two_shot")
             if lone_reducer(3, 8).serves_sharded(x, (PLAIN, FP8_TOKEN)):
                 lone_reducer(3, 8).sharded_boundary(x, x, x[0], 1e-5, (PLAIN, FP8_TOKEN))
+        for columns in (2304, 4608):  # A program's block is almost twice as long.
+            x = cuda(1, columns)
+            lone_reducer(3, 8).boundary(x, x, x[0], 1e-5, (PLAIN, FP8_TOKEN), "one_shot")
     for name, kernel in compiled.kernels:
         assert resources(kernel).stack == 0, name
 

@@ -407,7 +407,8 @@ def test_the_kernel_for_hopper_equals_the_reference(tokens, hidden, channels, ro
         (128, 2048, 760, 1, (128, 128), False),  # rows that a tensor map cannot read
         (128, 4096, 14336, 1, None, False),  # a scale per output
         (128, 4096, 14336, 2, None, True),
-        (128, 2048, 768, 2, None, False),  # few inputs
+        (128, 2048, 4096, 2, None, False),  # few inputs of the first product
+        (128, 4096, 2048, 2, None, False),
         (128, 7168, 2048, 2, (128, 128), False),  # scales of 16-bit weights
         (128, 7168, 2048, 4, None, False),  # float32
         (128, 4104, 14336, 2, None, False),  # outputs that fill no vector
@@ -416,6 +417,17 @@ def test_the_kernel_for_hopper_equals_the_reference(tokens, hidden, channels, ro
 )
 def test_what_the_kernel_for_hopper_can_multiply(rows, hidden, channels, itemsize, block, suits):
     assert specialized(rows, hidden, channels, itemsize, block) == suits
+
+
+def test_the_kernel_for_hopper_refuses_a_scale_per_output():
+    """It would ignore it."""
+    from dovetail.core.ops.kernels.specialized_experts import multiply_specialized
+
+    weight_EOI, scale_EO = torch.zeros(2, 64, 64).to(torch.float8_e4m3fn), torch.ones(2, 64)
+    x = Activation(FP8_TOKEN, torch.zeros(8, 64).to(torch.float8_e4m3fn), torch.ones(8, 1))
+    tile, out = specialized_expert_tile(128, 1, HOPPER_SHARED), torch.zeros(8, 64)
+    with pytest.raises(AssertionError, match="scales of blocks"):
+        multiply_specialized(x, weight_EOI, scale_EO, (0, 0), None, None, tile, out, None)
 
 
 def blocks_of(experts: int, hidden: int, channels: int, block: tuple[int, int]) -> ExpertWeights:

@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="no Triton for this platform")
 
 from dovetail.core import tuning
 from dovetail.core.ops.tile_choice import LIBRARY_ROWS, check_matmul, listed_tile, tile_of
+from dovetail.core.tuning import matmul as matmul_module
 from dovetail.core.tuning.cache import CACHED
 from dovetail.core.tuning.gpu import Gpu
 from dovetail.core.tuning.matmul import MatmulTunable
@@ -26,9 +27,10 @@ from dovetail.core.tuning.measured import (
     read_measured,
     text_of,
 )
-from dovetail.core.tuning.model import library_seconds, tile_seconds
+from dovetail.core.tuning.model import DEFERRED, library_seconds, tile_seconds
 from dovetail.core.tuning.startup import predicted_table
 from dovetail.core.tuning.table import Subject, TuningTable
+from dovetail.core.tuning.timing import fault_of
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 SHIPPED, SHIPPED_H200 = (Path(tuning.__file__).parent / f"tables/{name}_timings.json" for name in ("h100", "h200"))
@@ -58,7 +60,8 @@ def test_picks_are_near_the_fastest_measured_tiles(script, monkeypatch, capsys, 
     lines = capsys.readouterr().out
     assert f"alone, {len(points)} matmuls: mean " in lines and f"corrected, {len(points)} matmuls: mean " in lines
     gpu, exported = read_measured((tmp_path / "timings.json").read_text())
-    assert gpu == Gpu() and sorted(one.shape for one in exported) == sorted(one.shape for one in points)
+    ways = sorted((one.shape, one.way) for one in points)
+    assert gpu == Gpu() and sorted((one.shape, one.way) for one in exported) == ways and any(way for _, way in ways)
 
 
 @pytest.mark.parametrize(("kind", "wrong"), [("bf16", 0.015), ("fp8", 0.105)])
@@ -83,7 +86,7 @@ def test_timings_of_one_gpu_correct_predictions_for_another(script):
     assert sum(ratio > 1.1 for ratio in corrected) < sum(ratio > 1.1 for ratio in alone)
 
 
-def test_timings_of_two_gpus_correct_more_than_those_of_one(script):
+def test_timings_of_two_gpus_correct_more_than_those_of_one(script, monkeypatch, capsys):
     """Those of the H200 have other numbers of rows."""
     shipped = [read_measured(path.read_text()) for path in (SHIPPED, SHIPPED_H200)]
     gpu, points = shipped[1]
@@ -93,6 +96,11 @@ def test_timings_of_two_gpus_correct_more_than_those_of_one(script):
     )
     assert script.geometric_mean(both) < 1.035 < script.geometric_mean(one)
     assert sum(ratio > 1.1 for ratio in both) < sum(ratio > 1.1 for ratio in one)
+    monkeypatch.setattr(sys, "argv", ["fit_tiles.py", str(SHIPPED_H200), "--also", str(SHIPPED)])
+    script.main()
+    assert f"corrected, {len(points)} matmuls: mean {script.geometric_mean(both):.3f}" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="GPUs with 108 and 132 multiprocessors"):
+        Corrections(shipped[0], (A100, []))
 
 
 def test_what_the_library_leaves_to_the_consumer_takes_no_time_in_it():
@@ -108,15 +116,40 @@ def test_what_the_library_leaves_to_the_consumer_takes_no_time_in_it():
     wide = torch.empty(57344, 8192, dtype=torch.float8_e4m3fn, device="meta")
     at = {rows: MatmulTunable(wide, rows, torch.bfloat16, gpu=Gpu()).predicted(None) for rows in (128, 160, 256)}
     assert 0.9 < at[160] / at[256] < 1 and at[160] > 1.25 * at[128], "tiles of 128 rows or more"
+    shape = 160, 8192, 8192, "fp8"
+    timed = Measured(shape, [(None, 1e6 * predicted_seconds(None, shape, Gpu(), way=DEFERRED))], DEFERRED)
+    assert Corrections((Gpu(), [timed])).near(shape)[None] == pytest.approx(1)
+    integers = [library_seconds(rows, 4096, 14336, "int8", A100) for rows in (64, 96)]
+    assert integers[1] < 1.05 * integers[0], "the library multiplies int8 without scales, in tiles of 64 rows, too"
 
 
-def test_a_tile_that_was_slow_nearby_is_not_picked():
+@pytest.mark.parametrize(("rows", "dtype"), [(16, torch.bfloat16), (160, torch.bfloat16), (160, torch.float16)])
+def test_wrong_scales_are_found_whoever_applies_them(monkeypatch, rows, dtype):
+    """Also where the library leaves them to the consumer."""
+    one = MatmulTunable(torch.empty(48, 64, dtype=torch.float8_e4m3fn, device="meta"), rows, dtype, defers=True)
+    x_TI, weight_OI = (torch.randn(count, 64).to(torch.float8_e4m3fn) for count in (rows, 48))
+    unscaled = (x_TI.float() @ weight_OI.float().t()).bfloat16()
+    left = unscaled if one.way == DEFERRED else None
+    monkeypatch.setattr(matmul_module, "unscaled_matmul", lambda *_: left)
+    recorded = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recorded)
+    run, exact = one._with_scales(x_TI, weight_OI)
+    counts = torch.zeros(1, dtype=torch.int32)
+    assert fault_of(lambda: run(weight_OI, counts), exact(), 1e-2) is None
+    assert "off by" in (fault_of(lambda: unscaled, exact(), 1e-2) or "")
+    recorded = True
+    assert left is None or run(weight_OI, counts) is left, "in the timed calls the library scales nothing"
+
+
+def test_a_tile_that_was_slow_nearby_is_not_picked(script):
     slow, fast = (tile_of({"tokens": 64, "outputs": 64, "inputs": width}) for width in (128, 256))
     shape = 64, 4096, 4096, "fp8"
     us = {tile: 1e6 * predicted_seconds(tile, shape, Gpu()) for tile in (slow, fast)}
     corrections = Corrections((Gpu(), [Measured(shape, [(slow, 2 * us[slow]), (fast, us[fast])])]))
     near, far = corrections.near((64, 4608, 4096, "fp8")), corrections.near((64, 4096, 65536, "fp8"))
     assert near[slow] > 1.5 and near[fast] == pytest.approx(1) and not far
+    point = Measured((64, 4608, 4096, "fp8"), [(slow, 30.0), (None, 20.0)])
+    assert script.corrected_pick(point, Gpu(), corrections) == 1, "the library was not timed nearby"
     assert not corrections.near(shape, but=(4096, 4096)) and not corrections.near((64, 4096, 4096, "bf16"))
     assert corrections.near(shape)[slow] > near[slow]
 

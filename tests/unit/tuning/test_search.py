@@ -27,7 +27,7 @@ GPU = "a GPU"
 class Scan(Tunable):
     """Operation whose choice is a number of lanes; the prediction does not depend on it."""
 
-    op, nbytes = "acme_scan", 1
+    op, nbytes, way = "acme_scan", 1, "in order"
 
     def __init__(self, rows, width=8, lanes=100):
         self.rows, self.key, self._lanes = rows, make_key(width=width), lanes
@@ -149,6 +149,7 @@ def test_a_search_continues_where_it_was(monkeypatch):
     lines = [f"{found.line()}\n" for found in first]
     known = read_found([*lines, lines[0][:40]])
     assert list(known.values()) == first, "a line that was cut off is skipped"
+    assert {found.way for found in first} == {"in order"}
     timer = FakeTimer(distance(5))
     both = run(wanted, timer, known)
     assert both[: len(first)] == first and len(both) == len(wanted) == len(first) + len(timer.opened)
@@ -158,7 +159,7 @@ def test_a_search_continues_where_it_was(monkeypatch):
 def test_records_of_another_form_are_skipped(caplog):
     found = Found("acme_scan", make_key(width=8), 4, ((None, 2.5),), 2.5)
     lines = ["", "3", "{}", json.dumps({"op": 1}), "[" * 100_000, found.line()]
-    wrong = ({"op": []}, {"key": {"width": []}}, {"rows": "4"}, {"before": "x"}, {"others": [[1.0, None]]})
+    wrong = ({"op": []}, {"key": {"width": []}}, {"rows": "4"}, {"before": "x"}, {"others": [[1.0, None]]}, {"way": 1})
     lines += [json.dumps(json.loads(found.line()) | {"times": [[9.0, None]]} | values) for values in wrong]
     # A table with these would not be read again.
     lines.append(found.line().replace("2.5, null", '2.5, {"lanes": NaN}'))
@@ -168,7 +169,7 @@ def test_records_of_another_form_are_skipped(caplog):
         lines.append(json.dumps(json.loads(found.line()) | matmul | {"times": [[1.0, tile]]}))
     kept = list(read_found(lines).values())
     assert kept[0] == found and [one.op for one in kept[1:]] == ["matmul"]
-    assert caplog.messages == ["13 lines of the tuning cache's timings are skipped: they were cut off or damaged"]
+    assert caplog.messages == ["14 lines of the tuning cache's timings are skipped: they were cut off or damaged"]
 
 
 def test_equal_layers_are_tuned_once():
