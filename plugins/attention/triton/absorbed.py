@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import triton
@@ -45,6 +46,8 @@ VALUE_BYTES, PARTS = 128, 16
 into 99 KB of shared memory in float32, too, and partial results that it joins at a time."""
 HOPPER_KEYS, HOPPER_SIZES = 64, (512, 64)
 """Keys of a block of attend_latents_hopper; kv rank and rotary dim that it supports."""
+BLACKWELL = (10, 0)
+"""Compute capability."""
 EXCHANGE = 8 << 10
 """Shared memory that is set aside for the exchange between warps."""
 
@@ -135,7 +138,7 @@ def tile_of(
         return LatentTile(MOST_TILE_ROWS, HOPPER_KEYS, 4, 2, 1, hopper=True)
     # The fastest on an H200 (benchmarks/NOTES.md, Experts).
     if many and width > LEAST_TILE_ROWS and dtype.itemsize < 4:
-        tile = LatentTile(MOST_TILE_ROWS, 32 if tree else 64, 8, 2, 1)
+        tile = LatentTile(MOST_TILE_ROWS, 32 if tree or _stages_sums(device) else 64, 8, 2, 1)
     elif dtype.itemsize < 4:
         tile = LatentTile(LEAST_TILE_ROWS, 64, 8 if kv_dtype.itemsize == 1 else 4, 2, 1)
     else:
@@ -148,6 +151,15 @@ def tile_of(
     if tile.block_m > LEAST_TILE_ROWS or tokens > MOST_PROJECTED:
         return tile
     return replace(tile, joins=False, least=tile.block_n)
+
+
+@cache
+def _stages_sums(device: torch.device) -> bool:
+    """Whether tensor cores have a memory of their own for sums (Blackwell). Those of a large tile pass through shared
+    memory, which has no room for them beside blocks of 64 keys."""
+    return (
+        device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] >= 10
+    )
 
 
 def _fits_hopper(mla: MLA, dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:

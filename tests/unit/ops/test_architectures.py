@@ -32,7 +32,7 @@ from dovetail.core.ops.tile_choice import choose
 from dovetail.core.ops.tiles import HOPPER_SHARED, MOST_SHARED_TILES
 from dovetail.core.testing.compiling import GPUS, H200, EmulatedGpu, compiled_for
 from dovetail.plugins.attention.config import TritonConfig
-from dovetail.plugins.attention.triton import backend
+from dovetail.plugins.attention.triton import absorbed, backend
 from dovetail.plugins.attention.triton.capabilities import capabilities
 from dovetail.plugins.collective.symm_mem.collective import FP8
 from dovetail.plugins.quant.int8.format import INT8_TOKEN
@@ -40,7 +40,7 @@ from dovetail.plugins.quant.int8.format import INT8_TOKEN
 from ..nowhere import lone_copies
 from . import latent_launches
 from .attention_launches import LONG, SCARCE, attention
-from .emulated import E4M3, E5M2, EVERYTHING, FP32, INT32, cuda
+from .emulated import BF16, E4M3, E5M2, EVERYTHING, FP32, INT32, cuda
 from .launches import CASES, jit_functions, multiply, ordered, spilling
 
 OTHERS = [gpu for gpu in GPUS if gpu is not H200 and (EVERYTHING or gpu.capability == (8, 6))]
@@ -91,7 +91,7 @@ def fresh(tmp_path, monkeypatch) -> Iterator[None]:
     decoding = importlib.import_module(decoded_matmul.__module__)
     cached = (
         *(module.device_facts, module._gpu_name, decoding._device, launch._capable),
-        *(backend._gpu, backend._processors, backend.shared_bytes_of, backend._has_hopper),
+        *(backend._gpu, backend._processors, backend.shared_bytes_of, backend._has_hopper, absorbed._stages_sums),
     )
     for one in cached:
         one.cache_clear()
@@ -127,6 +127,13 @@ def compile_everything(gpu: EmulatedGpu) -> tuple[set[str], object]:
             for case in chosen(gpu.capability >= FP8_HARDWARE):
                 case()
     return every.functions | more.functions, spilling((*every.kernels, *more.kernels))
+
+
+def test_large_tiles_of_latents_fit_blackwell(fresh) -> None:
+    (gpu,) = (gpu for gpu in GPUS if gpu.capability >= absorbed.BLACKWELL)
+    with compiled_for(gpu) as compiled:
+        latent_launches.attend(latent_launches.DECODE, 128, BF16)
+    assert any(name.endswith(":attend_latents") for name, _ in compiled.kernels)
 
 
 def test_a_tile_that_does_not_fit_is_an_error(fresh) -> None:
