@@ -59,6 +59,8 @@ class ModelContract(WeightTests, MTPTests):
     """Whether the model has a position encoding."""
     idle: tuple[str, ...] = ()
     """Names of checkpoint tensors that may have no effect."""
+    ignored: tuple[str, ...] = ()
+    """Parts of names that mark tensors the model does not read, wherever in a name they are."""
     seed: int | None = None
     """Random seed of tokens; None = a fresh one for each test. A failure names the seed to set here."""
 

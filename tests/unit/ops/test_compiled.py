@@ -7,7 +7,6 @@ variant of each kernel; DOVETAIL_KERNELS=all compiles all of them, in more shape
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import os
 import re
 import shutil
@@ -36,7 +35,7 @@ from dovetail.core.ops.kernels.launch import dependent, wait
 from dovetail.core.ops.kernels.matmul import matmul_triton
 from dovetail.core.ops.matmul import _has_prefetch_kernel, device_facts, matmul, unscaled_matmul
 from dovetail.core.ops.padding import readable_rows
-from dovetail.core.ops.tiles import HOPPER_SHARED, MOST_SHARED_TILES, MatmulTile, specialized_tiles
+from dovetail.core.ops.tiles import HOPPER_SHARED, MOST_SHARED_TILES, MatmulTile
 from dovetail.core.testing.compiling import H200, SHARED_BYTES, compiled_for, compiled_for_hopper, resources
 from dovetail.plugins.attention.triton.backend import _has_hopper
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
@@ -349,15 +348,6 @@ def test_kernel_arguments_are_in_order(monkeypatch):
         and passed["x_scale_ptr"] is scales[0]
         and passed["weight_scale_ptr"] is scales[1]
     )
-
-
-def test_specialized_tiles_fit():
-    for rows, itemsize, shared in itertools.product((1, 64, 65, 190, 256, 512), (1, 2), (HOPPER_SHARED, 163 << 10)):
-        tiles = list(specialized_tiles(rows, itemsize, shared))
-        assert len(tiles) == len(set(tiles)) >= 4
-        for tile in tiles:
-            assert tile.shared_bytes(itemsize) <= shared and 2 <= tile.stages <= 8
-            assert tile.tokens % 64 == 0 and tile.tokens <= min(192, max(64, rows + 63))
 
 
 @pytest.mark.parametrize(("rows", "left"), [(64, False), (65, True), (256, True), (257, False)])

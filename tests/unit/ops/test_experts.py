@@ -22,11 +22,6 @@ from dovetail.core.interfaces import (
 )
 from dovetail.core.ops.expert_copies import count_experts_reference, locate_copies_reference
 from dovetail.core.ops.expert_tiles import (
-    direct,
-    expert_tile,
-    most_tiles,
-    rows_of_tile,
-    specialized,
     specialized_expert_tile,
 )
 from dovetail.core.ops.experts import ExpertWeights, gated_experts, gated_experts_reference
@@ -398,27 +393,6 @@ def test_the_kernel_for_hopper_equals_the_reference(tokens, hidden, channels, ro
     assert row_error(got.cpu().float(), want.float()) < (4e-2 if fmt is not PLAIN else 2e-2 if kind == "bf16" else 5e-3)
 
 
-@pytest.mark.parametrize(
-    ("rows", "hidden", "channels", "itemsize", "block", "suits"),
-    [
-        (128, 7168, 2048, 1, (128, 128), True),
-        (64, 7168, 2048, 1, (128, 128), False),  # few rows
-        (128, 7168, 2048, 1, (64, 128), False),  # two scales in a box
-        (128, 2048, 760, 1, (128, 128), False),  # rows that a tensor map cannot read
-        (128, 4096, 14336, 1, None, False),  # a scale per output
-        (128, 4096, 14336, 2, None, True),
-        (128, 2048, 4096, 2, None, False),  # few inputs of the first product
-        (128, 4096, 2048, 2, None, False),
-        (128, 7168, 2048, 2, (128, 128), False),  # scales of 16-bit weights
-        (128, 7168, 2048, 4, None, False),  # float32
-        (128, 4104, 14336, 2, None, False),  # outputs that fill no vector
-        (64, 4096, 14336, 2, None, False),
-    ],
-)
-def test_what_the_kernel_for_hopper_can_multiply(rows, hidden, channels, itemsize, block, suits):
-    assert specialized(rows, hidden, channels, itemsize, block) == suits
-
-
 def test_the_kernel_for_hopper_refuses_a_scale_per_output():
     """It would ignore it."""
     from dovetail.core.ops.kernels.specialized_experts import multiply_specialized
@@ -453,22 +427,3 @@ def test_the_reference_applies_the_scale_of_each_block():
                     down[expert, column, row] *= weights.down_scale[expert, column // 32, row // 16]
     plain_TC = x.values.double() * x.scale.double()
     check(got, exact(plain_TC, routing, up, down, SWIGLU, None), 0.2)
-
-
-def test_tiles_suffice_for_every_routing():
-    """The bound is reached, and each expert's tiles fit below it, for any distribution of pairs."""
-    for _ in range(200):
-        experts, pairs = (int(torch.randint(1, most, ())) for most in (40, 500))
-        rows = rows_of_tile(pairs, experts)
-        counts_E = torch.randint(experts, (pairs,)).bincount()
-        assert int(((counts_E + rows - 1) // rows).sum()) <= most_tiles(pairs, experts, rows)
-    assert most_tiles(8, 128, 16) == 8 and most_tiles(512, 128, 16) == 128 + 24
-    assert direct(1, 8, 8) and direct(4, 8, 128) and not direct(5, 8, 128)
-
-
-def test_tiles_fit_into_shared_memory():
-    for gpu_shared in (99 << 10, 227 << 10):
-        for rows in (16, 32, 64, 128):
-            for gated in (False, True):
-                tile = expert_tile(rows, 8, 768, 2048, 2, gated, processors=132, shared=gpu_shared)
-                assert tile.shared_bytes(2, gated) <= gpu_shared and tile.stages >= 2

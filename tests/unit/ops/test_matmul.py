@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import product
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from dovetail.core.ops.tile_choice import (
     matmul_key,
     runs,
 )
-from dovetail.core.ops.tiles import HOPPER_SHARED, MOST_SHARED_TILES, MatmulTile
+from dovetail.core.ops.tiles import HOPPER_SHARED, MOST_SHARED_TILES, MatmulTile, specialized_tiles
 from dovetail.core.ops.weight_formats import UINT4
 
 from .shipped import SHIPPED, TILES
@@ -282,3 +283,12 @@ def test_a_packed_weight_is_decoded_to_memory_for_many_rows():
     facts = dict(bits=4, itemsize=2, processors=108, shared=163 << 10)
     assert packed_tile(128, 4096, 4096, **facts) is not None
     assert packed_tile(129, 4096, 4096, **facts) is None and packed_tile(0, 4096, 4096, **facts) is None
+
+
+def test_specialized_tiles_fit():
+    for rows, itemsize, shared in product((1, 64, 65, 190, 256, 512), (1, 2), (HOPPER_SHARED, 163 << 10)):
+        tiles = list(specialized_tiles(rows, itemsize, shared))
+        assert len(tiles) == len(set(tiles)) >= 4
+        for tile in tiles:
+            assert tile.shared_bytes(itemsize) <= shared and 2 <= tile.stages <= 8
+            assert tile.tokens % 64 == 0 and tile.tokens <= min(192, max(64, rows + 63))
