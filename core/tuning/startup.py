@@ -116,24 +116,33 @@ _ALTERNATIVES = (
 
 
 def predicted_table(tunables: Iterable[Tunable], known: TuningTable, gpu: str) -> TuningTable:
-    """Return the most promising choices of operations without entries, where they are predicted to beat the default.
-    The cache's may end at a number of rows up to which a search got; tables of packages serve all greater numbers. The
-    least entry of a shape does not serve numbers far below its own, but the default may do so."""
+    """Return the most promising choices of operations that no entry serves, where they are predicted to beat the
+    default. The cache's may end at a number of rows up to which a search got; tables of packages serve all greater
+    numbers, with the default. It also runs without a prediction where a shape has entries for far more rows alone."""
     found = {}
     for tunable in tunables:
         subject = Subject(tunable.op, gpu, tunable.key)
         entries = known.entries.get(subject, {})
-        below = bool(entries) and min(entries) > FEW_ROWS and 2 * tunable.rows <= min(entries)
-        if entries and not below and (tunable.rows <= max(entries) or known.origins[subject, max(entries)] != CACHED):
+        most = max(entries, default=0)
+        if serves(known, tunable, gpu) or (0 < most < tunable.rows and known.origins[subject, most] != CACHED):
             continue
         default = tunable.predicted(None)
         if default is not None:
             choice = next(iter(tunable.candidates()), None)
             seconds = tunable.predicted(choice)
             found[subject, tunable.rows] = choice if seconds is not None and seconds < default else None
-        elif below:
+        elif tunable.rows < most:
             found[subject, tunable.rows] = None
     return TuningTable.of(found, PREDICTED)
+
+
+def serves(table: TuningTable, tunable: Tunable, gpu: str) -> bool:
+    """Return whether an entry of the table is for the operation's number of rows. The least entry of a shape does not
+    serve numbers far below its own."""
+    entries = table.entries.get(Subject(tunable.op, gpu, tunable.key), {})
+    if not entries or tunable.rows > max(entries):
+        return False
+    return min(entries) <= FEW_ROWS or 2 * tunable.rows > min(entries)
 
 
 # Search at start-up.

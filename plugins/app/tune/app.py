@@ -88,7 +88,7 @@ class TuneApp(App):
         from dovetail.core.ops.choices import install
         from dovetail.core.tuning.cache import Cache, this_machine
         from dovetail.core.tuning.search import read_found
-        from dovetail.core.tuning.startup import choices_of, measured_table, predicted_table
+        from dovetail.core.tuning.startup import choices_of, measured_table, predicted_table, serves
         from dovetail.core.tuning.table import merged
         from dovetail.plugins.app.tune.report import show
 
@@ -96,6 +96,9 @@ class TuneApp(App):
         machine = this_machine(device)
         cache = Cache(machine, self._report)
         measured = measured_table(compositions[0], device)
+        if self.config.missing:
+            gpu = machine.gpu
+            tunables = [one for one in tunables if not serves(measured.for_gpu(gpu), one, gpu)]
         # What the engine uses today; the search also times it.
         install(choices_of(merged([measured, predicted_table(tunables, measured, machine.gpu)])))
         results: list[Found] = []

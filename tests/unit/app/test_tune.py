@@ -50,7 +50,7 @@ class FakeTimer:
     def _of(self, choice):
         if "programs" in choice and "outputs" not in choice:
             return 8.0 - choice["programs"] / 8192
-        return 8.0 - (choice["outputs"] == 64) - 0.1 * choice.get("stages", 4)
+        return 8.0 - (choice.get("outputs") == 64) - 0.1 * choice.get("stages", 4)
 
     def fault(self, choice):
         return None
@@ -173,6 +173,18 @@ def test_several_models_share_what_they_have_in_common(gpu, capsys):
     assert "14 of 14 tuned" in capsys.readouterr().out
     assert main([*words, "model=tiny", "tune.models=[tiny]"]) == 2
     assert "`model=tiny` and tune.models=['tiny']: give one of them" in capsys.readouterr().err
+
+
+def test_only_what_is_missing_is_measured(gpu, capsys):
+    path = gpu / "there.json"
+    assert main([*WORDS, "tune.rows=[16]", f"tune.export={path}"]) == 0
+    capsys.readouterr()
+    assert main([*WORDS, "tune.missing=true", "tune.rows=[9,16,32]"]) == 0
+    assert "7 of 7 tuned" in capsys.readouterr().out, "an entry for 16 rows serves 9, but not 32"
+    for cached in (gpu / "cache" / "dovetail" / "tuning").iterdir():
+        cached.unlink()
+    assert main([*WORDS, "tune.missing=true", "tune.rows=[16]", f"engine.tune_table={path}"]) == 0
+    assert "0 of 0 tuned" in capsys.readouterr().out
 
 
 def test_no_measurement_starts_after_the_time_limit(gpu, capsys, monkeypatch):
