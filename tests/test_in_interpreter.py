@@ -33,6 +33,7 @@ OVER_RANKS = "dovetail.plugins.collective.symm_mem."
 SUITES = (
     "unit/ops/test_kernels.py",
     "unit/ops/test_experts.py",
+    "unit/ops/test_expert_pairs.py",
     "unit/ops/test_packed_experts.py",
     "unit/ops/test_packed_matmul.py",
     "unit/ops/test_stacked_experts.py",

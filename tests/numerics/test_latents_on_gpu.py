@@ -14,6 +14,7 @@ from dovetail.plugins.attention.config import TritonConfig
 from .checkpoints import random_tokens, save_random
 
 pytest.importorskip("triton")
+from dovetail.plugins.attention.triton import expanded
 from dovetail.plugins.attention.triton.backend import Triton
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -21,7 +22,10 @@ BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
 
 def arena_of_v3(heads: int, dtype: torch.dtype, kv_dtype: torch.dtype, page: int) -> LatentArena:
-    mla = MLA(1536, 512, 64, 128, 128)
+    return arena_of(MLA(1536, 512, 64, 128, 128), heads, dtype, kv_dtype, page)
+
+
+def arena_of(mla: MLA, heads: int, dtype: torch.dtype, kv_dtype: torch.dtype, page: int) -> LatentArena:
     arena = LatentArena(
         Triton(TritonConfig()),
         mla=mla,
@@ -92,3 +96,29 @@ def test_tokens_of_the_engine(variant, tmp_path):
     gpu = ["engine.device=cuda", "attention=triton", "engine.kv_pages=200"]
     assert run(*gpu) == expected
     assert run(*gpu, "engine.token_budget=48", "engine.depth=2", "spec_decode=ngram") == expected
+
+
+@pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
+@pytest.mark.parametrize(
+    ("heads", "mla"),
+    [
+        (16, MLA(0, 512, 64, 128, 128)),
+        (6, MLA(0, 256, 32, 64, 64)),
+        (4, MLA(0, 256, 64, 128, 72)),
+    ],
+    ids=["V3", "narrow", "values of 72 columns"],
+)
+def test_prompts_on_hopper(heads, mla, kv_dtype, monkeypatch):
+    """Rows that end in a block's first, last and middle key, that continue a sequence and that share a step with decode
+    rows; all heads at once and some at a time. Slots that were not written hold NaN."""
+    arena = arena_of(mla, heads, BF16, kv_dtype, 32)
+    names = ("a", "b", "c", "d", "e")
+    arena.run(arena.plan([("a", 200), ("b", 128), ("c", 1)]))
+    arena.run(arena.plan([("c", 1), ("a", 190), ("d", 200), ("b", 257)], num_decode=1, slack=300))
+    monkeypatch.setattr(expanded, "ROOM_BYTES", 64 * 14 * (mla.nope_dim + mla.v_dim) * 2 * heads)
+    step = arena.plan([(name, 60 + 64 * i) for i, name in enumerate(names)], padding=5)
+    arena.run(step)
+    if torch.cuda.get_device_capability() == (9, 0):
+        (state,) = (ctx.state for ctx in step.ctxs.values())
+        (runs,) = state.values()
+        assert [run.heads for run in runs if isinstance(run, expanded.Expanded)] == [heads // 2]

@@ -20,10 +20,10 @@ from dovetail.core.ops.latents import quantize_latents  # noqa: E402
 from dovetail.core.testing.attention_latent import LatentArena  # noqa: E402
 from dovetail.core.testing.numeric import TOLERANCE  # noqa: E402
 from dovetail.plugins.attention.config import TritonConfig  # noqa: E402
-from dovetail.plugins.attention.triton import absorbed, latent  # noqa: E402
+from dovetail.plugins.attention.triton import absorbed, expanded  # noqa: E402
 from dovetail.plugins.attention.triton.absorbed import Absorbed, LatentTile  # noqa: E402
 from dovetail.plugins.attention.triton.backend import Triton  # noqa: E402
-from dovetail.plugins.attention.triton.latent import Expanded  # noqa: E402
+from dovetail.plugins.attention.triton.expanded import Expanded  # noqa: E402
 from dovetail.plugins.attention.triton.latent_values import project_ranges  # noqa: E402
 
 from .interpreter import mend  # noqa: E402
@@ -69,7 +69,7 @@ def test_long_rows_are_expanded_a_few_heads_at_a_time(monkeypatch):
     made = arena(UNEVEN, 2, E4M3)
     made.run(made.plan([("a", 5)]))
     row_bytes = 2 * 64 * (UNEVEN.nope_dim + UNEVEN.rope_dim) * 4
-    monkeypatch.setattr(latent, "ROOM_BYTES", 2 * row_bytes - 1)
+    monkeypatch.setattr(expanded, "ROOM_BYTES", 2 * row_bytes - 1)
     step = made.plan([("b", 1), ("a", 24), ("c", 3)], num_decode=1, padding=2)
     made.run(step)
     (state,) = (ctx.state for ctx in step.ctxs.values())
@@ -79,7 +79,7 @@ def test_long_rows_are_expanded_a_few_heads_at_a_time(monkeypatch):
 
 def test_a_row_too_long_for_the_room_is_absorbed(monkeypatch):
     made = arena(SMALL, 2)
-    monkeypatch.setattr(latent, "ROOM_BYTES", 100)
+    monkeypatch.setattr(expanded, "ROOM_BYTES", 100)
     step = made.plan([("a", 20)])
     made.run(step)
     (state,) = (ctx.state for ctx in step.ctxs.values())

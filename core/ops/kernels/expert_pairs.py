@@ -19,9 +19,28 @@ from dovetail.core.ops.kernels.launch import announce, dependent, wait
 MOST_BLOCK = 4096
 
 
+@triton.jit
+def _count(experts_ptr, start, pairs, BINS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return how many of a block's pairs each expert has; the last bin is for pairs without an expert."""
+    at = start + tl.arange(0, BLOCK)
+    found = tl.load(experts_ptr + at, mask=at < pairs, other=-1)
+    return tl.histogram(tl.where(found < 0, BINS - 1, found), BINS)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _count_pairs(experts_ptr, counts_ptr, pairs, BINS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Count the pairs of each expert in a block of pairs."""
+    announce(PDL)
+    wait(PDL)
+    block = tl.program_id(0)
+    counts = _count(experts_ptr, block * BLOCK, pairs, BINS, BLOCK)
+    tl.store(counts_ptr + block * BINS + tl.arange(0, BINS), counts)
+
+
 @triton.jit(do_not_specialize=["pairs", "tiles"])
 def _group_pairs(
     experts_ptr,
+    counts_ptr,
     order_ptr,
     tiles_ptr,
     pairs,
@@ -32,40 +51,43 @@ def _group_pairs(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Sort the pairs of one expert behind those of the experts before it, in order, and write its tiles: expert, first
-    place in the sorted order, and end of the expert's places. Tiles that are not needed have expert -1. Behind them are
-    the numbers of tiles that are needed and of pairs that have an expert."""
+    """Program (expert, block of pairs): sort the expert's pairs in the block behind those of the experts and blocks
+    before it, in order. `counts_ptr`: counts of each block; None = there is one block. The program of the first block
+    writes the expert's tiles: expert, first place in the sorted order, and end of the expert's places. Tiles that are
+    not needed have expert -1. Behind them are the numbers of tiles that are needed and of pairs that have an expert."""
     announce(PDL)
     wait(PDL)
-    expert = tl.program_id(0)
+    expert, block = tl.program_id(0), tl.program_id(1)
     bins = tl.arange(0, BINS)
-    counts = tl.zeros((BINS,), tl.int32)
-    for start in range(0, pairs, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        found = tl.load(experts_ptr + at, mask=at < pairs, other=-1)
-        counts += tl.histogram(tl.where(found < 0, BINS - 1, found), BINS)
+    placed = 0
+    if counts_ptr is None:
+        counts = _count(experts_ptr, 0, pairs, BINS, BLOCK)
+    else:
+        counts = tl.zeros((BINS,), tl.int32)
+        for each in range(tl.num_programs(1)):
+            found = tl.load(counts_ptr + each * BINS + bins)
+            counts += found
+            placed += tl.sum(tl.where((bins == expert) & (each < block), found, 0), axis=0)
     earlier = bins < expert
     first = tl.sum(tl.where(earlier, counts, 0), axis=0)
     count = tl.sum(tl.where(bins == expert, counts, 0), axis=0)
-    tile = tl.sum(tl.where(earlier, (counts + ROWS - 1) // ROWS, 0), axis=0)
-    placed = first
-    for start in range(0, pairs, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        mine = tl.load(experts_ptr + at, mask=at < pairs, other=-1) == expert
-        ranks = tl.cumsum(mine.to(tl.int32), axis=0)
-        tl.store(order_ptr + placed + ranks - 1, at, mask=mine)
-        placed += tl.sum(mine.to(tl.int32), axis=0)
-    needed = (count + ROWS - 1) // ROWS
-    for each in range(needed):
-        to = tiles_ptr + 3 * (tile + each)
-        tl.store(to, expert)
-        tl.store(to + 1, first + each * ROWS)
-        tl.store(to + 2, first + count)
-    if expert == EXPERTS - 1:
-        for unused in range(tile + needed, tiles):
-            tl.store(tiles_ptr + 3 * unused, -1)
-        tl.store(tiles_ptr + 3 * tiles, tile + needed)
-        tl.store(tiles_ptr + 3 * tiles + 1, first + count)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    mine = tl.load(experts_ptr + at, mask=at < pairs, other=-1) == expert
+    ranks = tl.cumsum(mine.to(tl.int32), axis=0)
+    tl.store(order_ptr + first + placed + ranks - 1, at, mask=mine)
+    if block == 0:
+        tile = tl.sum(tl.where(earlier, (counts + ROWS - 1) // ROWS, 0), axis=0)
+        needed = (count + ROWS - 1) // ROWS
+        for each in range(needed):
+            to = tiles_ptr + 3 * (tile + each)
+            tl.store(to, expert)
+            tl.store(to + 1, first + each * ROWS)
+            tl.store(to + 2, first + count)
+        if expert == EXPERTS - 1:
+            for unused in range(tile + needed, tiles):
+                tl.store(tiles_ptr + 3 * unused, -1)
+            tl.store(tiles_ptr + 3 * tiles, tile + needed)
+            tl.store(tiles_ptr + 3 * tiles + 1, first + count)
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -164,17 +186,19 @@ class Order:
     """Rows of a tile."""
     tiles: int
     block: int
-    """Pairs that a program reads at a time; 0 = they are not sorted."""
+    """Pairs that a program sorts; 0 = they are not sorted."""
+    counts: bool
+    """Whether there are several blocks of pairs, which are counted first."""
 
 
 def order_of(tokens: int, active: int, experts: int, rows: int | None = None) -> Order:
     """Return the order of the pairs of `tokens` tokens. `rows`: rows of a tile; None = by the rule."""
     pairs = tokens * active
     if rows is None and direct(tokens, active, experts):
-        return Order(LEAST_ROWS, pairs, 0)
+        return Order(LEAST_ROWS, pairs, 0, False)
     rows = rows or rows_of_tile(pairs, experts)
     block = max(128, min(MOST_BLOCK, triton.next_power_of_2(pairs)))
-    return Order(rows, most_tiles(pairs, experts, rows), block)
+    return Order(rows, most_tiles(pairs, experts, rows), block, pairs > block)
 
 
 def sort_pairs(routing: Routing, experts: int, rows: int | None) -> Sorted:
@@ -185,17 +209,26 @@ def sort_pairs(routing: Routing, experts: int, rows: int | None) -> Sorted:
         return Sorted(routing, None, None, order.rows, order.tiles)
     order_P = torch.empty(pairs, dtype=torch.int32, device=device)
     tiles_M3 = torch.empty(order.tiles + 1, 3, dtype=torch.int32, device=device)
-    _group_pairs[(experts,)](
+    bins, blocks = triton.next_power_of_2(experts + 1), triton.cdiv(pairs, order.block)
+    warps = max(1, min(8, order.block // 256))
+    counts = None
+    if order.counts:
+        counts = torch.empty(blocks, bins, dtype=torch.int32, device=device)
+        _count_pairs[(blocks,)](
+            *(routing.experts_TK, counts, pairs), BINS=bins, BLOCK=order.block, num_warps=warps, **dependent(counts)
+        )
+    _group_pairs[experts, max(1, blocks)](
         routing.experts_TK,
+        counts,
         order_P,
         tiles_M3,
         pairs,
         order.tiles,
         EXPERTS=experts,
         ROWS=order.rows,
-        BINS=triton.next_power_of_2(experts + 1),
+        BINS=bins,
         BLOCK=order.block,
-        num_warps=max(1, min(8, order.block // 256)),
+        num_warps=warps,
         **dependent(order_P),
     )
     return Sorted(routing, order_P, tiles_M3, order.rows, order.tiles)

@@ -251,7 +251,7 @@ def gated_experts_triton(
 
     def kernel(count: int) -> Hashable:
         order = order_of(count, active, experts)
-        return order.rows, order.block, tiles_of(order, x, weights)
+        return order.rows, order.block, order.counts, tiles_of(order, x, weights)
 
     shapes = weights.up.shape, weights.up.dtype, weights.block, x.values.dtype
     report_kernel(("experts", active, *shapes), tokens, kernel)

@@ -231,7 +231,7 @@ def packed_experts_triton(
     def kernel(count: int) -> Hashable:
         found = choice(rows_of_tile(count * active, experts))
         order = order_of(count, active, experts, found[1].rows if found[1].residents else None)
-        return found, order.rows, order.block
+        return found, order.rows, order.block, order.counts
 
     shapes = weights.down.shape, weights.format, dtype, x.values.dtype
     report_kernel(("packed experts", active, *shapes), tokens, kernel)

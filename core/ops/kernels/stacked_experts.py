@@ -242,7 +242,7 @@ def stacked_experts_triton(
 
     def kernel(count: int) -> Hashable:
         order = order_of(count, active, experts)
-        return choice(order.rows), order.block
+        return choice(order.rows), order.block, order.counts
 
     shapes = weights.up.codes.shape, weights.down.codes.shape, weights.up.format, weights.up.group, weights.down.group
     report_kernel(("stacked experts", active, *shapes, dtype, x.values.dtype), tokens, kernel)

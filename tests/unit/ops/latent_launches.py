@@ -13,10 +13,11 @@ from dovetail.plugins.attention.triton.backend import Triton
 from .emulated import BF16, E4M3, EVERYTHING, FP16, FP32, batch, cuda, has_fp8
 
 SIZES = MLA(1536, 512, 64, 128, 128)
-DECODE, FEW, DRAFTS, MIXED = (
+DECODE, FEW, DRAFTS, PROMPT, MIXED = (
     HostBounds((1,) * 64, (4096,) * 64, 64),
     HostBounds((1,), (4096,), 1),
     HostBounds((4,) * 16, (4096,) * 16, 16),
+    HostBounds((2048,), (4096,), 0),
     HostBounds((1,) * 8 + (512, 9), (4096,) * 10, 8),
 )
 
@@ -27,6 +28,7 @@ def latents() -> None:
     if has_fp8():
         attend(DRAFTS, 16, E4M3)
         attend(FEW, 16, E4M3)
+        attend(PROMPT, 16, E4M3)
     if EVERYTHING or not has_fp8():
         attend(DECODE, 128, BF16)
     if EVERYTHING:

@@ -4,8 +4,9 @@ Shared memory consists of boxes of 64 rows x 64 columns, as a tensor map deliver
 swizzle). Boxes are ordered by columns, so those of a block also form one [N, D] matrix.
 
 A ring is (boxes, full, empty). Each place has a barrier that completes when the block has arrived (full) and one that
-completes when both warp groups have released it (empty). Shapes: N keys of a block, D (padded) head dim, H query heads,
-K kv heads. A unit is a tile of PACK query heads of a kv head.
+completes when both warp groups have released it (empty). Keys may have further columns, which all kv heads share: one
+box of each 64 keys, in boxes of their own with the barriers of K. Shapes: N keys of a block, D (padded) head dim,
+H query heads, K kv heads. A unit is a tile of PACK query heads of a kv head.
 """
 
 from __future__ import annotations
@@ -80,28 +81,39 @@ def _first_pages(item, table_ptr, table_stride, PAGE: gl.constexpr, BLOCK_N: gl.
 
 
 @gluon.jit
-def _fetch(source, ring, stage, phase, slot0, slot1, kv_head, D: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Fetch a block of K or V into its place in the ring, once both warp groups have released it."""
+def _fetch(source, ring, stage, phase, slot0, slot1, kv_head, D: gl.constexpr, BLOCK_N: gl.constexpr,
+           shared_source, shared_boxes):  # fmt: skip
+    """Fetch a block of K or V into its place in the ring, once both warp groups have released it. `shared_source`: map
+    of the further columns of K; None = there are none."""
     boxes, full, empty = ring
     mbarrier.wait(empty.index(stage), phase ^ 1)
     bar = full.index(stage)
-    mbarrier.expect(bar, BLOCK_N * D * 2)
+    SHARED: gl.constexpr = 0 if shared_source is None else BOX
+    mbarrier.expect(bar, BLOCK_N * (D + SHARED) * 2)
     for c in gl.static_range(D // BOX):
         box = (stage * (D // BOX) + c) * (BLOCK_N // BOX)
         tma.async_copy_global_to_shared(source, [slot0, kv_head, c * BOX], bar, boxes.index(box))
         if BLOCK_N > BOX:
             tma.async_copy_global_to_shared(source, [slot1, kv_head, c * BOX], bar, boxes.index(box + 1))
+    if shared_source is not None:
+        box = stage * (BLOCK_N // BOX)
+        tma.async_copy_global_to_shared(shared_source, [slot0, 0, 0], bar, shared_boxes.index(box))
+        if BLOCK_N > BOX:
+            tma.async_copy_global_to_shared(shared_source, [slot1, 0, 0], bar, shared_boxes.index(box + 1))
 
 
 @gluon.jit
-def produce(sources, q_ring, k_ring, v_ring, items_ptr, works, table_ptr, table_stride, H: gl.constexpr,
-            K: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, PAGE: gl.constexpr, BLOCK_N: gl.constexpr,
-            STAGES: gl.constexpr):  # fmt: skip
+def produce(sources, q_ring, k_ring, v_ring, shared, items_ptr, works, table_ptr, table_stride, H: gl.constexpr,
+            K: gl.constexpr, D: gl.constexpr, V: gl.constexpr, PACK: gl.constexpr, PAGE: gl.constexpr,
+            BLOCK_N: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Fetch as far ahead as the rings allow, across items. K is one block ahead of V, as the warp groups need them.
-    `sources`: tensor maps of q [T, H, D], and of K and V [slots, K, D]."""
-    q_source, k_source, v_source = sources
+    `sources`: tensor maps of q [T, H, D], of K and V [slots, K, columns], and of the columns that the keys of all heads
+    share [slots, 1, columns], or None. `shared`: boxes for such columns of q and K."""
+    q_source, k_source, v_source, shared_source = sources
     q_boxes, q_full, q_empty = q_ring
     TILES: gl.constexpr = (H // K + PACK - 1) // PACK
+    q_shared_boxes, k_shared_boxes = shared
+    SHARED: gl.constexpr = 0 if shared_source is None else BOX
     k_stage, k_phase, v_stage, v_phase, q_phase, odd = 0, 0, 0, 0, 0, 0
     item = next_item(items_ptr, 0, odd, works, K * TILES)
     first_slot0, first_slot1 = _first_pages(item, table_ptr, table_stride, PAGE, BLOCK_N)
@@ -117,25 +129,36 @@ def produce(sources, q_ring, k_ring, v_ring, items_ptr, works, table_ptr, table_
         if hi > lo:
             last = lo + (hi - lo - 1) // BLOCK_N * BLOCK_N
             k_slot0, k_slot1 = _pages(table, last - BLOCK_N, lo, seen_from, length, PAGE, BLOCK_N)
-            _fetch(k_source, k_ring, k_stage, k_phase, v_slot0, v_slot1, kv_head, D, BLOCK_N)
+            _fetch(
+                k_source, k_ring, k_stage, k_phase, v_slot0, v_slot1, kv_head, D, BLOCK_N, shared_source,
+                k_shared_boxes,
+            )  # fmt: skip
             k_stage, k_phase = next_place(k_stage, k_phase, STAGES)
             for which in gl.static_range(GROUPS):
                 mbarrier.wait(q_empty.index(which), q_phase ^ 1)
                 bar = q_full.index(which)
-                mbarrier.expect(bar, ROWS * D * 2)
+                mbarrier.expect(bar, ROWS * (D + SHARED) * 2)
                 for c in gl.static_range(D // BOX):
                     at = [first + which * ROWS // PACK, first_head, c * BOX]
                     tma.async_copy_global_to_shared(q_source, at, bar, q_boxes.index(which * (D // BOX) + c))
+                if shared_source is not None:
+                    at = [first + which * ROWS // PACK, first_head, D]
+                    tma.async_copy_global_to_shared(q_source, at, bar, q_shared_boxes.index(which))
             q_phase = q_phase ^ 1
             for n in range(last - BLOCK_N, lo - 1, -BLOCK_N):
                 slot0, slot1 = _pages(table, n - BLOCK_N, lo, seen_from, length, PAGE, BLOCK_N)
-                _fetch(k_source, k_ring, k_stage, k_phase, k_slot0, k_slot1, kv_head, D, BLOCK_N)
+                _fetch(
+                    k_source, k_ring, k_stage, k_phase, k_slot0, k_slot1, kv_head, D, BLOCK_N, shared_source,
+                    k_shared_boxes,
+                )  # fmt: skip
                 k_stage, k_phase = next_place(k_stage, k_phase, STAGES)
-                _fetch(v_source, v_ring, v_stage, v_phase, v_slot0, v_slot1, kv_head, D, BLOCK_N)
+                _fetch(
+                    v_source, v_ring, v_stage, v_phase, v_slot0, v_slot1, kv_head, V, BLOCK_N, None, None
+                )  # fmt: skip
                 v_stage, v_phase = next_place(v_stage, v_phase, STAGES)
                 v_slot0, v_slot1, k_slot0, k_slot1 = k_slot0, k_slot1, slot0, slot1
         first_slot0, first_slot1 = _first_pages(following, table_ptr, table_stride, PAGE, BLOCK_N)
         if hi > lo:
-            _fetch(v_source, v_ring, v_stage, v_phase, v_slot0, v_slot1, kv_head, D, BLOCK_N)
+            _fetch(v_source, v_ring, v_stage, v_phase, v_slot0, v_slot1, kv_head, V, BLOCK_N, None, None)
             v_stage, v_phase = next_place(v_stage, v_phase, STAGES)
         item = following

@@ -1,6 +1,7 @@
 """End of an item of `attend_prompts`: a warp group writes its rows of the output, or joins the ranges of a split row.
 
-Shapes: D head dim, H query heads, K kv heads. A row is a query token and one of the PACK query heads of its unit.
+Shapes: D columns of a value, H query heads, of OUT_HEADS in the output, K kv heads. A row is a query token and one of
+the PACK query heads of its unit.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ def _rows(count, unit, GROUP: gl.constexpr, PACK: gl.constexpr, WHICH: gl.conste
 @gluon.jit
 def _put(
     out_ptr, acc, first, count, unit, H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
-    PACK: gl.constexpr, WIDE: gl.constexpr, WHICH: gl.constexpr,
+    OUT_HEADS: gl.constexpr, PACK: gl.constexpr, WIDE: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     query, head, exists = _rows(count, unit, H // K, PACK, WHICH, gl.SliceLayout(1, WIDE))
     dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, WIDE))[None, :]
-    offset = ((first + query).to(gl.int64) * H + head) * D
+    offset = ((first + query).to(gl.int64) * OUT_HEADS + head) * D
     values = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), WIDE)
     gl.store(out_ptr + offset[:, None] + dims, values, mask=exists[:, None] & (dims < D))
 
@@ -41,8 +42,8 @@ def _put(
 @gluon.jit
 def finish(
     acc, m, total, index, unit, first, count, part, v_scale, sinks_ptr, out_ptr, part_ptr, lse_ptr, count_ptr,
-    items_ptr, H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, PACK: gl.constexpr,
-    OUT: gl.constexpr, WHICH: gl.constexpr,
+    items_ptr, H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, OUT_HEADS: gl.constexpr,
+    PACK: gl.constexpr, OUT: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Write rows of the output, or a range's partial result. The tile's last range to arrive joins all ranges."""
     # Each warp stores the 16 rows of its matrix instructions, 16 bytes per thread.
@@ -61,7 +62,7 @@ def finish(
     # A query that saw no key gives zeros.
     acc = acc * (v_scale / gl.where(total > 0, total, 1.0))[:, None]
     if part < 0:
-        _put(out_ptr, acc, first, count, unit, H, K, D, BLOCK_D, PACK, WIDE, WHICH)
+        _put(out_ptr, acc, first, count, unit, H, K, D, BLOCK_D, OUT_HEADS, PACK, WIDE, WHICH)
     else:
         query, head, exists = _rows(count, unit, H // K, PACK, WHICH, M)
         dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, OUT))[None, :]
@@ -93,4 +94,4 @@ def finish(
                 acc = acc * alpha[:, None] + weight[:, None] * x
                 m = new_m
             acc = acc / gl.where(total > 0, total, 1.0)[:, None]
-            _put(out_ptr, acc, first, count, unit, H, K, D, BLOCK_D, PACK, WIDE, WHICH)
+            _put(out_ptr, acc, first, count, unit, H, K, D, BLOCK_D, OUT_HEADS, PACK, WIDE, WHICH)

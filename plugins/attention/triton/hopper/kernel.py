@@ -18,8 +18,11 @@ before attention runs, so they are finite and have weight 0.
 
 Head dims that are not powers of two are padded to BLOCK_D columns, which tensor maps fill with zeros.
 
-Shapes: M rows of a warp group (64), N keys of a block, D head dim. T tokens, H query heads, K kv heads. A unit is a
-head tile of a kv head.
+Keys expanded from compressed latents (DeepSeek-V2, 2024) have rotary columns, which all heads share: they have a tensor
+map of their own, and their part of a score is a second matmul. Values may have fewer columns than keys.
+
+Shapes: M rows of a warp group (64), N keys of a block, D head dim, V value dim. T tokens, H query heads, K kv heads. A
+unit is a head tile of a kv head.
 """
 
 from __future__ import annotations
@@ -144,16 +147,32 @@ def _clear(v_boxes, v_full, stage, phase, n, seen_from, length, BLOCK_D: gl.cons
 
 @gluon.jit
 def _scores(q, k, S: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Start the score matmul of a block [N, BLOCK_D], over no more columns than D needs."""
+    """Start the score matmul of a block, over no more columns than D needs. q, k: pairs of columns [N, BLOCK_D] and of
+    further ones that the keys of all heads share, or None."""
+    q_own, q_shared = q
+    k_own, k_shared = k
     FIRST: gl.constexpr = _first_columns(D)
     nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
-    if FIRST >= D:
-        return warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    if k_shared is not None:
+        s = warpgroup_mma(q_own, k_own.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        return warpgroup_mma(q_shared, k_shared.permute((1, 0)), s, is_async=True)
+    elif FIRST >= D:
+        return warpgroup_mma(q_own, k_own.permute((1, 0)), nothing, use_acc=False, is_async=True)
     else:
         REST: gl.constexpr = _first_columns(2 * (D - FIRST) - 1)
-        front, back = k.slice(0, FIRST, 1), k.slice(FIRST, REST, 1)
-        s = warpgroup_mma(q.slice(0, FIRST, 1), front.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        return warpgroup_mma(q.slice(FIRST, REST, 1), back.permute((1, 0)), s, is_async=True)
+        front, back = k_own.slice(0, FIRST, 1), k_own.slice(FIRST, REST, 1)
+        s = warpgroup_mma(q_own.slice(0, FIRST, 1), front.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        return warpgroup_mma(q_own.slice(FIRST, REST, 1), back.permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def _place(smem, stage):
+    """Return a place of two rings, the second of which may be None."""
+    own, shared = smem
+    if shared is None:
+        return own.index(stage), None
+    else:
+        return own.index(stage), shared.index(stage)
 
 
 @gluon.constexpr_function
@@ -164,21 +183,21 @@ def _first_columns(dim):
 
 @gluon.jit
 def _step(q, p, alpha, acc, m, total, n, lo, stage, phase, k_ring, v_ring, at, seen_from, length, qk_scale,
-          D: gl.constexpr, BLOCK_D: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+          D: gl.constexpr, BLOCK_V: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
           MASKED: gl.constexpr, SOFT_CAP: gl.constexpr):  # fmt: skip
     """Compute scores and weights of the block at n, whose K has arrived, and add the preceding block to the output.
     p: weights of the preceding block, at `stage`. alpha: factor by which that block rescales the output so far."""
     k_smem, k_full, k_empty = k_ring
     v_smem, v_boxes, v_full, v_empty = v_ring
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
     v_stage, v_phase = stage, phase
     stage, phase = next_place(stage, phase, STAGES)
-    scores = _scores(q, k_smem.index(stage), S, D, BLOCK_N)
+    scores = _scores(q, _place(k_smem, stage), S, D, BLOCK_N)
     # The wait also ends a reordering region, so the following instructions overlap with the score matmul.
     mbarrier.wait(v_full.index(v_stage), v_phase)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
-    values = _unpack(p, q.dtype, gl.DotOperandLayout(0, OUT, 2))
+    values = _unpack(p, v_smem.dtype, gl.DotOperandLayout(0, OUT, 2))
     acc = warpgroup_mma(values, v_smem.index(v_stage), acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(k_empty.index(stage))
@@ -190,28 +209,29 @@ def _step(q, p, alpha, acc, m, total, n, lo, stage, phase, k_ring, v_ring, at, s
     next_stage, next_phase = next_place(stage, phase, STAGES)
     mbarrier.wait(k_full.index(next_stage), next_phase, pred=n > lo)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    p = _pack(weights, q.dtype)
+    p = _pack(weights, v_smem.dtype)
     mbarrier.arrive(v_empty.index(v_stage))
     if MASKED:
-        _clear(v_boxes, v_full, stage, phase, n, seen_from, length, BLOCK_D, BLOCK_N)
+        _clear(v_boxes, v_full, stage, phase, n, seen_from, length, BLOCK_V, BLOCK_N)
     return p, alpha, acc, m, total, stage, phase
 
 
 @gluon.jit
-def _consume(q_ring, k_ring, v_ring, work, H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
-             PACK: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-             HEAD_SCALES: gl.constexpr, SOFT_CAP: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
+def _consume(q_ring, k_ring, v_ring, work, H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
+             BLOCK_V: gl.constexpr, OUT_HEADS: gl.constexpr, PACK: gl.constexpr, WINDOW: gl.constexpr,
+             BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HEAD_SCALES: gl.constexpr, SOFT_CAP: gl.constexpr,
+             WHICH: gl.constexpr):  # fmt: skip
     """Consumer warp group for rows [64 * WHICH, 64 * WHICH + 64) of each tile."""
     out_ptr, part_ptr, lse_ptr, count_ptr, items_ptr, works, scale, k_scale, v_scale, sinks_ptr = work
     q_smem, q_full, q_empty = q_ring
     k_smem, k_full, k_empty = k_ring
     v_smem, v_boxes, v_full, v_empty = v_ring
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     TILES: gl.constexpr = (H // K + PACK - 1) // PACK
-    dtype: gl.constexpr = q_smem.dtype
-    q = q_smem.index(WHICH)
+    dtype: gl.constexpr = v_smem.dtype
+    q = _place(q_smem, WHICH)
     # The first query of this warp group.
     mine: gl.constexpr = WHICH * ROWS // PACK
     query = mine + gl.arange(0, ROWS, gl.SliceLayout(1, S)) // PACK
@@ -231,7 +251,7 @@ def _consume(q_ring, k_ring, v_ring, work, H: gl.constexpr, K: gl.constexpr, D: 
             v_factor = gl.load(v_scale + unit // TILES)
         qk_scale = scale * LOG2_E * k_factor
 
-        acc = gl.zeros([ROWS, BLOCK_D], gl.float32, OUT)
+        acc = gl.zeros([ROWS, BLOCK_V], gl.float32, OUT)
         total = gl.zeros([ROWS, 8], gl.float32, _eighth_layout(S))
         m = gl.full([ROWS], LOW, gl.float32, gl.SliceLayout(1, S))
         if hi > lo:
@@ -249,30 +269,30 @@ def _consume(q_ring, k_ring, v_ring, work, H: gl.constexpr, K: gl.constexpr, D: 
             q_phase = q_phase ^ 1
             stage, phase = next_place(stage, phase, STAGES)
             mbarrier.wait(k_full.index(stage), phase)
-            scores = _scores(q, k_smem.index(stage), S, D, BLOCK_N)
+            scores = _scores(q, _place(k_smem, stage), S, D, BLOCK_N)
             s = warpgroup_mma_wait(0, deps=[scores])
             mbarrier.arrive(k_empty.index(stage))
             weights, alpha, m, total = _weigh(s, m, total, last, at, qk_scale, WINDOW, True, SOFT_CAP, S)
             p = _pack(weights, dtype)
             next_stage, next_phase = next_place(stage, phase, STAGES)
             mbarrier.wait(k_full.index(next_stage), next_phase, pred=last > lo)
-            _clear(v_boxes, v_full, stage, phase, last, seen_from, length, BLOCK_D, BLOCK_N)
+            _clear(v_boxes, v_full, stage, phase, last, seen_from, length, BLOCK_V, BLOCK_N)
 
             for n in range(last - BLOCK_N, whole_hi - 1, -BLOCK_N):
                 p, alpha, acc, m, total, stage, phase = _step(
                     q, p, alpha, acc, m, total, n, lo, stage, phase, k_ring, v_ring, at, seen_from, length, qk_scale,
-                    D, BLOCK_D, WINDOW, BLOCK_N, STAGES, True, SOFT_CAP,
+                    D, BLOCK_V, WINDOW, BLOCK_N, STAGES, True, SOFT_CAP,
                 )  # fmt: skip
             for n in range(whole_hi - BLOCK_N, whole_lo - 1, -BLOCK_N):
                 p, alpha, acc, m, total, stage, phase = _step(
                     q, p, alpha, acc, m, total, n, lo, stage, phase, k_ring, v_ring, at, seen_from, length, qk_scale,
-                    D, BLOCK_D, WINDOW, BLOCK_N, STAGES, False, SOFT_CAP,
+                    D, BLOCK_V, WINDOW, BLOCK_N, STAGES, False, SOFT_CAP,
                 )  # fmt: skip
             if WINDOW:
                 for n in range(whole_lo - BLOCK_N, lo - 1, -BLOCK_N):
                     p, alpha, acc, m, total, stage, phase = _step(
                         q, p, alpha, acc, m, total, n, lo, stage, phase, k_ring, v_ring, at, seen_from, length,
-                        qk_scale, D, BLOCK_D, WINDOW, BLOCK_N, STAGES, True, SOFT_CAP,
+                        qk_scale, D, BLOCK_V, WINDOW, BLOCK_N, STAGES, True, SOFT_CAP,
                     )  # fmt: skip
             # All score matmuls of this item are done, so the next item's queries may be fetched.
             mbarrier.arrive(q_empty.index(WHICH))
@@ -285,7 +305,7 @@ def _consume(q_ring, k_ring, v_ring, work, H: gl.constexpr, K: gl.constexpr, D: 
         if count > mine:
             finish(
                 acc, m, total, index, unit, first, count, part, v_factor, sinks_ptr, out_ptr, part_ptr, lse_ptr,
-                count_ptr, items_ptr, H, K, D, BLOCK_D, PACK, OUT, WHICH,
+                count_ptr, items_ptr, H, K, V, BLOCK_V, OUT_HEADS, PACK, OUT, WHICH,
             )  # fmt: skip
         item = following
 
@@ -295,6 +315,7 @@ def attend_prompts(
     q_source,
     k_source,
     v_source,
+    shared_source,
     out_ptr,
     part_ptr,
     lse_ptr,
@@ -311,6 +332,9 @@ def attend_prompts(
     K: gl.constexpr,
     D: gl.constexpr,
     BLOCK_D: gl.constexpr,
+    V: gl.constexpr,
+    BLOCK_V: gl.constexpr,
+    OUT_HEADS: gl.constexpr,
     PACK: gl.constexpr,
     WINDOW: gl.constexpr,
     PAGE: gl.constexpr,
@@ -321,19 +345,28 @@ def attend_prompts(
     PDL: gl.constexpr,
 ):
     """Programs process the `works` pairs of an item and a unit in rounds (next_item), or one each if there are as many
-    programs as pairs. The tensor maps `k_source` and `v_source` are [slots, K, D], and q_source is [T, H, D]."""
+    programs as pairs. Tensor maps: q_source [T, H, D], k_source [slots, K, D], v_source [slots, K, V].
+    shared_source [slots, 1, columns]: the columns of keys from BLOCK_D on, or None. The output is [T, OUT_HEADS, V],
+    from the first head on."""
     if PDL:
         gdc_launch_dependents()
     dtype: gl.constexpr = k_source.dtype
-    BLOCKS: gl.constexpr = BLOCK_N // BOX * (BLOCK_D // BOX)
+    K_BOXES: gl.constexpr = STAGES * (BLOCK_N // BOX) * (BLOCK_D // BOX)
+    V_BOXES: gl.constexpr = STAGES * (BLOCK_N // BOX) * (BLOCK_V // BOX)
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     q_boxes = gl.allocate_shared_memory(dtype, [GROUPS * (BLOCK_D // BOX), ROWS // PACK, PACK, BOX], q_source.layout)
-    k_boxes = gl.allocate_shared_memory(dtype, [STAGES * BLOCKS, BOX, 1, BOX], k_source.layout)
-    v_boxes = gl.allocate_shared_memory(dtype, [STAGES * BLOCKS, BOX, 1, BOX], v_source.layout)
+    k_boxes = gl.allocate_shared_memory(dtype, [K_BOXES, BOX, 1, BOX], k_source.layout)
+    v_boxes = gl.allocate_shared_memory(dtype, [V_BOXES, BOX, 1, BOX], v_source.layout)
     q_smem = q_boxes._reinterpret(dtype, [GROUPS, ROWS, BLOCK_D], MATRIX)
     k_smem = k_boxes._reinterpret(dtype, [STAGES, BLOCK_N, BLOCK_D], MATRIX)
-    v_smem = v_boxes._reinterpret(dtype, [STAGES, BLOCK_N, BLOCK_D], MATRIX)
-    v_flat = v_boxes._reinterpret(dtype, [STAGES * BLOCKS, BOX, BOX], MATRIX)
+    v_smem = v_boxes._reinterpret(dtype, [STAGES, BLOCK_N, BLOCK_V], MATRIX)
+    v_flat = v_boxes._reinterpret(dtype, [V_BOXES, BOX, BOX], MATRIX)
+    q_shared_boxes, q_shared, k_shared_boxes, k_shared = None, None, None, None
+    if shared_source is not None:
+        q_shared_boxes = gl.allocate_shared_memory(dtype, [GROUPS, ROWS // PACK, PACK, BOX], q_source.layout)
+        q_shared = q_shared_boxes._reinterpret(dtype, [GROUPS, ROWS, BOX], MATRIX)
+        k_shared_boxes = gl.allocate_shared_memory(dtype, [STAGES * BLOCK_N // BOX, BOX, 1, BOX], k_source.layout)
+        k_shared = k_shared_boxes._reinterpret(dtype, [STAGES, BLOCK_N, BOX], MATRIX)
     q_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -353,8 +386,8 @@ def attend_prompts(
     # The partitions start after this wait, so all of them see what earlier kernels wrote.
     if PDL:
         gdc_wait()
-    q_ring = (q_smem, q_full, q_empty)
-    k_ring = (k_smem, k_full, k_empty)
+    q_ring = ((q_smem, q_shared), q_full, q_empty)
+    k_ring = ((k_smem, k_shared), k_full, k_empty)
     v_ring = (v_smem, v_flat, v_full, v_empty)
     work = (out_ptr, part_ptr, lse_ptr, count_ptr, items_ptr, works, scale, k_scale, v_scale, sinks_ptr)
     gl.warp_specialize(
@@ -362,23 +395,23 @@ def attend_prompts(
             (
                 _consume,
                 (
-                    q_ring, k_ring, v_ring, work, H, K, D, BLOCK_D, PACK, WINDOW, BLOCK_N, STAGES, HEAD_SCALES,
-                    SOFT_CAP, 0,
+                    q_ring, k_ring, v_ring, work, H, K, D, V, BLOCK_V, OUT_HEADS, PACK, WINDOW, BLOCK_N, STAGES,
+                    HEAD_SCALES, SOFT_CAP, 0,
                 ),
             ),
             (
                 _consume,
                 (
-                    q_ring, k_ring, v_ring, work, H, K, D, BLOCK_D, PACK, WINDOW, BLOCK_N, STAGES, HEAD_SCALES,
-                    SOFT_CAP, 1,
+                    q_ring, k_ring, v_ring, work, H, K, D, V, BLOCK_V, OUT_HEADS, PACK, WINDOW, BLOCK_N, STAGES,
+                    HEAD_SCALES, SOFT_CAP, 1,
                 ),
             ),
             (
                 produce,
                 (
-                    (q_source, k_source, v_source), (q_boxes, q_full, q_empty), (k_boxes, k_full, k_empty),
-                    (v_boxes, v_full, v_empty), items_ptr, works, table_ptr, table_stride, H, K, BLOCK_D, PACK, PAGE,
-                    BLOCK_N, STAGES,
+                    (q_source, k_source, v_source, shared_source), (q_boxes, q_full, q_empty),
+                    (k_boxes, k_full, k_empty), (v_boxes, v_full, v_empty), (q_shared_boxes, k_shared_boxes), items_ptr,
+                    works, table_ptr, table_stride, H, K, BLOCK_D, BLOCK_V, PACK, PAGE, BLOCK_N, STAGES,
                 ),
             ),
         ],

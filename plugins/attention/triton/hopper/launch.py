@@ -42,6 +42,7 @@ def attend(
         _tensor_map(q, [ROWS.value // pack, pack, BOX.value]),
         _tensor_map(k.flatten(0, 1), [BOX.value, 1, BOX.value]),
         _tensor_map(v.flatten(0, 1), [BOX.value, 1, BOX.value]),
+        None,
         out_TC,
         parts,
         lse,
@@ -58,6 +59,9 @@ def attend(
         K=kv_heads,
         D=dim,
         BLOCK_D=padded_dim(dim),
+        V=dim,
+        BLOCK_V=padded_dim(dim),
+        OUT_HEADS=heads,
         PACK=pack,
         WINDOW=layer.window,
         PAGE=k.shape[1],
@@ -67,6 +71,64 @@ def attend(
         SOFT_CAP=layer.soft_cap or None,
         num_warps=tile.warps,
         **dependent(q),
+    )
+
+
+def attend_expanded(
+    layer: AttentionLayer,
+    q_THD: torch.Tensor,
+    k_SHN: torch.Tensor,
+    v_SHV: torch.Tensor,
+    rotary_SR: torch.Tensor,
+    page_tokens: int,
+    table_BP: torch.Tensor,
+    tile: PromptTile,
+    items: torch.Tensor,
+    counts: torch.Tensor,
+    out_THV: torch.Tensor,
+    parts: torch.Tensor,
+    lse: torch.Tensor,
+    processors: int,
+) -> None:
+    """Launch attend_prompts for some heads of a layer with compressed latents: for those of q, a view of [T, all heads,
+    D]. The keys of a head are `k_SHN` followed by `rotary_SR`, which all heads share. `out_THV`: a view of
+    [T, all heads, V]. The rest as in `attend`, with one kv head for each query head."""
+    _, heads, dim = q_THD.shape
+    value = v_SHV.shape[2]
+    works = items.shape[0] * heads
+    attend_prompts[(min(works, processors) if tile.persistent else works,)](
+        _tensor_map(q_THD, [ROWS.value, 1, BOX.value]),
+        _tensor_map(k_SHN, [BOX.value, 1, BOX.value]),
+        _tensor_map(v_SHV, [BOX.value, 1, BOX.value]),
+        _tensor_map(rotary_SR.unsqueeze(1), [BOX.value, 1, BOX.value]),
+        out_THV,
+        parts,
+        lse,
+        counts,
+        items,
+        works,
+        table_BP,
+        table_BP.stride(0),
+        layer.scale,
+        1.0,
+        1.0,
+        None,
+        H=heads,
+        K=heads,
+        D=dim,
+        BLOCK_D=k_SHN.shape[2],
+        V=value,
+        BLOCK_V=padded_dim(value),
+        OUT_HEADS=out_THV.stride(0) // value,
+        PACK=1,
+        WINDOW=0,
+        PAGE=page_tokens,
+        BLOCK_N=tile.block_n,
+        STAGES=tile.stages,
+        HEAD_SCALES=False,
+        SOFT_CAP=None,
+        num_warps=tile.warps,
+        **dependent(q_THD),
     )
 
 
