@@ -146,33 +146,24 @@ def _clear(v_boxes, v_full, stage, phase, n, seen_from, length, BLOCK_D: gl.cons
 
 
 @gluon.jit
-def _scores(q, k, S: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Start the score matmul of a block, over no more columns than D needs. q, k: pairs of columns [N, BLOCK_D] and of
-    further ones that the keys of all heads share, or None."""
-    q_own, q_shared = q
-    k_own, k_shared = k
+def _scores(q_smem, which, k_smem, stage, S: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Start the score matmul of a block, over no more columns than D needs. q_smem, k_smem: places of columns
+    [N, BLOCK_D] and of further ones that the keys of all heads share, or None."""
+    q_places, q_shared = q_smem
+    k_places, k_shared = k_smem
+    q, k = q_places.index(which), k_places.index(stage)
     FIRST: gl.constexpr = _first_columns(D)
     nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
     if k_shared is not None:
-        s = warpgroup_mma(q_own, k_own.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        return warpgroup_mma(q_shared, k_shared.permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        return warpgroup_mma(q_shared.index(which), k_shared.index(stage).permute((1, 0)), s, is_async=True)
     elif FIRST >= D:
-        return warpgroup_mma(q_own, k_own.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        return warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
     else:
         REST: gl.constexpr = _first_columns(2 * (D - FIRST) - 1)
-        front, back = k_own.slice(0, FIRST, 1), k_own.slice(FIRST, REST, 1)
-        s = warpgroup_mma(q_own.slice(0, FIRST, 1), front.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        return warpgroup_mma(q_own.slice(FIRST, REST, 1), back.permute((1, 0)), s, is_async=True)
-
-
-@gluon.jit
-def _place(smem, stage):
-    """Return a place of two rings, the second of which may be None."""
-    own, shared = smem
-    if shared is None:
-        return own.index(stage), None
-    else:
-        return own.index(stage), shared.index(stage)
+        front, back = k.slice(0, FIRST, 1), k.slice(FIRST, REST, 1)
+        s = warpgroup_mma(q.slice(0, FIRST, 1), front.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        return warpgroup_mma(q.slice(FIRST, REST, 1), back.permute((1, 0)), s, is_async=True)
 
 
 @gluon.constexpr_function
@@ -182,9 +173,9 @@ def _first_columns(dim):
 
 
 @gluon.jit
-def _step(q, p, alpha, acc, m, total, n, lo, stage, phase, k_ring, v_ring, at, seen_from, length, qk_scale,
+def _step(q_smem, p, alpha, acc, m, total, n, lo, stage, phase, k_ring, v_ring, at, seen_from, length, qk_scale,
           D: gl.constexpr, BLOCK_V: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-          MASKED: gl.constexpr, SOFT_CAP: gl.constexpr):  # fmt: skip
+          MASKED: gl.constexpr, SOFT_CAP: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
     """Compute scores and weights of the block at n, whose K has arrived, and add the preceding block to the output.
     p: weights of the preceding block, at `stage`. alpha: factor by which that block rescales the output so far."""
     k_smem, k_full, k_empty = k_ring
@@ -193,7 +184,7 @@ def _step(q, p, alpha, acc, m, total, n, lo, stage, phase, k_ring, v_ring, at, s
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
     v_stage, v_phase = stage, phase
     stage, phase = next_place(stage, phase, STAGES)
-    scores = _scores(q, _place(k_smem, stage), S, D, BLOCK_N)
+    scores = _scores(q_smem, WHICH, k_smem, stage, S, D, BLOCK_N)
     # The wait also ends a reordering region, so the following instructions overlap with the score matmul.
     mbarrier.wait(v_full.index(v_stage), v_phase)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
@@ -231,7 +222,6 @@ def _consume(q_ring, k_ring, v_ring, work, H: gl.constexpr, K: gl.constexpr, D: 
     P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     TILES: gl.constexpr = (H // K + PACK - 1) // PACK
     dtype: gl.constexpr = v_smem.dtype
-    q = _place(q_smem, WHICH)
     # The first query of this warp group.
     mine: gl.constexpr = WHICH * ROWS // PACK
     query = mine + gl.arange(0, ROWS, gl.SliceLayout(1, S)) // PACK
@@ -269,7 +259,7 @@ def _consume(q_ring, k_ring, v_ring, work, H: gl.constexpr, K: gl.constexpr, D: 
             q_phase = q_phase ^ 1
             stage, phase = next_place(stage, phase, STAGES)
             mbarrier.wait(k_full.index(stage), phase)
-            scores = _scores(q, _place(k_smem, stage), S, D, BLOCK_N)
+            scores = _scores(q_smem, WHICH, k_smem, stage, S, D, BLOCK_N)
             s = warpgroup_mma_wait(0, deps=[scores])
             mbarrier.arrive(k_empty.index(stage))
             weights, alpha, m, total = _weigh(s, m, total, last, at, qk_scale, WINDOW, True, SOFT_CAP, S)
@@ -280,19 +270,19 @@ def _consume(q_ring, k_ring, v_ring, work, H: gl.constexpr, K: gl.constexpr, D: 
 
             for n in range(last - BLOCK_N, whole_hi - 1, -BLOCK_N):
                 p, alpha, acc, m, total, stage, phase = _step(
-                    q, p, alpha, acc, m, total, n, lo, stage, phase, k_ring, v_ring, at, seen_from, length, qk_scale,
-                    D, BLOCK_V, WINDOW, BLOCK_N, STAGES, True, SOFT_CAP,
+                    q_smem, p, alpha, acc, m, total, n, lo, stage, phase, k_ring, v_ring, at, seen_from, length,
+                    qk_scale, D, BLOCK_V, WINDOW, BLOCK_N, STAGES, True, SOFT_CAP, WHICH,
                 )  # fmt: skip
             for n in range(whole_hi - BLOCK_N, whole_lo - 1, -BLOCK_N):
                 p, alpha, acc, m, total, stage, phase = _step(
-                    q, p, alpha, acc, m, total, n, lo, stage, phase, k_ring, v_ring, at, seen_from, length, qk_scale,
-                    D, BLOCK_V, WINDOW, BLOCK_N, STAGES, False, SOFT_CAP,
+                    q_smem, p, alpha, acc, m, total, n, lo, stage, phase, k_ring, v_ring, at, seen_from, length,
+                    qk_scale, D, BLOCK_V, WINDOW, BLOCK_N, STAGES, False, SOFT_CAP, WHICH,
                 )  # fmt: skip
             if WINDOW:
                 for n in range(whole_lo - BLOCK_N, lo - 1, -BLOCK_N):
                     p, alpha, acc, m, total, stage, phase = _step(
-                        q, p, alpha, acc, m, total, n, lo, stage, phase, k_ring, v_ring, at, seen_from, length,
-                        qk_scale, D, BLOCK_V, WINDOW, BLOCK_N, STAGES, True, SOFT_CAP,
+                        q_smem, p, alpha, acc, m, total, n, lo, stage, phase, k_ring, v_ring, at, seen_from, length,
+                        qk_scale, D, BLOCK_V, WINDOW, BLOCK_N, STAGES, True, SOFT_CAP, WHICH,
                     )  # fmt: skip
             # All score matmuls of this item are done, so the next item's queries may be fetched.
             mbarrier.arrive(q_empty.index(WHICH))
