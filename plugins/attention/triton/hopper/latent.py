@@ -4,7 +4,8 @@ A tile is 64 rows, heads x query tokens of a row. Each consumer warp group holds
 registers. Blocks of 64 keys alternate between the two: one computes the scores and weights of a block and passes the
 weights to the other, and both add the block's values to their columns (like the schedule of FlashMLA, DeepSeek 2025).
 So the tensor cores multiply for one warp group while the other computes exponentials. The producer (latent_fetch.py)
-fills the ring of two blocks, one of each warp group; 8-bit latents are converted once for both.
+fills the ring of two blocks, one of each warp group; 8-bit latents are converted once for both, to float16, which is
+then the format of queries and weights, too. Rotated columns stay as they are.
 
 A program processes several work items. While the warp groups write an item's output, the producer fetches the first
 blocks of the next.
@@ -30,6 +31,7 @@ from dovetail.plugins.attention.triton.hopper.fetch import BOX, ITEM_FIELDS, ROW
 from dovetail.plugins.attention.triton.hopper.latent_fetch import (
     FETCH_WARPS,
     GROUP,
+    LATENT_FACTOR,
     PLACES,
     latent_item,
     produce_latents,
@@ -38,6 +40,8 @@ from dovetail.plugins.attention.triton.scores import LOG2_E, LOW
 
 PAIRS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 """Layout of a box of queries."""
+QUERY_FACTOR, MOST = gl.constexpr(2.0**-4), gl.constexpr(65504.0)
+"""Factor of queries in float16, and its greatest number."""
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(208), gl.constexpr(88)
 """Registers per thread. The default partition gets the remaining registers, which is 208 again."""
 
@@ -45,19 +49,29 @@ CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(208), gl.constexpr(88)
 @gluon.jit
 def _load_queries(q_smem, rotary_smem, sources, first, count, unit, tokens, H: gl.constexpr, HEADS: gl.constexpr,
                   D: gl.constexpr, L: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
-    """Start to copy this warp group's half of the latent columns, and the rotated ones in the first warp group."""
+    """Copy this warp group's half of the latent columns, and the rotated ones in the first warp group. For 8-bit
+    latents they are multiplied, so that both parts of a score have the factor QUERY_FACTOR * LATENT_FACTOR."""
     q_ptr, rotary_q_ptr = sources
+    NARROW: gl.constexpr = q_smem.dtype != rotary_smem.dtype
     HALF: gl.constexpr = L // 2 // BOX
     query, head, exists = _rows(count, unit, H, HEADS, gl.SliceLayout(1, PAIRS))
     token = gl.where(exists, first + query, first).to(gl.int64)
     column = gl.arange(0, BOX, gl.SliceLayout(0, PAIRS))[None, :]
     start = q_ptr + ((head.to(gl.int64) * tokens + token) * L)[:, None] + column
     for box in gl.static_range(HALF):
-        to = q_smem.index(WHICH * HALF + box)
-        async_copy.async_copy_global_to_shared(to, start + (WHICH * HALF + box) * BOX, mask=exists[:, None])
+        to, at = q_smem.index(WHICH * HALF + box), start + (WHICH * HALF + box) * BOX
+        if NARROW:
+            x = gl.load(at, mask=exists[:, None], other=0.0).to(gl.float32) * QUERY_FACTOR
+            to.store(gl.maximum(gl.minimum(x, MOST), -MOST).to(to.dtype))
+        else:
+            async_copy.async_copy_global_to_shared(to, at, mask=exists[:, None])
     if WHICH == 0:
-        start = rotary_q_ptr + ((token * H + head) * D)[:, None] + column
-        async_copy.async_copy_global_to_shared(rotary_smem.index(0), start, mask=exists[:, None])
+        at = rotary_q_ptr + ((token * H + head) * D)[:, None] + column
+        if NARROW:
+            x = gl.load(at, mask=exists[:, None], other=0.0).to(gl.float32) * (QUERY_FACTOR * LATENT_FACTOR)
+            rotary_smem.index(0).store(x.to(rotary_smem.dtype))
+        else:
+            async_copy.async_copy_global_to_shared(rotary_smem.index(0), at, mask=exists[:, None])
     async_copy.commit_group()
 
 
@@ -149,17 +163,17 @@ def _own(acc, m, total, queries, ring, weights, phase, n, limit, whole, qk_scale
 
 @gluon.jit
 def _finish(acc, total, m, staging, output, items_ptr, index, unit, first, count, part, H: gl.constexpr,
-            HEADS: gl.constexpr, L: gl.constexpr, UNITS: gl.constexpr, OUT: gl.constexpr,
+            HEADS: gl.constexpr, L: gl.constexpr, UNITS: gl.constexpr, OUT: gl.constexpr, FACTOR: gl.constexpr,
             WHICH: gl.constexpr):  # fmt: skip
     """Write this warp group's columns of the output, or of a range's partial result. The last range to arrive joins all
-    ranges of its tile."""
+    ranges of its tile. FACTOR: that of the values in acc."""
     out_ptr, part_ptr, lse_ptr, count_ptr = output
     M: gl.constexpr = gl.SliceLayout(1, OUT)
     QUERIES: gl.constexpr = ROWS // HEADS
     m = gl.convert_layout(m, M, assert_trivial=True)
     total = gl.convert_layout(total, M, assert_trivial=True)
     # A query that saw no key gives zeros.
-    acc = acc * (1.0 / gl.where(total > 0, total, 1.0))[:, None]
+    acc = acc * (1.0 / (FACTOR * gl.where(total > 0, total, 1.0)))[:, None]
     if part < 0:
         _put(acc, out_ptr, staging, first, count, unit, H, HEADS, L, WHICH)
     else:
@@ -215,13 +229,17 @@ def _consume(q_parts, ring, weights, sums, sources, output, items_ptr, works, to
              HEADS: gl.constexpr, D: gl.constexpr, L: gl.constexpr, UNITS: gl.constexpr,
              WHICH: gl.constexpr):  # fmt: skip
     """Consumer warp group for half of the output's columns, and for the scores of every second block."""
-    q_boxes, q, rotary_q, q_full = q_parts
+    q_boxes, q, rotary_q, staging, q_full = q_parts
     queries = (q, rotary_q)
+    NARROW: gl.constexpr = q.dtype != rotary_q.dtype
+    FACTOR: gl.constexpr = LATENT_FACTOR if NARROW else 1.0
     sums_smem, sums_full = sums
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BOX, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, L // 2, 16])
     OTHER: gl.constexpr = 1 - WHICH
     qk_scale = scale * LOG2_E
+    if NARROW:
+        qk_scale = qk_scale / (QUERY_FACTOR * LATENT_FACTOR)
     # Uses of this warp group's place and of the other one so far, and processed items.
     mine, others, done = 0, 0, 0
     for work in range(gl.program_id(0), works, gl.num_programs(0)):
@@ -259,8 +277,8 @@ def _consume(q_parts, ring, weights, sums, sources, output, items_ptr, works, to
             mbarrier.wait(sums_full.index(OTHER), done & 1)
             total = sums_smem.index(0).load(gl.SliceLayout(1, S)) + sums_smem.index(1).load(gl.SliceLayout(1, S))
             _finish(
-                acc, total, m, q.index(WHICH), output, items_ptr, index, unit, first, count, part, H, HEADS, L, UNITS,
-                OUT, WHICH,
+                acc, total, m, staging.index(WHICH), output, items_ptr, index, unit, first, count, part, H, HEADS, L,
+                UNITS, OUT, FACTOR, WHICH,
             )  # fmt: skip
             mine += (blocks + 1 - WHICH) // PLACES
             others += (blocks + WHICH) // PLACES
@@ -298,18 +316,21 @@ def attend_latents_hopper(
     scale_ptr and rotary_ptr, or 16-bit latents of L + R columns, without them. The output is [tokens, H, L]."""
     if PDL:
         gdc_launch_dependents()
-    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    given: gl.constexpr = q_ptr.dtype.element_ty
+    dtype: gl.constexpr = given if scale_ptr is None else gl.float16
     BOXES: gl.constexpr = L // BOX
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     WORDS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_boxes = gl.allocate_shared_memory(dtype, [BOXES, ROWS, BOX], MATRIX)
-    rotary_q = gl.allocate_shared_memory(dtype, [1, ROWS, R], MATRIX)
+    rotary_q = gl.allocate_shared_memory(given, [1, ROWS, R], MATRIX)
     k_boxes = gl.allocate_shared_memory(dtype, [PLACES * BOXES, BOX, BOX], MATRIX)
-    rotary = gl.allocate_shared_memory(dtype, [PLACES, BOX, R], MATRIX)
+    rotary = gl.allocate_shared_memory(given, [PLACES, BOX, R], MATRIX)
     p_smem = gl.allocate_shared_memory(dtype, [ROWS, BOX], MATRIX)
     q = q_boxes._reinterpret(dtype, [2, ROWS, L // 2], MATRIX)
+    # The output passes through the memory of queries.
+    staging = q_boxes._reinterpret(given, [2, ROWS, L // 2], MATRIX)
     k = k_boxes._reinterpret(dtype, [2 * PLACES, BOX, L // 2], MATRIX)
     k_words = k_boxes._reinterpret(gl.int32, [PLACES * (L // GROUP), BOX, GROUP // 2], WORDS)
     m_smem = gl.allocate_shared_memory(gl.float32, [ROWS], VECTOR)
@@ -330,7 +351,7 @@ def attend_latents_hopper(
     # The partitions start after this wait, so all of them see what earlier kernels wrote.
     if PDL:
         gdc_wait()
-    queries = (q_boxes, q, rotary_q, q_full)
+    queries = (q_boxes, q, rotary_q, staging, q_full)
     ring = (k, rotary, full, empty)
     weights = (p_smem, m_smem, p_full)
     sums = (sums_smem, sums_full)
