@@ -36,6 +36,8 @@ class PackedLinear(LinearMethod):
     ) -> None:
         """`group`: inputs of the whole matrix that share a scale; 0 = all. `scale_dtype`: None = the model's dtype."""
         self.format, self.group, self.input = fmt, group, activations
+        self.activations = activations
+        """Input format before `prepare`, which may give the columns an order (act-order)."""
         self.scale_dtype, self.zero_dtype, self.row_scale = scale_dtype, zero_dtype, row_scale
 
     def create(self, shape: LinearShape, device: torch.device) -> dict[str, torch.Tensor]:

@@ -1,9 +1,16 @@
-"""Experts by the linear methods of a quantizer, whose packed matrices are stacked and multiplied together. Shapes: T
-tokens, E experts, C hidden channels."""
+"""Experts by the linear methods of a quantizer, whose packed matrices are stacked and multiplied together.
+
+With act-order (GPTQ), each expert has an order of its own for the columns of its matrices. Inputs of the first product
+are put in that order as rows are gathered. The channels between the products are computed in the order that the second
+one needs: the rows of gate and up are moved once, after loading.
+
+Shapes: T tokens, E experts, C hidden channels, F channels of an expert.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -29,7 +36,8 @@ OWN = ("create", "finish", "apply", "packed", "allocate")
 
 class PackedLinearExperts(LoopedExperts):
     """Where all methods are PackedLinear with equal formats, the tensors of the experts are stacked, and each method
-    loads into a view of them. Otherwise the experts are multiplied one after another, as in the base class."""
+    loads into a view of them. `order` [E, columns], int32, is the column of the input at each place. Otherwise the
+    experts are multiplied one after another, as in the base class."""
 
     up: PackedLinear
     """A method that stands for those of all experts."""
@@ -45,12 +53,14 @@ class PackedLinearExperts(LoopedExperts):
         if self._differs:
             return super().create(shape, device)
         self.up, self.down = (side for side in sides if isinstance(side, PackedLinear))
-        self.stacked, self.input = True, self.up.input
-        return {
-            f"{name}.{key}": tensor
-            for name, method in (("up", self.up), ("down", self.down))
-            for key, tensor in method.allocate(device, shape.experts).items()
-        }
+        self.stacked, self.input = True, self.up.activations
+        params: dict[str, torch.Tensor] = {}
+        for name, method in (("up", self.up), ("down", self.down)):
+            made = method.allocate(device, shape.experts)
+            if _is_ordered(method):
+                made["order"] = torch.empty(shape.experts, method.width, dtype=torch.int32, device=device)
+            params |= {f"{name}.{key}": tensor for key, tensor in made.items()}
+        return params
 
     def reason(self) -> str:
         return f" ({self._differs})" if self._differs else ""
@@ -58,6 +68,17 @@ class PackedLinearExperts(LoopedExperts):
     def finish(self, params: dict[str, torch.Tensor]) -> None:
         if not self.stacked:
             super().finish(params)
+            return
+        for side, name in enumerate(("up", "down")):
+            if (order_EI := params.get(f"{name}.order")) is not None:
+                orders = [methods[side].input.perm for methods in self.methods]
+                order_EI.copy_(torch.stack([order for order in orders if order is not None]))
+        if (order_EF := params.get("down.order")) is not None:
+            for expert, order_F in enumerate(order_EF.long()):
+                rows = _of_both(order_F)
+                for name, tensor in self._params(params, expert, 0).items():
+                    if name != "order":
+                        tensor.copy_(tensor[rows])
 
     def apply(
         self,
@@ -69,8 +90,10 @@ class PackedLinearExperts(LoopedExperts):
     ) -> torch.Tensor:
         if not self.stacked:
             return super().apply(params, x, routing, activation, bias)
-        weights = StackedExperts(self._packed(params, "up"), self._packed(params, "down"))
-        between, dtype = self.down.input, self.shape.dtype
+        weights = StackedExperts(self._packed(params, "up"), self._packed(params, "down"), params.get("up.order"))
+        if bias is not None and (order_EF := params.get("down.order")) is not None:
+            bias = replace(bias, up=bias.up.gather(1, _of_both(order_EF.long())))
+        between, dtype = self.down.activations, self.shape.dtype
         return stacked_gated_experts(x, routing, weights, activation, bias, between=between, dtype=dtype)
 
     def _packed(self, params: Mapping[str, torch.Tensor], side: str) -> PackedWeight:
@@ -95,10 +118,10 @@ class PackedLinearExperts(LoopedExperts):
             ):
                 return f"{type(method).__name__} does not store or multiply as PackedLinear does"
             method.prepare(shapes[side], device)
-            if method.input.perm is not None:
-                return "act-order gives the inputs of each expert an order of their own"
-            if not _multiplies(method.input) or method.width != shapes[side].inp:
-                return f"inputs have the format {method.input.name} and {method.width} columns"
+            if method.width != shapes[side].inp and _is_ordered(method):
+                return "act-order, and this rank has some columns of each group"
+            if not _multiplies(method.activations) or method.width != shapes[side].inp:
+                return f"inputs have the format {method.activations.name} and {method.width} columns"
             if not fits_strips(method.step):
                 return f"{method.step} inputs share a scale, neither a multiple nor a divisor of {LANES}"
             first = first or method
@@ -113,10 +136,20 @@ def _multiplies(fmt: ActFormat) -> bool:
     if fmt is PLAIN:
         return True
     of_rows = fmt.group == "token" and fmt.dtype is torch.float8_e4m3fn
-    return of_rows and fmt.pre_scale is None
+    return of_rows and fmt.pre_scale is None and fmt.perm is None
+
+
+def _is_ordered(method: PackedLinear) -> bool:
+    """Whether the columns have an order that `load` sets."""
+    return method.input.perm is not None and method.activations.perm is None
+
+
+def _of_both(order: torch.Tensor) -> torch.Tensor:
+    """Return the order of outputs of gate and up, which follow each other, from that of the channels (last dim)."""
+    return torch.cat((order, order + order.shape[-1]), dim=-1)
 
 
 def _traits(method: PackedLinear) -> tuple[object, ...]:
     """Return what methods whose tensors are stacked have in common."""
     scales = method.scale_dtype, method.zero_dtype, method.row_scale
-    return method.format, method.width, method.step, method.input, *scales
+    return method.format, method.width, method.step, method.activations, _is_ordered(method), *scales

@@ -27,6 +27,8 @@ class StackedExperts:
     """2F outputs, gate before up; C inputs."""
     down: PackedWeight
     """C outputs, F inputs."""
+    order_EC: torch.Tensor | None = None
+    """int32: column of x at each place of `up`'s inputs (act-order); None = as in x."""
 
 
 def fits_strips(group: int) -> bool:
@@ -75,5 +77,8 @@ def stacked_experts_reference(
     up, down = (
         dequantize(unstacked(packed)).unflatten(0, packed.codes.shape[:2]) for packed in (weights.up, weights.down)
     )
+    if weights.order_EC is not None:
+        places_E1C = weights.order_EC.long().unsqueeze(1).expand_as(up)
+        up = torch.empty_like(up).scatter_(2, places_E1C, up)
     plain = ExpertWeights(up, down, torch.ones(up.shape[:2]), torch.ones(down.shape[:2]))
     return gated_experts_reference(x, routing, plain, activation, bias, between, dtype)

@@ -91,17 +91,29 @@ def _group_pairs(
 
 
 @triton.jit(do_not_specialize=["tiles"])
-def _gather_rows(x_ptr, order_ptr, tiles_ptr, out_ptr, tiles, columns, ACTIVE: tl.constexpr, BLOCK: tl.constexpr,
-                 PDL: tl.constexpr):  # fmt: skip
-    """Copy the row of x of the pair at each place."""
+def _gather_rows(x_ptr, experts_ptr, order_ptr, tiles_ptr, columns_ptr, out_ptr, tiles, columns, ACTIVE: tl.constexpr,
+                 BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Copy the row of x of the pair at each place. `order_ptr`: None = places are pairs. `columns_ptr`: column of x at
+    each place of an expert's rows; None = as in x."""
     announce(PDL)
     wait(PDL)
     place = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    if place < tl.load(tiles_ptr + 3 * tiles + 1):
-        row = (tl.load(order_ptr + place) // ACTIVE).to(tl.int64)
-        x = tl.load(x_ptr + row * columns + at, mask=at < columns)
-        tl.store(out_ptr + place.to(tl.int64) * columns + at, x.to(out_ptr.dtype.element_ty), mask=at < columns)
+    inside = at < columns
+    pair = place
+    if order_ptr is not None:
+        exists = place < tl.load(tiles_ptr + 3 * tiles + 1)
+        pair = tl.load(order_ptr + place, mask=exists, other=0)
+    else:
+        exists = tl.load(experts_ptr + pair) >= 0
+    if exists:
+        column = at
+        if columns_ptr is not None:
+            expert = tl.load(experts_ptr + pair).to(tl.int64)
+            column = tl.load(columns_ptr + expert * columns + at, mask=inside, other=0)
+        row = (pair // ACTIVE).to(tl.int64)
+        x = tl.load(x_ptr + row * columns + column, mask=inside)
+        tl.store(out_ptr + place.to(tl.int64) * columns + at, x.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -135,15 +147,20 @@ class Sorted:
     tiles: int
 
 
-def gather_rows(x_TC: torch.Tensor, pairs: Sorted, dtype: torch.dtype) -> torch.Tensor:
-    """Return the rows of all pairs in sorted order, and memory for a tile behind them."""
+def gather_rows(
+    x_TC: torch.Tensor, pairs: Sorted, dtype: torch.dtype, columns_EC: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the rows of all pairs in sorted order, and memory for a tile behind them. `columns_EC`: int32, column of x
+    at each place of an expert's rows."""
     count, columns = pairs.routing.experts_TK.numel(), x_TC.shape[1]
     out_PC = torch.empty(count + pairs.rows, columns, dtype=dtype, device=x_TC.device)
     block = min(4096, triton.next_power_of_2(columns))
     _gather_rows[(count, triton.cdiv(columns, block))](
         x_TC.contiguous(),
+        pairs.routing.experts_TK,
         pairs.order_P,
         pairs.tiles_M3,
+        columns_EC,
         out_PC,
         pairs.tiles,
         columns,

@@ -22,7 +22,7 @@ from dovetail.core.interfaces.expert import ExpertBias, GatedActivation, Routing
 from dovetail.core.interfaces.weight import PackedWeight, ShiftedDecoder
 from dovetail.core.ops.expert_tiles import GROUPED, ExpertTile, stacked_expert_tile
 from dovetail.core.ops.formats import encode
-from dovetail.core.ops.kernels.expert_pairs import Sorted, order_of, sort_pairs, sum_pairs
+from dovetail.core.ops.kernels.expert_pairs import Sorted, gather_rows, order_of, sort_pairs, sum_pairs
 from dovetail.core.ops.kernels.experts import activated, completed, pairs_of_tile, place_of_program, write_rows
 from dovetail.core.ops.kernels.launch import announce, dependent, wait
 from dovetail.core.ops.kernels.packed_matmul import LEAST_STRIP, WHOLE, decoded_strip, of_strip
@@ -99,6 +99,7 @@ def _stacked_expert_matmul(
     offset,
     ACTIVE: tl.constexpr,
     GATED: tl.constexpr,
+    PLACED: tl.constexpr,
     LIMITED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_O: tl.constexpr,
@@ -120,7 +121,8 @@ def _stacked_expert_matmul(
     PDL: tl.constexpr,
 ):
     """One tile, as in experts.py; constants are those of packed_matmul.py. TILES: tiles of rows that are multiplied by
-    the same outputs one after another. EVEN: blocks divide the inputs. SHIFT, UNIT: those of DECODE (ShiftedDecoder);
+    the same outputs one after another. PLACED: x has a row for each place (gather_rows), and a scale for each token.
+    EVEN: blocks divide the inputs. SHIFT, UNIT: those of DECODE (ShiftedDecoder);
     with SHIFT 0 and UNIT 1, it returns values. UNIT is 1 but for E4M3."""
     wait(PDL)
     tile, start_O = place_of_program(tiles, outputs, TILES, BLOCK_O)
@@ -141,7 +143,8 @@ def _stacked_expert_matmul(
     SHORT: tl.constexpr = WHOLE_ZEROS and (SUMS or SCALE == DTYPE or SCALE == tl.float8e4nv)
     VALUE: tl.constexpr = CODE if SHORT else tl.float32
     FACTOR: tl.constexpr = tl.float32 if SUMS else VALUE
-    row_T = (pair_T // ACTIVE if GATED else place_T).to(tl.int64)
+    token_T = (pair_T // ACTIVE if GATED else place_T).to(tl.int64)
+    row_T = place_T.to(tl.int64) if PLACED else token_T
     o = start_O + tl.arange(0, BLOCK_O)
     ok_O, ok_T = (o < outputs)[:, None], inside_T[None, :]
     i = tl.arange(0, STRIP)
@@ -201,7 +204,7 @@ def _stacked_expert_matmul(
         bias_ptr += first_O
     x_scale_T = None
     if x_scale_ptr is not None:
-        x_scale_T = tl.load(x_scale_ptr + row_T * x_scale_st, mask=inside_T, other=0.0)
+        x_scale_T = tl.load(x_scale_ptr + token_T * x_scale_st, mask=inside_T, other=0.0)
     y_TO = completed(acc.T, x_scale_T, row_scale_ptr, bias_ptr, o, o < outputs)
     if GATED:
         up_TO = completed(acc_up.T, x_scale_T, row_scale_ptr, bias_ptr, outputs + o, o < outputs)
@@ -245,7 +248,8 @@ def stacked_experts_triton(
         return choice(order.rows), order.block, order.counts
 
     shapes = weights.up.codes.shape, weights.down.codes.shape, weights.up.format, weights.up.group, weights.down.group
-    report_kernel(("stacked experts", active, *shapes, dtype, x.values.dtype), tokens, kernel)
+    ordered = weights.order_EC is not None
+    report_kernel(("stacked experts", active, *shapes, dtype, x.values.dtype, ordered), tokens, kernel)
     pairs = sort_pairs(routing, experts, None if chosen is None else chosen[0].rows)
     (first_e4m3, second_e4m3), ruled = choice(pairs.rows)
     first, second = chosen or ruled
@@ -253,9 +257,13 @@ def stacked_experts_triton(
         x = replace(x, values=x.values.to(dtype))
     if not second_e4m3:
         between = PLAIN
+    if ordered:
+        # Some GPUs have no 8-bit floats.
+        raw = x.values.view(torch.uint8) if x.values.element_size() == 1 else x.values
+        x = replace(x, values=gather_rows(raw, pairs, raw.dtype, weights.order_EC).view(x.values.dtype))
     inner_PF = torch.empty(tokens * active, weights.down.inputs, dtype=dtype, device=device)
     up_bias, down_bias = (None, None) if bias is None else (bias.up, bias.down)
-    _multiply_pairs(x, weights.up, up_bias, pairs, first, inner_PF, activation)
+    _multiply_pairs(x, weights.up, up_bias, pairs, first, inner_PF, activation, placed=ordered)
     inner = encode(inner_PF, (between,))[between]
     down_PC = torch.empty(tokens * active, hidden, dtype=dtype, device=device)
     _multiply_pairs(inner, weights.down, down_bias, pairs, second, down_PC, None)
@@ -270,8 +278,9 @@ def _multiply_pairs(
     tile: ExpertTile,
     out: torch.Tensor,
     activation: GatedActivation | None,
+    placed: bool = False,
 ) -> None:
-    """Launch the first product, which ends in `activation`, or the second one (None)."""
+    """Launch the first product, which ends in `activation`, or the second one (None). `placed`: as in the kernel."""
     fmt, kind, group = packed.format, x.values.dtype, packed.group or WHOLE
     fp8, strips = kind is torch.float8_e4m3fn, group % LANES == 0
     block = LANES * (32 // fmt.stored_bits)
@@ -302,6 +311,7 @@ def _multiply_pairs(
         0.0 if activation is None else activation.offset,
         ACTIVE=pairs.routing.experts_TK.shape[1],
         GATED=activation is not None,
+        PLACED=placed,
         LIMITED=limit is not None,
         ROWS=tile.rows,
         BLOCK_O=tile.outputs,

@@ -72,7 +72,7 @@ class StoredLinear(PackedLinear):
 
     def __init__(self, path: str, stored: Stored, shape: LinearShape, activations: ActFormat) -> None:
         super().__init__(FORMATS[stored.bits, stored.zeros], stored.group, activations=activations)
-        self.path, self.stored, self.activations = path, stored, activations
+        self.path, self.stored = path, stored
         self._loaded_order: torch.Tensor | None = None
         self.order = GroupOrder(stored.group, shape) if stored.act_order and stored.group else None
         self.tensors = RECORDS[stored.layout](stored, shape)

@@ -8,13 +8,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dovetail.core.interfaces import PLAIN, ActFormat, Activation, ExpertShape
+from dovetail.core.interfaces import PLAIN, ActFormat, Activation, ExpertBias, ExpertShape, LinearShape, Routing
 from dovetail.core.layers import packed_linear_experts
+from dovetail.core.layers.looped_experts import LoopedExperts
 from dovetail.core.layers.packed import PackedLinear
 from dovetail.core.layers.packed_linear_experts import PackedLinearExperts
 from dovetail.core.layers.plain import PlainLinear
 from dovetail.core.ops.weight_formats import INT4, INT8, UINT4
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
+from dovetail.plugins.quant.int4.checkpoint import Stored
+from dovetail.plugins.quant.int4.quantizer import StoredLinear
+
+from ...layouts import gptq, rounded
 
 CPU = torch.device("cpu")
 SHAPE = ExpertShape(3, 96, 64, torch.bfloat16, names=tuple((f"{e}.gate", f"{e}.up", f"{e}.down") for e in range(3)))
@@ -70,6 +75,60 @@ def test_each_product_has_the_input_format_of_its_methods(monkeypatch):
     assert found == {"between": PLAIN, "dtype": torch.bfloat16} and experts.input is FP8_TOKEN
 
 
+def stored(path: str, shape: LinearShape, act_order: bool = True) -> StoredLinear:
+    return StoredLinear(path, Stored("gptq", 4, 32, True, act_order), shape, PLAIN)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_each_expert_may_have_an_order_of_its_own(biased):
+    """The channels between the products are computed in the order of the second one."""
+    generator = torch.Generator().manual_seed(3)
+    shape = replace(SHAPE, dtype=torch.float32)
+    stacked, looped = (
+        kind(SimpleNamespace(linear=stored), "experts", shape) for kind in (PackedLinearExperts, LoopedExperts)
+    )
+    params = [experts.create(shape, CPU) for experts in (stacked, looped)]
+    assert stacked.stacked and stacked.input is PLAIN
+    for expert in range(3):
+        of_hidden, of_channels = (torch.randperm(size, generator=generator) for size in (96, 64))
+        for part, outputs, order in (("gate", 64, of_hidden), ("up", 64, of_hidden), ("down", 96, of_channels)):
+            made = rounded(torch.randn(outputs, len(order), generator=generator), 4, 32, True)
+            scattered = replace(made, codes=made.codes[:, order], group=made.group[order])
+            tensors = gptq(scattered, offset=0)
+            for record in stacked.methods[expert][part == "down"].tensors:
+                if record.unpack is not None:
+                    tensors[record.name] = record.unpack(tensors[record.name])
+            for experts, own in zip((stacked, looped), params, strict=True):
+                experts.load(own, expert, part, tensors)
+    for experts, own in zip((stacked, looped), params, strict=True):
+        experts.finish(own)
+    x = torch.randn(7, 96, generator=generator)
+    routing = Routing(torch.randint(3, (7, 2), generator=generator).int(), torch.rand(7, 2, generator=generator))
+    bias = None
+    if biased:
+        bias = ExpertBias(*(torch.randn(3, size, generator=generator) for size in (128, 96)))
+    given = [Activation(experts.input, x) for experts in (stacked, looped)]
+    got, want = (
+        experts.apply(own, one, routing, bias=bias)
+        for experts, own, one in zip((stacked, looped), params, given, strict=True)
+    )
+    assert (got - want).norm() < 1e-5 * want.norm()
+
+
+def test_some_experts_with_an_order_are_of_an_unlike_format():
+    quantizer = SimpleNamespace(linear=lambda path, shape: stored(path, shape, "1" not in path))
+    experts = PackedLinearExperts(quantizer, "experts", SHAPE)
+    experts.create(SHAPE, CPU)
+    assert not experts.stacked and "experts have unlike formats" in experts.reason()
+
+
+def test_a_rank_with_some_columns_of_each_group_multiplies_one_after_another():
+    shape = replace(SHAPE, intermediate=32, whole_intermediate=64, shares=2)
+    experts = PackedLinearExperts(SimpleNamespace(linear=stored), "experts", shape)
+    experts.create(shape, CPU)
+    assert not experts.stacked and "some columns of each group" in experts.reason()
+
+
 SCALED = replace(FP8_TOKEN, pre_scale=torch.ones(96))
 ORDERED = replace(FP8_TOKEN, perm=torch.arange(96))
 
@@ -82,7 +141,7 @@ ORDERED = replace(FP8_TOKEN, perm=torch.arange(96))
         (lambda path: KeepsAll(INT4, 32), "KeepsAll does not store or multiply"),
         (lambda path: Packed(INT4, 48), "48 inputs share a scale, neither a multiple nor a divisor of 32"),
         (lambda path: Packed(INT4, 32, activations=SCALED), "inputs have the format fp8"),
-        (lambda path: Packed(INT4, 32, activations=ORDERED), "act-order gives the inputs of each expert an order"),
+        (lambda path: Packed(INT4, 32, activations=ORDERED), "inputs have the format fp8"),
         (lambda path: Packed(INT4, 32, activations=ActFormat("int8", torch.int8, "token")), "the format int8"),
         (lambda path: Packed(INT4, 32 if "1" in path else 64), "experts have unlike formats"),
         (lambda path: Packed(INT4, 32, row_scale="1.down" in path), "experts have unlike formats"),

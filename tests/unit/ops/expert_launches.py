@@ -142,9 +142,17 @@ def multiply_packed(
 
 
 def multiply_stacked(
-    tokens: int, count: int, active: int, hidden: int, channels: int, like: PackedWeight, fmt: ActFormat
+    tokens: int,
+    count: int,
+    active: int,
+    hidden: int,
+    channels: int,
+    like: PackedWeight,
+    fmt: ActFormat,
+    ordered: bool = False,
 ) -> None:
-    """Experts in the format of `like`, with scales of a row if these are in E4M3, as in NVFP4."""
+    """Experts in the format of `like`, with scales of a row if these are in E4M3, as in NVFP4. `ordered`: with
+    act-order."""
 
     def stacked(outputs: int, inputs: int) -> PackedWeight:
         one = packed_weight(like.format, count * outputs, inputs, like.group, like.scale.dtype)
@@ -153,7 +161,8 @@ def multiply_stacked(
         split = {name: x if x is None else x.unflatten(0, (count, outputs)) for name, x in tensors.items()}
         return replace(one, **split, row_scale=row_scale)
 
-    weights = StackedExperts(stacked(2 * channels, hidden), stacked(hidden, channels))
+    order_EC = cuda(count, hidden, dtype=torch.int32) if ordered else None
+    weights = StackedExperts(stacked(2 * channels, hidden), stacked(hidden, channels), order_EC)
     scale = None if fmt is PLAIN else cuda(tokens, 1, dtype=FP32)
     x = Activation(fmt, cuda(tokens, hidden, dtype=fmt.dtype or BF16), scale)
     routing = Routing(cuda(tokens, active, dtype=torch.int32), cuda(tokens, active, dtype=FP32))

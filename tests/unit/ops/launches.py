@@ -312,7 +312,7 @@ def more_functions() -> None:
     multiply_packed_experts(256, 32, 4, 2880, 2880, PLAIN)
     hopper_operands()
     like = packed_weight(UINT4, 8, 2048, 128, BF16)
-    multiply_stacked(64, 128, 8, 2048, 768, like, FP8_TOKEN)
+    multiply_stacked(64, 128, 8, 2048, 768, like, FP8_TOKEN, ordered=True)
     tile = MatmulTile(128, 256, 128, stages=4, split=2, specialized=True)
     scales = cuda(200, 1, dtype=FP32), cuda(1280, dtype=FP32)
     given = cuda(200, 8192, dtype=E4M3), cuda(1280, 8192, dtype=E4M3)

@@ -151,6 +151,31 @@ def test_the_kernel_multiplies_rows_with_scales(tokens, up, down, rounds):
     check(got.float().reshape(1, -1), expected.reshape(1, -1), 0.1 if rounds else 1e-2)
 
 
+@kernels
+@pytest.mark.parametrize(("tokens", "fmt"), [(1, PLAIN), (9, PLAIN), (70, PLAIN), (9, FP8_TOKEN)])
+def test_each_expert_may_have_its_inputs_in_an_order_of_its_own(tokens, fmt):
+    from dovetail.core.ops.kernels.stacked_experts import stacked_experts_triton
+
+    dimensions = tokens, 3, 2, 128, 64, "some padding", FP16, GPTQ, (UINT4, 32, FP16)
+    x_TC, routing, weights, bias, up, down = stacked_case(*dimensions)
+    orders = [torch.randperm(128) for _ in range(3)]
+    weights = replace(weights, order_EC=torch.stack(orders).int())
+    up = torch.stack([matrix[:, order.argsort()] for matrix, order in zip(up, orders, strict=True)])
+    activation = SWIGLU if bias is None else CLAMPED
+    on = None if bias is None else ExpertBias(bias.up.to(DEVICE), bias.down.to(DEVICE))
+    at = Routing(routing.experts_TK.to(DEVICE), routing.weights_TK.to(DEVICE))
+    x_TC[(routing.experts_TK < 0).all(1)] = 0
+    given = encode(x_TC.to(DEVICE), (fmt,))[fmt]
+    placed = replace(on_device(weights), order_EC=weights.order_EC.to(DEVICE))
+    with poisoned_memory():
+        got = stacked_experts_triton(given, at, placed, activation, on, PLAIN, FP16).cpu().float()
+    values, scale = given.values.cpu(), None if given.scale is None else given.scale.cpu()
+    want = stacked_experts_reference(Activation(fmt, values, scale), routing, weights, activation, bias, PLAIN, FP32)
+    expected = exact((values.float() * (1.0 if scale is None else scale)).double(), routing, up, down, activation, bias)
+    check(want.float(), expected, 1e-5)
+    check(got, expected, 5e-3 if fmt is PLAIN else 1e-2)
+
+
 BF16 = torch.bfloat16
 PUBLISHED = [
     (INT4, 128, BF16),
