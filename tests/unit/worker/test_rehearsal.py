@@ -133,6 +133,10 @@ SIZES = [
 ]
 MODELS = {
     "latents": ["model=small_mtp", "model.hf.kv_lora_rank=64", "engine.kv_dtype=fp8_e4m3"],
+    "latents, rotated columns apart": [
+        *("model=small_mtp", "engine.kv_dtype=fp8_e4m3", "model.hf.kv_lora_rank=256", "model.hf.qk_nope_head_dim=64"),
+        *("model.hf.qk_rope_head_dim=32", "model.hf.v_head_dim=64"),
+    ],
     "latents in 16 bits": ["model=small_mtp"],
     "drafts over latents": ["model=small_mtp", "spec_decode=mtp", "spec_decode.lookahead=4"],
     "trees over latents": ["model=small_mtp", "spec_decode=mtp", "spec_decode.lookahead=3", "spec_decode.tree=6"],
@@ -163,9 +167,9 @@ def test_no_random_step_launches_a_kernel_that_start_up_did_not(name: str, monke
     from dovetail.core.testing.no_gpu import no_gpu
     from dovetail.core.worker import warmup
     from dovetail.core.worker.loader import load_rank
-    from dovetail.plugins.attention.triton import latent
+    from dovetail.plugins.attention.triton import expanded
 
-    monkeypatch.setattr(latent, "ROOM_BYTES", 1 << 19)
+    monkeypatch.setattr(expanded, "ROOM_BYTES", 1 << 19)
     monkeypatch.setattr(launch, "keep_shared_memory", lambda device: None)
     alone: list[int] = []
     others = warmup._rehearse_others
