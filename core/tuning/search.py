@@ -154,7 +154,8 @@ def search(
     on_phase: Callable[[str], None] = lambda phase: None,
 ) -> Iterator[tuple[Tunable, Found]]:
     """Yield the timings of each tunable, from `known` or measured. No measurement starts after `seconds`.
-    What does not compile in `compile_seconds` is not timed; kernels that many operations would like to use come first.
+    What does not compile in `compile_seconds` is not timed, and a tunable without any compiled candidate is left out;
+    kernels that many operations would like to use come first.
     `on_phase` receives the phases before the first measurement."""
     began = time.monotonic()
     wanted = [one for one in tunables if (one.op, one.key, one.rows) not in known]
@@ -172,7 +173,10 @@ def search(
             if seconds is not None and time.monotonic() - began > seconds:
                 continue
             tried = _unique([*planned[id(tunable)], *filter(tunable.admits, near)])
-            found = measure(tunable, timer, gpu, [one for one in tried if tunable.kernel(one) in ready], finals)
+            compiled = [one for one in tried if tunable.kernel(one) in ready]
+            if tried and not compiled:
+                continue  # The default is not known to be the fastest.
+            found = measure(tunable, timer, gpu, compiled, finals)
         near[:] = _unique([*(choice for choice, _ in found.times[:2] if choice is not None), *near])[:NEAR]
         yield tunable, found
 

@@ -127,9 +127,19 @@ class GraphTimer:
                 worker.start()
             for worker in workers:
                 worker.join(None if end is None else max(0.0, end - time.time()))
+            codes = [worker.exitcode for worker in workers]
             for worker in workers:
                 worker.kill()
-        return [bool(done[i]) for i in range(len(jobs))]
+        compiled = [bool(done[i]) for i in range(len(jobs))]
+        if failed := [code for code in codes if code]:
+            what = f"{len(failed)} of the {count} processes that compile kernels died (exit code {failed[0]})"
+            if not any(compiled):
+                raise RuntimeError(
+                    f"{what}, and none compiled one; their output states why. A script that starts a search needs "
+                    '`if __name__ == "__main__":`, since each process imports it'
+                )
+            log.warning("%s: %d of %d kernels are not timed", what, compiled.count(False), len(jobs))
+        return compiled
 
     def microseconds(self, choices: Sequence[Choice | None], final: bool) -> list[float | None]:
         if not final:

@@ -24,7 +24,8 @@ class TuneConfig(AppConfig):
     seconds: float | None = Field(None, gt=0)
     """Time after which no measurement starts; null: no limit."""
     compile_seconds: float | None = Field(None, gt=0)
-    """Time for the compilation of candidates; those that are not compiled by then are not timed. null: no limit."""
+    """Time for the compilation of candidates; those that are not compiled by then are not timed, and an operation
+    without any is left for another run. null: no limit."""
     candidates: int = Field(64, ge=1)
     """Candidates that are timed for each operation and number of rows, the most promising ones."""
     export: str | None = None

@@ -118,6 +118,7 @@ def test_kernels_compile_once_and_the_most_promising_first():
     assert timer.jobs == [(4, 0), (4, 1), (4, 2), (4, 3)], "lanes 0 are first for three operations, 3 last for one"
     run([Scan(4, lanes=4), Scan(8, lanes=3)], timer, compile_seconds=2)
     assert timer.compiled[-2:] == [[0, 1], [0, 1]], "those that did not compile in time are not timed"
+    assert run([Scan(4)], timer, compile_seconds=0) == [], "an entry would state that the default is the fastest"
 
 
 def test_the_installed_choice_is_timed_too():
@@ -196,11 +197,13 @@ def test_weights_exceed_the_cache():
     assert copies(1 << 20) == 200 and copies(1 << 40) == 2
 
 
-def test_processes_that_compile_start_without_waiting_for_each_other(monkeypatch):
+def test_processes_that_compile_start_without_waiting_for_each_other(monkeypatch, caplog):
     """A process starts only once it has read what exceeds a pipe of its arguments, and it imports torch first."""
     started = []
 
     class Process:
+        exitcode = None
+
         def __init__(self, target, args, daemon):
             self.args = args
 
@@ -220,3 +223,9 @@ def test_processes_that_compile_start_without_waiting_for_each_other(monkeypatch
     jobs = [(Scan(4), {"lanes": lanes}) for lanes in range(5000)]
     assert timing.GraphTimer(GPU, 3).compile_all(jobs, 1.0) == [True] * 5000
     assert started == [5000] * 3
+    Process.exitcode = 1
+    assert timing.GraphTimer(GPU, 2).compile_all(jobs, 1.0) == [True] * 5000
+    assert "2 of the 2 processes that compile kernels died (exit code 1)" in caplog.text
+    context.Array = lambda kind, size: [0] * size
+    with pytest.raises(RuntimeError, match="none compiled one.*__main__"):
+        timing.GraphTimer(GPU, 2).compile_all(jobs, 1.0)

@@ -109,6 +109,12 @@ def test_a_gpu_without_entries_takes_those_of_one_that_is_alike(monkeypatch):
     assert start() == (TuningTable().hash(), []) and not installed().entries
 
 
+def test_every_shape_of_the_shipped_table_has_a_choice():
+    """A search that timed no candidate would record the default for all rows, which turns predictions off."""
+    table = builtin_table()
+    assert [subject for subject, rows in table.entries.items() if not any(rows.values())] == []
+
+
 def test_a_cache_that_cannot_be_used_is_a_note():
     shipped, _ = start()
     cache = Cache(this_machine(GPU), print)
