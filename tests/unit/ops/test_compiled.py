@@ -44,6 +44,7 @@ from ..nowhere import lone_copies, lone_reducer
 from .attention_launches import CHUNKS, LONG, MIXED, SCARCE, attention
 from .early_access import CONSTANTS, touched_before_waiting
 from .emulated import BF16, E4M3, EVERYTHING, FP32, INT32, INT64, cuda
+from .latent_launches import PROMPT, attend
 from .launches import CASES, jit_functions, more_functions, spilling
 from .shipped import SHIPPED, TILES
 
@@ -221,20 +222,23 @@ def test_parts_of_a_row_are_loaded_together():
     assert re.fullmatch(r"wwm{8}wwm+", "".join(looks))
 
 
-@pytest.mark.nightly
-def test_prompts_keep_scores_and_sums_in_registers():
+def test_prompts_keep_scores_and_sums_in_registers_and_await_what_they_fetch():
     """One or two values from the start of a program may be spilled, but no loop-carried values."""
     with compiled_for_hopper() as compiled:
+        attend(PROMPT, 16, E4M3)
         CASES["attention: prompts, window, head scales"]()
         if EVERYTHING:
             attention(CHUNKS, page=64)
             CASES["attention: prompts, long"]()
             attention(LONG, page=64, window=1024)
     prompts = [kernel for name, kernel in compiled.kernels if name.endswith(":attend_prompts")]
-    assert len(prompts) == (4 if EVERYTHING else 1)
+    assert len(prompts) == (5 if EVERYTHING else 2)
     for kernel in prompts:
-        assert resources(kernel).stack <= 16
-        assert "wgmma" in kernel.asm["ptx"] and "cp.async.bulk.tensor" in kernel.asm["ptx"]
+        ptx = kernel.asm["ptx"]
+        assert resources(kernel).stack <= 16 and "wgmma" in ptx
+        # A box has 64 x 64 values of 16 bits. If barriers awaited another number of bytes, the kernel would hang.
+        awaited = [int(number) for number in re.findall(r"expect_tx.*\], (\d+);", ptx)]
+        assert sum(awaited) == 8192 * ptx.count("cp.async.bulk.tensor") > 0
 
 
 @pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
