@@ -33,7 +33,7 @@ if INTERPRETED:
 
 FP32, E4M3 = torch.float32, torch.float8_e4m3fn
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-SMALL, UNEVEN = MLA(0, 16, 8, 8, 8), MLA(0, 40, 4, 16, 12)
+SMALL, UNEVEN, TWO_GROUPS = MLA(0, 16, 8, 8, 8), MLA(0, 40, 4, 16, 12), MLA(0, 200, 4, 16, 12)
 
 
 def arena(
@@ -65,10 +65,10 @@ def test_more_heads_than_a_tile_and_split_rows(monkeypatch):
 
 
 def test_long_rows_are_expanded_a_few_heads_at_a_time(monkeypatch):
-    """A row that continues a sequence, between short ones, with E4M3 latents."""
-    made = arena(UNEVEN, 2, E4M3)
+    """A row that continues a sequence, between short ones, with E4M3 latents of two groups of columns."""
+    made = arena(TWO_GROUPS, 2, E4M3)
     made.run(made.plan([("a", 5)]))
-    row_bytes = 2 * 64 * (UNEVEN.nope_dim + UNEVEN.rope_dim) * 4
+    row_bytes = 2 * 64 * (TWO_GROUPS.nope_dim + TWO_GROUPS.rope_dim) * 4
     monkeypatch.setattr(expanded, "ROOM_BYTES", 2 * row_bytes - 1)
     step = made.plan([("b", 1), ("a", 24), ("c", 3)], num_decode=1, padding=2)
     made.run(step)

@@ -97,8 +97,10 @@ class TuneApp(App):
         cache = Cache(machine, self._report)
         measured = measured_table(compositions[0], device)
         if self.config.missing:
-            gpu = machine.gpu
-            tunables = [one for one in tunables if not serves(measured.for_gpu(gpu), one, gpu)]
+            own = measured
+            for alike in measured.gpus.keys() - {machine.gpu}:
+                own = own.without(alike)
+            tunables = [one for one in tunables if not serves(own, one, machine.gpu)]
         # What the engine uses today; the search also times it.
         install(choices_of(merged([measured, predicted_table(tunables, measured, machine.gpu)])))
         results: list[Found] = []

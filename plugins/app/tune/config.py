@@ -20,7 +20,8 @@ class TuneConfig(AppConfig):
     rows: tuple[Annotated[int, Field(ge=1, le=1 << 20)], ...] = ()
     """Numbers of rows to tune; empty: those of steps that run as CUDA graphs, up to 512."""
     missing: bool = False
-    """Leave out operations and numbers of rows for which this machine's cache or an installed table has an entry."""
+    """Leave out operations and numbers of rows for which `engine.tune_table`, this machine's cache or an installed
+    table has an entry of this GPU. Entries of a GPU that is alike do not count."""
     seconds: float | None = Field(None, gt=0)
     """Time after which no measurement starts; null: no limit."""
     compile_seconds: float | None = Field(None, gt=0)

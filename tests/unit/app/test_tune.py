@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="no Triton for this platform")
 from dovetail.core.compose.cli import main
 from dovetail.core.ops.choices import Choices, install
 from dovetail.core.ops.kernels import launch
-from dovetail.core.tuning import matmul, timing
+from dovetail.core.tuning import matmul, startup, timing
 from dovetail.core.tuning.cache import CHECKS
 from dovetail.core.tuning.gpu import Gpu
 from dovetail.core.tuning.table import read_table
@@ -31,9 +31,10 @@ class FakeTimer:
     """The tile with 64 outputs and the most stages is fastest, and draws with the most programs."""
 
     stop_after = 1 << 30
+    gpu = NAME
 
     def __init__(self, gpu, workers):
-        assert gpu == NAME
+        assert gpu == self.gpu
         self.opened = []
 
     def open(self, tunable):
@@ -175,7 +176,7 @@ def test_several_models_share_what_they_have_in_common(gpu, capsys):
     assert "`model=tiny` and tune.models=['tiny']: give one of them" in capsys.readouterr().err
 
 
-def test_only_what_is_missing_is_measured(gpu, capsys):
+def test_only_what_is_missing_is_measured(gpu, capsys, monkeypatch):
     path = gpu / "there.json"
     assert main([*WORDS, "tune.rows=[16]", f"tune.export={path}"]) == 0
     capsys.readouterr()
@@ -185,6 +186,14 @@ def test_only_what_is_missing_is_measured(gpu, capsys):
         cached.unlink()
     assert main([*WORDS, "tune.missing=true", "tune.rows=[16]", f"engine.tune_table={path}"]) == 0
     assert "0 of 0 tuned" in capsys.readouterr().out
+    shipped = read_table(path, "acme")
+    monkeypatch.setattr(startup, "package_tables", lambda registry, checks: (shipped, []))
+    assert main([*WORDS, "tune.missing=true", "tune.rows=[16]"]) == 0
+    assert "0 of 0 tuned" in capsys.readouterr().out
+    torch.cuda.get_device_properties(0).name = "NVIDIA H800"
+    monkeypatch.setattr(FakeTimer, "gpu", "NVIDIA H800")
+    assert main([*WORDS, "tune.missing=true", "tune.rows=[16]"]) == 0
+    assert "7 of 7 tuned" in capsys.readouterr().out, "entries of a GPU that is alike were not measured on this one"
 
 
 def test_no_measurement_starts_after_the_time_limit(gpu, capsys, monkeypatch):
