@@ -134,7 +134,9 @@ def plan_expanded(
     key_PS = ((page_P - start_B.index_select(0, row_P)) * PAGE).unsqueeze(1) + torch.arange(PAGE, device=device)
     last_P = len_B.index_select(0, row_P) - 1
     key_PS = torch.minimum(key_PS, last_P.unsqueeze(1)).clamp(min=0)
-    from_PS = meta.page_table_BP.index_select(0, row_P).gather(1, key_PS // meta.page_tokens).long()
+    # Selecting whole rows of the table would take memory for a row of it per page.
+    at_PS = row_P.unsqueeze(1) * meta.page_table_BP.shape[1] + key_PS // meta.page_tokens
+    from_PS = meta.page_table_BP.take(at_PS).long()
     # A row without keys, of a step's spare rows, has no page in its table.
     slots_PS = torch.where(last_P.unsqueeze(1) < 0, 0, from_PS * meta.page_tokens + key_PS % meta.page_tokens)
     copied = replace(meta, page_table_BP=table_BP, page_tokens=PAGE)
