@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ from .checkpoints import random_tokens, save_random
 pytest.importorskip("triton")
 from dovetail.plugins.attention.triton import expanded
 from dovetail.plugins.attention.triton.backend import Triton
+from dovetail.plugins.attention.triton.tiles import Shape, Tile, Tiles
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -98,6 +101,12 @@ def test_tokens_of_the_engine(variant, tmp_path):
     assert run(*gpu, "engine.token_budget=48", "engine.depth=2", "spec_decode=ngram") == expected
 
 
+class ShortRanges(Tiles):
+    def prefill(self, shape: Shape, tokens: int, rows: int) -> Tile:
+        tile = super().prefill(shape, tokens, rows)
+        return replace(tile, least=128, programs=4)
+
+
 @pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
 @pytest.mark.parametrize(
     ("heads", "mla"),
@@ -110,15 +119,17 @@ def test_tokens_of_the_engine(variant, tmp_path):
 )
 def test_prompts_on_hopper(heads, mla, kv_dtype, monkeypatch):
     """Rows that end in a block's first, last and middle key, that continue a sequence and that share a step with decode
-    rows; all heads at once and some at a time. Slots that were not written hold NaN."""
+    rows; all heads at once, and some at a time with rows that are split. Slots that were not written hold NaN."""
     arena = arena_of(mla, heads, BF16, kv_dtype, 32)
     names = ("a", "b", "c", "d", "e")
     arena.run(arena.plan([("a", 200), ("b", 128), ("c", 1)]))
     arena.run(arena.plan([("c", 1), ("a", 190), ("d", 200), ("b", 257)], num_decode=1, slack=300))
     monkeypatch.setattr(expanded, "ROOM_BYTES", 64 * 14 * (mla.nope_dim + mla.v_dim) * 2 * heads)
+    arena.backend.tiles = ShortRanges()
     step = arena.plan([(name, 60 + 64 * i) for i, name in enumerate(names)], padding=5)
     arena.run(step)
     if torch.cuda.get_device_capability() == (9, 0):
         (state,) = (ctx.state for ctx in step.ctxs.values())
         (runs,) = state.values()
-        assert [run.heads for run in runs if isinstance(run, expanded.Expanded)] == [heads // 2]
+        (run,) = (run for run in runs if isinstance(run, expanded.Expanded))
+        assert run.heads == heads // 2 and run.plan.part_rows > 0
