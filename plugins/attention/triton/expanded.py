@@ -30,7 +30,7 @@ from dovetail.plugins.attention.triton.gather import PAGE, ROOM_BYTES
 from dovetail.plugins.attention.triton.tiles import Geometry, PromptTile, Tiles, padded_dim
 
 BOX = 64
-"""Columns of a box of attend_prompts, at most as many as the keys of all heads share."""
+"""Columns of a box of attend_prompts. The keys of all heads share one box at most."""
 SLOTS = 8
 """Latents that a program copies."""
 
@@ -92,7 +92,7 @@ def pages_beside(backend: Triton, layer: AttentionLayer, heads: int, dtype: torc
 def prompt_tile(
     backend: Triton, layer: AttentionLayer, dtype: torch.dtype, device: torch.device, tokens: int, rows: int
 ) -> Hashable:
-    """Return what tells apart the kernels that attend to expanded keys, besides the number of heads."""
+    """Return what identifies the kernels that attend to expanded keys, besides the number of heads."""
     hopper = backend.config.gluon and _has_hopper(device)
     shape = _shape(_geometry(backend, layer, 1, dtype, device), device, hopper)
     tile = (backend.tiles or Tiles()).prefill(shape, tokens, rows)

@@ -4,9 +4,9 @@ Shared memory consists of boxes of 64 rows x 64 columns, as a tensor map deliver
 swizzle). Boxes are ordered by columns, so those of a block also form one [N, D] matrix.
 
 A ring is (boxes, full, empty). Each place has a barrier that completes when the block has arrived (full) and one that
-completes when both warp groups have released it (empty). Keys may have further columns, which all kv heads share: one
-box of each 64 keys, in boxes of their own with the barriers of K. Shapes: N keys of a block, D (padded) head dim,
-H query heads, K kv heads. A unit is a tile of PACK query heads of a kv head.
+completes when both warp groups have released it (empty). Keys may have further columns, which all kv heads share: a box
+for every 64 keys, in memory of their own, which the barriers of K cover. Shapes: N keys of a block, D (padded) head
+dim, H query heads, K kv heads. A unit is a tile of PACK query heads of a kv head.
 """
 
 from __future__ import annotations
