@@ -241,7 +241,7 @@ THREES = [
 
 @pytest.mark.parametrize(("gigabytes", "layouts"), [(80, {2}), (40, {3}), (20, {6}), (14, {12})])
 def test_remedies_have_as_many_ranks_as_the_model_takes(gigabytes: int, layouts: set[int]) -> None:
-    words = ["+preset=h200_bf16_tp1", *THREES, f"cost.memory={gigabytes}", "engine.max_len=2048"]
+    words = ["+preset=h200_bf16_tp1", *THREES, f"cost.memory={gigabytes}", "engine.max_len=2048", "engine.max_seqs=256"]
     facts = plan(*words)
     told = [remedy["overrides"] for remedy in facts["remedies"]]
     ranks = {int(n) for text in told for n in re.findall(r"engine\.tp=(\d+)", text)}
