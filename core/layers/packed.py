@@ -37,7 +37,8 @@ class PackedLinear(LinearMethod):
         """`group`: inputs of the whole matrix that share a scale; 0 = all. `scale_dtype`: None = the model's dtype."""
         self.format, self.group, self.input = fmt, group, activations
         self.activations = activations
-        """Input format before `prepare`, which may give the columns an order (act-order)."""
+        """Input format without the order that `prepare` may give its columns (act-order). Experts that are stacked get
+        their inputs in it if `input` has an order, and else in `input`."""
         self.scale_dtype, self.zero_dtype, self.row_scale = scale_dtype, zero_dtype, row_scale
 
     def create(self, shape: LinearShape, device: torch.device) -> dict[str, torch.Tensor]:

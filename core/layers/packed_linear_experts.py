@@ -53,7 +53,7 @@ class PackedLinearExperts(LoopedExperts):
         if self._differs:
             return super().create(shape, device)
         self.up, self.down = (side for side in sides if isinstance(side, PackedLinear))
-        self.stacked, self.input = True, self.up.activations
+        self.stacked, self.input, self.between = True, _unordered(self.up), _unordered(self.down)
         params: dict[str, torch.Tensor] = {}
         for name, method in (("up", self.up), ("down", self.down)):
             made = method.allocate(device, shape.experts)
@@ -71,8 +71,12 @@ class PackedLinearExperts(LoopedExperts):
             return
         for side, name in enumerate(("up", "down")):
             if (order_EI := params.get(f"{name}.order")) is not None:
-                orders = [methods[side].input.perm for methods in self.methods]
-                order_EI.copy_(torch.stack([order for order in orders if order is not None]))
+                for own, methods in zip(order_EI, self.methods, strict=True):
+                    method = methods[side]
+                    assert isinstance(method, PackedLinear) and method.input.perm is not None
+                    own.copy_(method.input.perm)
+                    # `apply` reads the stacked orders. Those of each expert would take three times their memory.
+                    method.input = method.activations
         if (order_EF := params.get("down.order")) is not None:
             for expert, order_F in enumerate(order_EF.long()):
                 rows = _of_both(order_F)
@@ -93,7 +97,7 @@ class PackedLinearExperts(LoopedExperts):
         weights = StackedExperts(self._packed(params, "up"), self._packed(params, "down"), params.get("up.order"))
         if bias is not None and (order_EF := params.get("down.order")) is not None:
             bias = replace(bias, up=bias.up.gather(1, _of_both(order_EF.long())))
-        between, dtype = self.down.activations, self.shape.dtype
+        between, dtype = self.between, self.shape.dtype
         return stacked_gated_experts(x, routing, weights, activation, bias, between=between, dtype=dtype)
 
     def _packed(self, params: Mapping[str, torch.Tensor], side: str) -> PackedWeight:
@@ -120,8 +124,8 @@ class PackedLinearExperts(LoopedExperts):
             method.prepare(shapes[side], device)
             if method.width != shapes[side].inp and _is_ordered(method):
                 return "act-order, and this rank has some columns of each group"
-            if not _multiplies(method.activations) or method.width != shapes[side].inp:
-                return f"inputs have the format {method.activations.name} and {method.width} columns"
+            if not _multiplies(fmt := _unordered(method)) or method.width != shapes[side].inp:
+                return f"inputs have the format {fmt.name} and {method.width} columns"
             if not fits_strips(method.step):
                 return f"{method.step} inputs share a scale, neither a multiple nor a divisor of {LANES}"
             first = first or method
@@ -140,8 +144,15 @@ def _multiplies(fmt: ActFormat) -> bool:
 
 
 def _is_ordered(method: PackedLinear) -> bool:
-    """Whether the columns have an order that `load` sets."""
-    return method.input.perm is not None and method.activations.perm is None
+    """Whether the columns have an order that `prepare` or `load` sets, and inputs are else in `activations`."""
+    given, plain = method.input, method.activations
+    alike = (given.dtype, given.group) == (plain.dtype, plain.group) and given.pre_scale is plain.pre_scale
+    return given.perm is not None and plain.perm is None and alike
+
+
+def _unordered(method: PackedLinear) -> ActFormat:
+    """Return the input format after `prepare`, without an order of the columns."""
+    return method.activations if _is_ordered(method) else method.input
 
 
 def _of_both(order: torch.Tensor) -> torch.Tensor:
@@ -152,4 +163,4 @@ def _of_both(order: torch.Tensor) -> torch.Tensor:
 def _traits(method: PackedLinear) -> tuple[object, ...]:
     """Return what methods whose tensors are stacked have in common."""
     scales = method.scale_dtype, method.zero_dtype, method.row_scale
-    return method.format, method.width, method.step, method.activations, _is_ordered(method), *scales
+    return method.format, method.width, method.step, _unordered(method), _is_ordered(method), *scales

@@ -75,6 +75,28 @@ def test_each_product_has_the_input_format_of_its_methods(monkeypatch):
     assert found == {"between": PLAIN, "dtype": torch.bfloat16} and experts.input is FP8_TOKEN
 
 
+class Chooses(Packed):
+    """Chooses its input format when its shape and device are known."""
+
+    def __init__(self, activations: ActFormat, chosen: ActFormat) -> None:
+        super().__init__(INT4, 32, activations=activations)
+        self.chosen = chosen
+
+    def prepare(self, shape, device):
+        super().prepare(shape, device)
+        self.input = self.chosen
+
+
+def test_prepare_may_choose_the_input_format():
+    """As E4M3 experts do on GPUs that do not multiply E4M3."""
+    experts, _ = created(lambda path: Chooses(FP8_TOKEN, PLAIN))
+    assert experts.stacked and experts.input is experts.between is PLAIN
+    experts, _ = created(lambda path: Chooses(PLAIN, SCALED))
+    assert not experts.stacked and "inputs have the format fp8" in experts.reason()
+    experts, _ = created(lambda path: Chooses(PLAIN, replace(SCALED, perm=torch.arange(96))))
+    assert not experts.stacked and "inputs have the format fp8" in experts.reason()
+
+
 def stored(path: str, shape: LinearShape, act_order: bool = True) -> StoredLinear:
     return StoredLinear(path, Stored("gptq", 4, 32, True, act_order), shape, PLAIN)
 
@@ -102,6 +124,7 @@ def test_each_expert_may_have_an_order_of_its_own(biased):
                 experts.load(own, expert, part, tensors)
     for experts, own in zip((stacked, looped), params, strict=True):
         experts.finish(own)
+    assert all(method.input is PLAIN for each in stacked.methods for method in each), "the orders are stacked"
     x = torch.randn(7, 96, generator=generator)
     routing = Routing(torch.randint(3, (7, 2), generator=generator).int(), torch.rand(7, 2, generator=generator))
     bias = None
