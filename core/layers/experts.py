@@ -272,6 +272,8 @@ def _takes_shared(build: BuildContext) -> bool:
 
 def _divides(method: ExpertMethod, names: tuple[str, str, str], channels: int) -> bool:
     """Whether parts of so many channels begin with a group that shares a value, in every tensor of these matrices."""
+    if isinstance(method, PackedLinearExperts) and method.scatters:
+        return False
     axes = (axis for name in names for record in method.tensors_of(name) for axis in record.axes)
     return all(channels % max(1, axis.group * axis.packed) == 0 for axis in axes if axis.counts != "nothing")
 

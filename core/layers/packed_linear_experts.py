@@ -47,6 +47,11 @@ class PackedLinearExperts(LoopedExperts):
         """Whether the tensors of all experts can be stacked. Nothing is allocated."""
         return not any(isinstance(self._common(side, device), str) for side in range(2))
 
+    @property
+    def scatters(self) -> bool:
+        """Whether channels of the second product are in any group (act-order), so that a part has some of all."""
+        return any(isinstance(down, PackedLinear) and _is_ordered(down) for _, down in self.methods)
+
     def create(self, shape: ExpertShape, device: torch.device) -> dict[str, torch.Tensor]:
         sides = [self._common(side, device) for side in range(2)]
         self._differs = next((side for side in sides if isinstance(side, str)), "")

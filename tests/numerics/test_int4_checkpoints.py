@@ -15,8 +15,11 @@ from dovetail import LLM, SamplingParams
 from dovetail.core.checkpoint import open_checkpoint
 from dovetail.core.compose import compose
 from dovetail.core.errors import ConfigError
+from dovetail.core.interfaces import Collective
 from dovetail.core.testing.model_driver import build_context
 from dovetail.core.testing.rank_threads import on_threads
+from dovetail.plugins.experts.config import TensorConfig, WholeConfig
+from dovetail.plugins.experts.everywhere import TensorPlacement, WholePlacement
 from dovetail.plugins.model.config import LlamaConfig
 from dovetail.plugins.model.llama.decoder import Llama
 from dovetail.plugins.quant.config import Int4Config
@@ -116,6 +119,38 @@ def test_logits_may_be_quantized(layout, tmp_path):
     model = load(tmp_path / "stored")
     assert type(model.head.table.method).__name__ == "StoredLinear"
     torch.testing.assert_close(logits(model), logits(load_model(tmp_path / "plain")), atol=2e-4, rtol=0)
+
+
+ORDERED: Layout = ({**GPTQ, "desc_act": True}, dict(bits=4, group=32, zeros=True, act_order=True), gptq)
+LATENTS = dict(q_lora_rank=32, kv_lora_rank=32, v_head_dim=16, qk_nope_head_dim=24)
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes", "shared"), [("qwen3_moe", {}, 0), ("glm4_moe", {}, 1), ("deepseek_v3", LATENTS, 0)]
+)
+def test_experts_with_act_order_are_stacked(variant, changes, shared, tmp_path):
+    """A shared expert, too; but the channels of two, which are one matrix, are in any of its groups. On two ranks,
+    whole experts are stacked, and those with some of the channels are not."""
+    save_random(tmp_path, variant, hidden_size=128, moe_intermediate_size=64, **changes)
+    quantize(tmp_path, ORDERED, heads=("kv_a_proj_with_mqa.weight",))
+    expected, stored = logits(load_model(tmp_path / "plain")), tmp_path / "stored"
+    model = load(stored)
+    experts = model.blocks[-1].mlp.experts
+    assert experts.method.stacked and experts.always == shared
+    torch.testing.assert_close(logits(model), expected, atol=2e-4, rtol=0)
+
+    def on_rank(ranks: Collective) -> list[tuple[bool, torch.Tensor]]:
+        found = []
+        for placement in (WholePlacement(WholeConfig()), TensorPlacement(TensorConfig())):
+            placement.bind(ranks, 2 if isinstance(placement, WholePlacement) else 1)
+            model = load(stored, collective=ranks, placement=placement)
+            found.append((model.blocks[-1].mlp.experts.method.stacked, logits(model)))
+        return found
+
+    for found in on_threads(2, on_rank):
+        assert [stacked for stacked, _ in found] == [True, False]
+        for _, got in found:
+            torch.testing.assert_close(got, expected, atol=2e-4, rtol=0)
 
 
 def test_it_is_chosen_and_generates(tmp_path):
