@@ -68,6 +68,8 @@ def experts() -> None:
         if has_fp8() and (EVERYTHING or tokens == 64):
             multiply_stacked(tokens, 128, 8, 2048, 768, gptq, FP8_TOKEN)
     if EVERYTHING:
+        for tokens in (1, 64):
+            multiply_stacked(tokens, 128, 8, 2048, 768, gptq, PLAIN, ordered=True)
         nvfp4 = packed_weight(E2M1, 8, 2048, 16, E4M3 if has_fp8() else BF16)
         for packed in (nvfp4, packed_weight(INT8, 8, 2048, 0, BF16), packed_weight(NF4, 8, 2048, 64, FP32)):
             for tokens in (1, 64, 512, 8192):

@@ -176,6 +176,25 @@ def test_each_expert_may_have_its_inputs_in_an_order_of_its_own(tokens, fmt):
     check(got, expected, 5e-3 if fmt is PLAIN else 1e-2)
 
 
+@kernels
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_rows_of_pairs_without_an_expert_are_not_gathered(tokens):
+    """There is no order of columns for them: what is in memory before the first one may be any number."""
+    from dovetail.core.ops.kernels.expert_pairs import gather_rows, sort_pairs
+
+    experts_TK = torch.tensor([[2, -1, 0]] * tokens, dtype=torch.int32)
+    columns_EC = torch.stack([torch.randperm(64) for _ in range(4)]).int()[1:]
+    x_TC = torch.randn(tokens, 64, dtype=FP16)
+    routing = Routing(experts_TK.to(DEVICE), torch.ones(tokens, 3, device=DEVICE))
+    with poisoned_memory():
+        pairs = sort_pairs(routing, 3, None)
+        got = gather_rows(x_TC.to(DEVICE), pairs, FP16, columns_EC.to(DEVICE)).cpu()[: 3 * tokens]
+    order = range(3) if tokens == 1 else experts_TK.flatten().argsort(stable=True).roll(-tokens).tolist()
+    want = [x_TC[pair // 3, columns_EC[experts_TK[0, pair % 3]]] for pair in order]
+    for pair, row, expected in zip(order, got, want, strict=True):
+        assert row.isnan().all() if pair % 3 == 1 else row.equal(expected)
+
+
 BF16 = torch.bfloat16
 PUBLISHED = [
     (INT4, 128, BF16),
