@@ -44,7 +44,7 @@ from ..nowhere import lone_copies, lone_reducer
 from .attention_launches import CHUNKS, LONG, MIXED, SCARCE, attention
 from .early_access import CONSTANTS, touched_before_waiting
 from .emulated import BF16, E4M3, EVERYTHING, FP32, INT32, INT64, cuda
-from .latent_launches import PROMPT, attend
+from .latent_launches import DRAFTS, PROMPT, attend
 from .launches import CASES, jit_functions, more_functions, spilling
 from .shipped import SHIPPED, TILES
 
@@ -239,6 +239,16 @@ def test_prompts_keep_scores_and_sums_in_registers_and_await_what_they_fetch():
         # A box has 64 x 64 values of 16 bits. If barriers awaited another number of bytes, the kernel would hang.
         awaited = [int(number) for number in re.findall(r"expect_tx.*\], (\d+);", ptx)]
         assert sum(awaited) == 8192 * ptx.count("cp.async.bulk.tensor") > 0
+
+
+def test_a_nan_among_queries_of_8_bit_latents_is_no_greatest_number():
+    """Numbers beyond float16 become its greatest one."""
+    with compiled_for_hopper() as compiled:
+        attend(DRAFTS, 16, E4M3)
+    (kernel,) = (kernel for name, kernel in compiled.kernels if name.endswith(":attend_latents_hopper"))
+    ptx = kernel.asm["ptx"]
+    # Each thread of two warp groups has 64 x 256 queries over 128 threads.
+    assert ptx.count("min.NaN.f32") == ptx.count("max.NaN.f32") == 2 * 128
 
 
 @pytest.mark.parametrize("kv_dtype", [BF16, E4M3])

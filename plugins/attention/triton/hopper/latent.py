@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language import PropagateNan
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.core.ops.kernels.gluon import barrier
@@ -42,6 +43,7 @@ PAIRS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 """Layout of a box of queries."""
 QUERY_FACTOR, MOST = gl.constexpr(2.0**-4), gl.constexpr(65504.0)
 """Factor of queries in float16, and its greatest number."""
+ALL = gl.constexpr(PropagateNan.ALL)
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(208), gl.constexpr(88)
 """Registers per thread. The default partition gets the remaining registers, which is 208 again."""
 
@@ -62,7 +64,9 @@ def _load_queries(q_smem, rotary_smem, sources, first, count, unit, tokens, H: g
         to, at = q_smem.index(WHICH * HALF + box), start + (WHICH * HALF + box) * BOX
         if NARROW:
             x = gl.load(at, mask=exists[:, None], other=0.0).to(gl.float32) * QUERY_FACTOR
-            to.store(gl.maximum(gl.minimum(x, MOST), -MOST).to(to.dtype))
+            # NaN stays NaN, so that a broken state shows in the result.
+            x = gl.minimum(gl.maximum(x, -MOST, propagate_nan=ALL), MOST, propagate_nan=ALL)
+            to.store(x.to(to.dtype))
         else:
             async_copy.async_copy_global_to_shared(to, at, mask=exists[:, None])
     if WHICH == 0:

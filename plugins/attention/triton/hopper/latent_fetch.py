@@ -24,8 +24,9 @@ PLACES = gl.constexpr(2)
 AHEAD = gl.constexpr(2)
 """Groups of columns that are loaded before they are needed, in registers."""
 LATENT_FACTOR = gl.constexpr(2.0**5)
-"""Factor of 8-bit latents in shared memory: float16 holds those of up to 2047, and scales of groups whose greatest
-magnitude is 0.001 without loss. (RMS norm makes latents of at most 23 times its weight.)"""
+"""Factor of 8-bit latents in shared memory. float16 holds those of up to 2000; greater ones become infinite. (RMS norm
+makes latents of at most 23 times its weight.) Scales of groups whose greatest magnitude is 0.001 are rounded as normal
+numbers; at 0.0001 they are off by up to 0.5 %, which is less than E4M3's own error."""
 GROUP = gl.constexpr(LATENT_GROUP)
 """Columns that share a scale."""
 FETCH_WARPS = gl.constexpr(4)
