@@ -32,6 +32,7 @@ from dovetail.core.interfaces.rows import padded, padded_activation
 from dovetail.core.interfaces.tensor_record import TensorRecord
 from dovetail.core.layers.expert_slots import layouts_of, moved, slots_of
 from dovetail.core.layers.linear import share_of_channels
+from dovetail.core.layers.looped_experts import LoopedExperts
 from dovetail.core.layers.packed_linear_experts import PackedLinearExperts
 from dovetail.core.layers.share import Wanted, below, check_records, fewer_ranks, shares_of, stored_of
 from dovetail.core.layers.weights import Taker, Weight, WeightSet
@@ -294,10 +295,12 @@ def _padded_routing(routing: Routing, rows: int) -> Routing:
 def _check_stacked(method: ExpertMethod, path: str) -> None:
     """Raise ConfigError for a weight format whose experts cannot be copied to other slots."""
     if not method.stacked:
+        reason = method.reason() if isinstance(method, LoopedExperts) else ""
         raise ConfigError(
             f"{path}: experts.rebalance moves experts between ranks, and the weight format of these ones has no "
-            f"products of stacked experts ({type(method).__name__}). Set experts.rebalance=0, or quant=none, fp8, "
-            "int8, fp4 or int4 (one format for all experts; with act-order, experts=whole)"
+            f"products of stacked experts: {type(method).__name__}{reason}. Set experts.rebalance=0, or quant=none, "
+            "fp8, int8, fp4 or int4 (one format for all experts), and with act-order engine.ep to the number of "
+            "ranks, so that each has whole experts"
         )
 
 

@@ -16,7 +16,7 @@ from dovetail.core.checkpoint import open_checkpoint
 from dovetail.core.compose import compose
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import Collective
-from dovetail.core.testing.model_driver import build_context
+from dovetail.core.testing.model_driver import Alone, build_context
 from dovetail.core.testing.rank_threads import on_threads
 from dovetail.plugins.experts.config import TensorConfig, WholeConfig
 from dovetail.plugins.experts.everywhere import TensorPlacement, WholePlacement
@@ -151,6 +151,18 @@ def test_experts_with_act_order_are_stacked(variant, changes, shared, tmp_path):
         assert [stacked for stacked, _ in found] == [True, False]
         for _, got in found:
             torch.testing.assert_close(got, expected, atol=2e-4, rtol=0)
+
+
+def test_experts_with_act_order_move_if_ranks_have_whole_ones(tmp_path):
+    save_random(tmp_path, "qwen3_moe", hidden_size=128, moe_intermediate_size=64)
+    quantize(tmp_path, ORDERED)
+    ranks, placement = Alone(None), WholePlacement(WholeConfig(rebalance=1))
+    ranks.size = 2
+    placement.bind(ranks, 2)
+    load(tmp_path / "stored", collective=ranks, placement=placement)
+    placement.bind(ranks, 1)
+    with pytest.raises(ConfigError, match=r"\(act-order, and this rank .* with act-order engine\.ep to the number"):
+        load(tmp_path / "stored", collective=ranks, placement=placement)
 
 
 def test_it_is_chosen_and_generates(tmp_path):
