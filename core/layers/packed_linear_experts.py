@@ -150,9 +150,12 @@ def _multiplies(fmt: ActFormat) -> bool:
 
 def _is_ordered(method: PackedLinear) -> bool:
     """Whether the columns have an order that `prepare` or `load` sets, and inputs are else in `activations`."""
-    given, plain = method.input, method.activations
+    given = method.input
+    if given.perm is None:
+        return False
+    plain = method.activations
     alike = (given.dtype, given.group) == (plain.dtype, plain.group) and given.pre_scale is plain.pre_scale
-    return given.perm is not None and plain.perm is None and alike
+    return plain.perm is None and alike
 
 
 def _unordered(method: PackedLinear) -> ActFormat:

@@ -81,6 +81,8 @@ class Chooses(Packed):
     def __init__(self, activations: ActFormat, chosen: ActFormat) -> None:
         super().__init__(INT4, 32, activations=activations)
         self.chosen = chosen
+        if chosen.perm is None:
+            self.activations = "auto"  # A package may have a word of its own there: it gives columns no order.
 
     def prepare(self, shape, device):
         super().prepare(shape, device)
