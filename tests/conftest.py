@@ -53,6 +53,7 @@ there is retried once, and both tries are reported."""
 FIRST = (
     "docs/test_pages.py",
     "unit/ops/test_compiled.py",
+    "unit/ops/test_compiled_attention.py",
     "server/test_faults.py",
     "unit/ops/test_architectures.py",
     "tp/test_symm_mem.py",

@@ -122,8 +122,8 @@ def _stacked_expert_matmul(
 ):
     """One tile, as in experts.py; constants are those of packed_matmul.py. TILES: tiles of rows that are multiplied by
     the same outputs one after another. PLACED: x has a row for each place (gather_rows), and a scale for each token.
-    EVEN: blocks divide the inputs. SHIFT, UNIT: those of DECODE (ShiftedDecoder);
-    with SHIFT 0 and UNIT 1, it returns values. UNIT is 1 but for E4M3."""
+    EVEN: blocks divide the inputs. SHIFT, UNIT: those of DECODE (ShiftedDecoder); with SHIFT 0 and UNIT 1, it returns
+    values. UNIT is 1 but for E4M3."""
     wait(PDL)
     tile, start_O = place_of_program(tiles, outputs, TILES, BLOCK_O)
     expert, place_T, inside_T, pair_T = pairs_of_tile(order_ptr, tiles_ptr, experts_ptr, tile, ROWS)

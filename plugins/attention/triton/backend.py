@@ -217,8 +217,21 @@ class Triton(AttentionBackend):
         if isinstance(tile, PromptTile):
             from dovetail.plugins.attention.triton.hopper.launch import attend
 
-            processors = _processors(q.device)
-            attend(layer, q, k_from, v_from, table, tile, items.items, items.counts, out_TC, parts, lse, processors)
+            attend(
+                layer,
+                q.view(-1, layer.heads, dim),
+                k_from.flatten(0, 1),
+                v_from.flatten(0, 1),
+                page_tokens,
+                table,
+                tile,
+                items.items,
+                items.counts,
+                out_TC,
+                parts,
+                lse,
+                _processors(q.device),
+            )
             return
         if isinstance(tile, DecodeTile):
             from dovetail.plugins.attention.triton.hopper.launch import decode

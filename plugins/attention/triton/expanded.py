@@ -51,8 +51,7 @@ class Expanded:
 
 def joins_rotary(backend: Triton, layer: AttentionLayer, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether attend_prompts reads the columns that all heads share apart from those of each head."""
-    mla = layer.mla
-    assert mla is not None
+    mla = _mla(layer)
     return (
         backend.config.gluon
         and _has_hopper(device)
@@ -82,8 +81,7 @@ def heads_at_once(backend: Triton, layer: AttentionLayer, bounds: Sequence[int],
 
 def pages_beside(backend: Triton, layer: AttentionLayer, heads: int, dtype: torch.dtype, device: torch.device) -> int:
     """Return how many pages of the copy fit into the buffer with keys and values of so many heads."""
-    mla = layer.mla
-    assert mla is not None
+    mla = _mla(layer)
     joined = joins_rotary(backend, layer, dtype, device)
     columns = mla.nope_dim + mla.v_dim if joined else 2 * layer.head_dim
     return ROOM_BYTES // (heads * PAGE * columns * dtype.itemsize)
@@ -101,8 +99,7 @@ def prompt_tile(
 
 def _geometry(backend: Triton, layer: AttentionLayer, heads: int, dtype: torch.dtype, device: torch.device) -> Geometry:
     """Facts by which the tile is chosen. With rotary columns apart, it is one for the columns of each head."""
-    mla = layer.mla
-    assert mla is not None
+    mla = _mla(layer)
     joined = joins_rotary(backend, layer, dtype, device)
     dim = max(mla.nope_dim, padded_dim(mla.v_dim)) if joined else layer.head_dim
     return Geometry(heads, heads, dim, 0, dtype, dtype, PAGE)
@@ -153,41 +150,59 @@ def attend_expanded(
     out_THV: torch.Tensor,
 ) -> None:
     """Write the attention of the run's tokens to `out_THV`, a view of the output's rows."""
-    latent_SL, rotary_SR = _copy_latents(backend, layer, run, q_THD.dtype)
-    room = backend.room_on(q_THD.device).view(q_THD.dtype)
+    copies = _copy_latents(backend, layer, run, q_THD.dtype)
     joined = joins_rotary(backend, layer, q_THD.dtype, q_THD.device)
     attend = _rotary_apart if joined else _whole_keys
     # All rounds launch the same kernels.
     for first in range(0, run.heads if rehearsing() else layer.heads, run.heads):
         own = q_THD.narrow(1, first, run.heads), up_HOL.narrow(0, first, run.heads), out_THV.narrow(1, first, run.heads)
-        attend(backend, layer, run, *own, latent_SL, rotary_SR, room)
+        attend(backend, layer, run, copies, *own)
+
+
+@dataclass(frozen=True, slots=True)
+class _Copies:
+    """A run's latents, and memory for keys and values."""
+
+    latent_SL: torch.Tensor
+    rotary_SR: torch.Tensor
+    room: torch.Tensor
 
 
 def _rotary_apart(
     backend: Triton,
     layer: AttentionLayer,
     run: Expanded,
+    copies: _Copies,
     q_THD: torch.Tensor,
     up_HOL: torch.Tensor,
     out_THV: torch.Tensor,
-    latent_SL: torch.Tensor,
-    rotary_SR: torch.Tensor,
-    room: torch.Tensor,
 ) -> None:
-    from dovetail.plugins.attention.triton.hopper import launch
+    from dovetail.plugins.attention.triton.hopper.launch import attend
 
-    mla, keys = _mla(layer), len(latent_SL)
+    mla, keys = _mla(layer), len(copies.latent_SL)
     heads, columns, _ = up_HOL.shape
-    both_SC = room.narrow(0, 0, keys * heads * columns).view(keys, heads * columns)
-    torch.mm(latent_SL, up_HOL.flatten(0, 1).mT, out=both_SC)
+    both_SC = copies.room.narrow(0, 0, keys * heads * columns).view(keys, heads * columns)
+    torch.mm(copies.latent_SL, up_HOL.flatten(0, 1).mT, out=both_SC)
     k_SHN, v_SHV = both_SC.view(keys, heads, columns).split((mla.nope_dim, mla.v_dim), dim=2)
     parts = q_THD.new_empty(run.plan.part_rows, heads * mla.v_dim, dtype=torch.float32)
     lse = q_THD.new_empty(run.plan.part_rows, heads, dtype=torch.float32)
     for items in run.plan.lists:
         assert isinstance(items.tile, PromptTile)
-        launch.attend_expanded(
-            *(layer, q_THD, k_SHN, v_SHV, rotary_SR, PAGE, run.meta.page_table_BP, items.tile, items.items),
-            *(items.counts, out_THV, parts, lse, _processors(q_THD.device)),
+        attend(
+            layer,
+            q_THD,
+            k_SHN,
+            v_SHV,
+            PAGE,
+            run.meta.page_table_BP,
+            items.tile,
+            items.items,
+            items.counts,
+            out_THV,
+            parts,
+            lse,
+            _processors(q_THD.device),
+            copies.rotary_SR,
         )
 
 
@@ -195,21 +210,19 @@ def _whole_keys(
     backend: Triton,
     layer: AttentionLayer,
     run: Expanded,
+    copies: _Copies,
     q_THD: torch.Tensor,
     up_HOL: torch.Tensor,
     out_THV: torch.Tensor,
-    latent_SL: torch.Tensor,
-    rotary_SR: torch.Tensor,
-    room: torch.Tensor,
 ) -> None:
-    mla, keys, heads = _mla(layer), len(latent_SL), len(up_HOL)
+    mla, keys, heads = _mla(layer), len(copies.latent_SL), len(up_HOL)
     nope, value = mla.nope_dim, mla.v_dim
     shape = 2, keys, heads, layer.head_dim
-    k_SHD, v_SHD = room.narrow(0, 0, math.prod(shape)).view(shape).unbind()
-    k_SHD.narrow(2, nope, mla.rope_dim).copy_(rotary_SR.unsqueeze(1))
+    k_SHD, v_SHD = copies.room.narrow(0, 0, math.prod(shape)).view(shape).unbind()
+    k_SHD.narrow(2, nope, mla.rope_dim).copy_(copies.rotary_SR.unsqueeze(1))
     # The kernels have values as wide as keys.
     v_SHD.narrow(2, value, layer.head_dim - value).zero_()
-    latent_HSL, (key_HNL, value_HVL) = latent_SL.expand(heads, -1, -1), up_HOL.split((nope, value), dim=1)
+    latent_HSL, (key_HNL, value_HVL) = copies.latent_SL.expand(heads, -1, -1), up_HOL.split((nope, value), dim=1)
     torch.bmm(latent_HSL, key_HNL.mT, out=k_SHD.narrow(2, 0, nope).transpose(0, 1))
     torch.bmm(latent_HSL, value_HVL.mT, out=v_SHD.narrow(2, 0, value).transpose(0, 1))
     out_TC = empty_rows(len(q_THD), heads * layer.head_dim, q_THD.dtype, q_THD.device)
@@ -224,10 +237,8 @@ def _mla(layer: AttentionLayer) -> MLA:
     return layer.mla
 
 
-def _copy_latents(
-    backend: Triton, layer: AttentionLayer, run: Expanded, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the run's latents [S, L] and rotary columns [S, R] in `dtype`."""
+def _copy_latents(backend: Triton, layer: AttentionLayer, run: Expanded, dtype: torch.dtype) -> _Copies:
+    """Copy the run's latents in `dtype`."""
     mla, pool, slots_S = _mla(layer), backend.pools[layer.group], run.slots_S
     latent_SL = slots_S.new_empty(len(slots_S), mla.kv_rank, dtype=dtype)
     rotary_SR = slots_S.new_empty(len(slots_S), mla.rope_dim, dtype=dtype)
@@ -253,7 +264,7 @@ def _copy_latents(
         num_warps=4,
         **dependent(stored),
     )
-    return latent_SL, rotary_SR
+    return _Copies(latent_SL, rotary_SR, backend.room_on(slots_S.device).view(dtype))
 
 
 @triton.jit(do_not_specialize=["slots"])

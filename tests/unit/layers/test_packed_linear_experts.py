@@ -90,7 +90,7 @@ class Chooses(Packed):
 
 
 def test_prepare_may_choose_the_input_format():
-    """As E4M3 experts do on GPUs that do not multiply E4M3."""
+    """Experts in E4M3 take inputs of 16 bits on GPUs without matmuls of E4M3."""
     experts, _ = created(lambda path: Chooses(FP8_TOKEN, PLAIN))
     assert experts.stacked and experts.input is experts.between is PLAIN
     experts, _ = created(lambda path: Chooses(PLAIN, SCALED))

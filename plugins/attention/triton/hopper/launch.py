@@ -20,30 +20,34 @@ from dovetail.plugins.attention.triton.tiles import DecodeTile, PromptTile, pack
 
 def attend(
     layer: AttentionLayer,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q_THD: torch.Tensor,
+    k_SKN: torch.Tensor,
+    v_SKV: torch.Tensor,
+    page_tokens: int,
     table_BP: torch.Tensor,
     tile: PromptTile,
     items: torch.Tensor,
     counts: torch.Tensor,
-    out_TC: torch.Tensor,
+    out: torch.Tensor,
     parts: torch.Tensor,
     lse: torch.Tensor,
     processors: int,
+    shared_SR: torch.Tensor | None = None,
 ) -> None:
-    """Launch attend_prompts. q is [T, C], K and V are pages [pages, page tokens, K, D]; the rest as in attend_items."""
-    heads, kv_heads, dim = layer.heads, layer.kv_heads, layer.head_dim
+    """Launch attend_prompts over token slots S. A key is a head's row of `k_SKN`, followed by the slot's row of
+    `shared_SR`, which all heads share. The tensors may be views of some heads among more: `out` is then one of
+    [T, all heads, V], and else [T, H * V]. The rest as in attend_items."""
+    (_, heads, dim), (_, kv_heads, own), value = q_THD.shape, k_SKN.shape, v_SKV.shape[2]
     group = heads // kv_heads
     pack = packed_heads(group)
     works = items.shape[0] * kv_heads * tile.head_tiles(group)
-    q = q.view(-1, heads, dim)
+    box = [BOX.value, 1, BOX.value]
     attend_prompts[(min(works, processors) if tile.persistent else works,)](
-        _tensor_map(q, [ROWS.value // pack, pack, BOX.value]),
-        _tensor_map(k.flatten(0, 1), [BOX.value, 1, BOX.value]),
-        _tensor_map(v.flatten(0, 1), [BOX.value, 1, BOX.value]),
-        None,
-        out_TC,
+        _tensor_map(q_THD, [ROWS.value // pack, pack, BOX.value]),
+        _tensor_map(k_SKN, box),
+        _tensor_map(v_SKV, box),
+        None if shared_SR is None else _tensor_map(shared_SR.unsqueeze(1), box),
+        out,
         parts,
         lse,
         counts,
@@ -58,75 +62,17 @@ def attend(
         H=heads,
         K=kv_heads,
         D=dim,
-        BLOCK_D=padded_dim(dim),
-        V=dim,
-        BLOCK_V=padded_dim(dim),
-        OUT_HEADS=heads,
+        BLOCK_D=padded_dim(own),
+        V=value,
+        BLOCK_V=padded_dim(value),
+        OUT_HEADS=out.stride(0) // value,
         PACK=pack,
         WINDOW=layer.window,
-        PAGE=k.shape[1],
+        PAGE=page_tokens,
         BLOCK_N=tile.block_n,
         STAGES=tile.stages,
         HEAD_SCALES=isinstance(layer.k_scale, torch.Tensor),
         SOFT_CAP=layer.soft_cap or None,
-        num_warps=tile.warps,
-        **dependent(q),
-    )
-
-
-def attend_expanded(
-    layer: AttentionLayer,
-    q_THD: torch.Tensor,
-    k_SHN: torch.Tensor,
-    v_SHV: torch.Tensor,
-    rotary_SR: torch.Tensor,
-    page_tokens: int,
-    table_BP: torch.Tensor,
-    tile: PromptTile,
-    items: torch.Tensor,
-    counts: torch.Tensor,
-    out_THV: torch.Tensor,
-    parts: torch.Tensor,
-    lse: torch.Tensor,
-    processors: int,
-) -> None:
-    """Launch attend_prompts for some heads of a layer with compressed latents: for those of q, a view of [T, all heads,
-    D]. The keys of a head are `k_SHN` followed by `rotary_SR`, which all heads share. `out_THV`: a view of
-    [T, all heads, V]. The rest as in `attend`, with one kv head for each query head."""
-    _, heads, dim = q_THD.shape
-    value = v_SHV.shape[2]
-    works = items.shape[0] * heads
-    attend_prompts[(min(works, processors) if tile.persistent else works,)](
-        _tensor_map(q_THD, [ROWS.value, 1, BOX.value]),
-        _tensor_map(k_SHN, [BOX.value, 1, BOX.value]),
-        _tensor_map(v_SHV, [BOX.value, 1, BOX.value]),
-        _tensor_map(rotary_SR.unsqueeze(1), [BOX.value, 1, BOX.value]),
-        out_THV,
-        parts,
-        lse,
-        counts,
-        items,
-        works,
-        table_BP,
-        table_BP.stride(0),
-        layer.scale,
-        1.0,
-        1.0,
-        None,
-        H=heads,
-        K=heads,
-        D=dim,
-        BLOCK_D=k_SHN.shape[2],
-        V=value,
-        BLOCK_V=padded_dim(value),
-        OUT_HEADS=out_THV.stride(0) // value,
-        PACK=1,
-        WINDOW=0,
-        PAGE=page_tokens,
-        BLOCK_N=tile.block_n,
-        STAGES=tile.stages,
-        HEAD_SCALES=False,
-        SOFT_CAP=None,
         num_warps=tile.warps,
         **dependent(q_THD),
     )
