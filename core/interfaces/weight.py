@@ -80,11 +80,27 @@ class PackedWeight:
     codes: torch.Tensor
     """int32 [O, W], see dovetail.core.ops.packing."""
     scale: torch.Tensor
-    """[O, G], any floating-point dtype. In E4M3 none is negative or NaN."""
+    """[O, G], any floating-point dtype, in any order in memory: kernels read fastest what
+    dovetail.core.ops.packing.empty_by_group allocates. In E4M3 none is negative or NaN."""
     zero: torch.Tensor | None = None
-    """[O, G], uint8 or floating point; None = 0."""
+    """[O, G], uint8 or floating point, in the same order as `scale`; None = 0."""
     row_scale: torch.Tensor | None = None
     """float32 [O]; None = 1."""
     rounded_scale: torch.Tensor | None = None
     """float32 [O], scales with which matmuls of many rows round the weight to E4M3 once more, for the library's matmul
     (`dovetail.core.ops.packing.scales_to_round`). None = it is multiplied as it is."""
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """Strides of outputs and groups in `scale` and `zero`."""
+        outputs, groups = self.scale.stride()[-2:]
+        # A dimension of one has any stride.
+        if self.zero is not None and any(
+            of_scale != of_zero and size > 1
+            for of_scale, of_zero, size in zip(self.scale.stride(), self.zero.stride(), self.scale.shape, strict=True)
+        ):
+            raise ValueError(
+                f"scale has the strides {self.scale.stride()} and zero {self.zero.stride()}: kernels read both in the "
+                "same order"
+            )
+        return outputs, groups

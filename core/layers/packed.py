@@ -12,7 +12,7 @@ from dovetail.core.interfaces import PLAIN, ActFormat, Activation, LinearMethod,
 from dovetail.core.interfaces.tuning import Tunable
 from dovetail.core.interfaces.weight import PackedWeight, WeightFormat
 from dovetail.core.ops.packed_matmul import packed_matmul, packed_rows, reserve
-from dovetail.core.ops.packing import pack, scales_to_round, words_of_row
+from dovetail.core.ops.packing import empty_by_group, pack, scales_to_round, words_of_row
 from dovetail.core.ops.tiles import MOST_SHARED_TILES
 from dovetail.core.tuning.packed_matmul import packed_tunables
 
@@ -66,12 +66,15 @@ class PackedLinear(LinearMethod):
         outputs = (self.shape.out,) if experts is None else (experts, self.shape.out)
         groups = ceil_div(self.width, self.step) if self.step else 1
         words = words_of_row(self.width, self.format.stored_bits)
+        scales = self.scale_dtype or self.dtype
+        # Hopper's kernel reads four scales in E4M3 of an output as a word.
+        empty = torch.empty if scales is torch.float8_e4m3fn else empty_by_group
         params = {
             "codes": torch.empty(*outputs, words, dtype=torch.int32, device=device),
-            "scale": torch.empty(*outputs, groups, dtype=self.scale_dtype or self.dtype, device=device),
+            "scale": empty(*outputs, groups, dtype=scales, device=device),
         }
         if self.format.zero:
-            params["zero"] = torch.empty(*outputs, groups, dtype=self.zero_dtype, device=device)
+            params["zero"] = empty(*outputs, groups, dtype=self.zero_dtype, device=device)
         if self.row_scale:
             params["row_scale"] = torch.empty(*outputs, dtype=torch.float32, device=device)
         return params

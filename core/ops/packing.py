@@ -23,6 +23,13 @@ TINY = 2.0**-100
 """Least scale to round with, whose inverse is finite."""
 
 
+def empty_by_group(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return an uninitialized tensor [.., O, G] of scales or zeros in which outputs are next to each other in memory:
+    a kernel's block has one or two groups of many outputs, and reads whole sectors of them so."""
+    *experts, outputs, groups = shape
+    return torch.empty(*experts, groups, outputs, dtype=dtype, device=device).transpose(-1, -2)
+
+
 def words_of_row(inputs: int, stored_bits: int) -> int:
     """Return the number of words of a row."""
     return ceil_div(inputs, LANES * (32 // stored_bits)) * LANES

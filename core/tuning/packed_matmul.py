@@ -113,7 +113,8 @@ class PackedMatmulTunable(Tunable):
         tile, (_, outputs, inputs) = tile_of(choice), self.shape
         # Triton specializes integers by divisibility.
         facts = [tile.splits_tiles(*self.shape), outputs % 16 == 0, inputs % 16 == 0, inputs % tile.inputs == 0]
-        facts += [self.packed.scale.shape[1] % 16 == 0, self.packed.scale.shape[1] == 1]
+        for number in (self.packed.scale.shape[1], *self.packed.scale.stride()):
+            facts += [number % 16 == 0, number == 1]
         launched = replace(tile, split=1, programs=0)
         return self.op, self.packed.format, self.packed.group, self.x_dtype, self.dtype, launched, tuple(facts)
 
@@ -145,10 +146,13 @@ class PackedMatmulTunable(Tunable):
         codes = torch.randint(-(2**31), 2**31, packed.codes.shape, dtype=torch.int32, device=device)
         if packed.format.stored_bits == 8:
             codes &= -0x40404041
-        scale = (torch.rand(packed.scale.shape, device=device) + 0.5).to(packed.scale.dtype)
+        # In the same order in memory.
+        scale = torch.empty_like(packed.scale, device=device)
+        scale.copy_(torch.rand(scale.shape, device=device) + 0.5)
         zero, row_scale = packed.zero, packed.row_scale
         if zero is not None:
-            zero = torch.randint(2**packed.format.bits, zero.shape, device=device).to(zero.dtype)
+            zero = torch.empty_like(zero, device=device)
+            zero.copy_(torch.randint(2**packed.format.bits, zero.shape, device=device))
         if row_scale is not None:
             row_scale = torch.rand(row_scale.shape, device=device) + 0.5
         found = PackedWeight(packed.format, packed.inputs, packed.group, codes, scale, zero, row_scale)

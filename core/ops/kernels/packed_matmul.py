@@ -30,14 +30,17 @@ from dovetail.core.ops.tiles import MatmulTile
 
 
 @triton.jit
-def of_strip(source_ptr, o, outputs, groups, first, GROUP: tl.constexpr, STRIP: tl.constexpr, DTYPE: tl.constexpr):
-    """Return the scales or zeros of a strip, whose first input is `first`: [O, 1], or [O, I] if it has several."""
-    at = source_ptr + o.to(tl.int64) * groups
+def of_strip(
+    source_ptr, o, outputs, groups, steps, first, GROUP: tl.constexpr, STRIP: tl.constexpr, DTYPE: tl.constexpr
+):
+    """Return the scales or zeros of a strip, whose first input is `first`: [O, 1], or [O, I] if it has several.
+    `steps`: strides of outputs and groups."""
+    at = source_ptr + o.to(tl.int64) * steps[0]
     group = first // GROUP
-    values = tl.load(at + group, mask=(o < outputs) & (group < groups), other=0.0).to(DTYPE)[:, None]
+    values = tl.load(at + group * steps[1], mask=(o < outputs) & (group < groups), other=0.0).to(DTYPE)[:, None]
     for more in tl.static_range(1, (STRIP + GROUP - 1) // GROUP):
         ok = (o < outputs) & (group + more < groups)
-        of_next = tl.load(at + group + more, mask=ok, other=0.0).to(DTYPE)[:, None]
+        of_next = tl.load(at + (group + more) * steps[1], mask=ok, other=0.0).to(DTYPE)[:, None]
         values = tl.where((tl.arange(0, STRIP) < more * GROUP)[None, :], values, of_next)
     return values
 
@@ -59,7 +62,7 @@ def decoded_strip(word_OI, zero, scale, STRIP: tl.constexpr, BITS: tl.constexpr,
 
 
 @triton.jit
-def _range_of_tile(x_ptr, codes_ptr, scale_ptr, zero_ptr, first, last, row_o, row_t, size, words, groups,
+def _range_of_tile(x_ptr, codes_ptr, scale_ptr, zero_ptr, first, last, row_o, row_t, size, words, groups, steps,
                    BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, EVEN: tl.constexpr,
                    BITS: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, STRIP: tl.constexpr, RUN: tl.constexpr,
                    SUMS: tl.constexpr, DECODE: tl.constexpr, WORDS: tl.constexpr, NARROW: tl.constexpr,
@@ -96,9 +99,9 @@ def _range_of_tile(x_ptr, codes_ptr, scale_ptr, zero_ptr, first, last, row_o, ro
             scales, zeros = (), ()
             for run in tl.static_range(EACH // RUN):
                 start = column + run * RUN * LANES
-                scales += (of_strip(scale_ptr, o, outputs, groups, start, GROUP, STRIP, FACTOR),)  # type: ignore[assignment]
+                scales += (of_strip(scale_ptr, o, outputs, groups, steps, start, GROUP, STRIP, FACTOR),)  # type: ignore[assignment]
                 if zero_ptr is not None:
-                    zeros += (of_strip(zero_ptr, o, outputs, groups, start, GROUP, STRIP, VALUE),)  # type: ignore[assignment]
+                    zeros += (of_strip(zero_ptr, o, outputs, groups, steps, start, GROUP, STRIP, VALUE),)  # type: ignore[assignment]
             for run in tl.static_range(EACH // RUN):
                 total = tl.zeros((BLOCK_O, BLOCK_T), tl.float32) if SUMS else acc
                 for strip in tl.static_range(run * RUN, run * RUN + RUN):
@@ -135,6 +138,8 @@ def _packed_matmul(
     inputs,
     words,
     groups,
+    scale_so,
+    scale_sg,
     x_scale_st,
     t_tiles,
     blocks,
@@ -176,8 +181,8 @@ def _packed_matmul(
         row_o = tile // t_tiles * BLOCK_O
         row_t = tile % t_tiles * BLOCK_T
         total = _range_of_tile(x_ptr, codes_ptr, scale_ptr, zero_ptr, first, last, row_o, row_t, size, words, groups,
-                               BLOCK_T, BLOCK_O, BLOCK_I, EVEN, BITS, GROUP, LANES, STRIP, RUN, SUMS, DECODE,
-                               WORDS, NARROW, PRECISION)  # fmt: skip
+                               (scale_so, scale_sg), BLOCK_T, BLOCK_O, BLOCK_I, EVEN, BITS, GROUP, LANES, STRIP, RUN,
+                               SUMS, DECODE, WORDS, NARROW, PRECISION)  # fmt: skip
         if part_ptr is None:
             _write(total, row_o, row_t, epilogue, size, BLOCK_T, BLOCK_O)
         elif last - first == blocks:
@@ -245,6 +250,7 @@ def packed_matmul_triton(
         inputs,
         words,
         packed.scale.shape[1],
+        *packed.steps,
         0 if x_scale_T1 is None or x_scale_T1.numel() == 1 else x_scale_T1.stride(0),
         t_tiles,
         blocks,

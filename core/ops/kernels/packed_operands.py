@@ -13,13 +13,16 @@ from dovetail.core.ops.kernels.packed_ring import LANES
 
 
 @gluon.jit
-def of_block(source_ptr, o, outputs, groups, first, GROUP: gl.constexpr, STEP: gl.constexpr, COUNT: gl.constexpr):
-    """Return the scales or zeros of a block whose first input is `first`: [O] for each of COUNT runs of STEP inputs."""
-    at = source_ptr + o.to(gl.int64) * groups
+def of_block(
+    source_ptr, o, outputs, groups, steps, first, GROUP: gl.constexpr, STEP: gl.constexpr, COUNT: gl.constexpr
+):
+    """Return the scales or zeros of a block whose first input is `first`: [O] for each of COUNT runs of STEP inputs.
+    `steps`: strides of outputs and groups."""
+    at = source_ptr + o.to(gl.int64) * steps[0]
     values = ()
     for run in gl.static_range(COUNT):
         group = (first + run * STEP) // GROUP
-        values += (gl.load(at + group, mask=(o < outputs) & (group < groups), other=0.0),)  # type: ignore[assignment]
+        values += (gl.load(at + group * steps[1], mask=(o < outputs) & (group < groups), other=0.0),)  # type: ignore[assignment]
     return values
 
 

@@ -29,6 +29,8 @@ def _packed_rows(
     inputs,
     words,
     groups,
+    scale_so,
+    scale_sg,
     BLOCK: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -58,8 +60,8 @@ def _packed_rows(
         first = start + strip * STRIP
         value = DECODE((word >> (strip * BITS)) & ((1 << BITS) - 1), tl.float32)
         if zero_ptr is not None:
-            value -= of_strip(zero_ptr, o, outputs, groups, first, GROUP, STRIP, tl.float32)
-        value *= of_strip(scale_ptr, o, outputs, groups, first, GROUP, STRIP, tl.float32)
+            value -= of_strip(zero_ptr, o, outputs, groups, (scale_so, scale_sg), first, GROUP, STRIP, tl.float32)
+        value *= of_strip(scale_ptr, o, outputs, groups, (scale_so, scale_sg), first, GROUP, STRIP, tl.float32)
         at = out_ptr + t.to(tl.int64)[:, None] * inputs + (first + i)[None, :]
         ok = ok_T & (first + i < inputs)[None, :]
         tl.store(at, (value * row_scale * inverse).to(out_ptr.dtype.element_ty), mask=ok)
@@ -87,6 +89,7 @@ def packed_rows_triton(packed: PackedWeight, ids_T: torch.Tensor | None, out_TI:
             inputs,
             words,
             packed.scale.shape[1],
+            *packed.steps,
             BLOCK=BLOCK,
             BITS=packed.format.stored_bits,
             GROUP=packed.group or WHOLE,

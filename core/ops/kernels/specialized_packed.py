@@ -131,7 +131,7 @@ def _consume(rings, work, begin, split, weight, epilogue, size, GROUP_O: gl.cons
              FACTORS: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
     """Consumer warp group for outputs [GROUP_O * WHICH, GROUP_O * (WHICH + 1)) of each tile."""
     x, codes, full, empty = rings
-    scale_ptr, zero_ptr, less, groups = weight
+    scale_ptr, zero_ptr, less, groups, steps = weight
     lo, hi, blocks, t_tiles = work
     part_ptr, count_ptr, units = split
     tokens, outputs = size
@@ -165,18 +165,20 @@ def _consume(rings, work, begin, split, weight, epilogue, size, GROUP_O: gl.cons
         row_o = (o_tile * GROUPS + WHICH) * GROUP_O
         acc = gl.zeros([GROUP_O, BLOCK_T], gl.float32, ACC)
         column = first * (RUNS * STEP)
-        scales = of_block(scale_ptr, row_o + o_sum, outputs, groups, column, GROUP * IN_WORD, OF_SCALE, SCALES)
+        scales = of_block(scale_ptr, row_o + o_sum, outputs, groups, steps, column, GROUP * IN_WORD, OF_SCALE, SCALES)
         zeros = ()
         if zero_ptr is not None:
-            zeros = of_block(zero_ptr, row_o + o_zero, outputs, groups, column, GROUP, STEP, RUNS)
+            zeros = of_block(zero_ptr, row_o + o_zero, outputs, groups, steps, column, GROUP, STEP, RUNS)
         for block in range(first, last):
             mbarrier.wait(full.index(place), phase)
             # Those of the next block, whose latency overlaps with this one.
             column = (block + 1) * (RUNS * STEP)
-            next_scales = of_block(scale_ptr, row_o + o_sum, outputs, groups, column, GROUP * IN_WORD, OF_SCALE, SCALES)
+            next_scales = of_block(
+                scale_ptr, row_o + o_sum, outputs, groups, steps, column, GROUP * IN_WORD, OF_SCALE, SCALES
+            )
             next_zeros = ()
             if zero_ptr is not None:
-                next_zeros = of_block(zero_ptr, row_o + o_zero, outputs, groups, column, GROUP, STEP, RUNS)
+                next_zeros = of_block(zero_ptr, row_o + o_zero, outputs, groups, steps, column, GROUP, STEP, RUNS)
             sums, of_x = acc, acc
             nothing = gl.zeros([GROUP_O, BLOCK_T], gl.float32, ACC)
             for run in gl.static_range(RUNS):
@@ -251,6 +253,8 @@ def packed_specialized(
     tokens,
     outputs,
     groups,
+    scale_so,
+    scale_sg,
     x_scale_st,
     t_tiles,
     blocks,
@@ -301,7 +305,7 @@ def packed_specialized(
     tile = lo // blocks
     begin = (tile // t_tiles, tile % t_tiles, lo - tile * blocks)
     rings = (x, codes, full, empty)
-    weight = (scale_ptr, zero_ptr, less, groups)
+    weight = (scale_ptr, zero_ptr, less, groups, (scale_so, scale_sg))
     epilogue = (x_scale_ptr, x_scale_st, row_scale_ptr, bias_ptr, out_ptr)
     size = (tokens, outputs)
     split = (part_ptr, count_ptr, units)
@@ -377,10 +381,11 @@ def launch_packed(
         # One instruction subtracts both the shift and the zero.
         shifted = packed.format.shifted.get(torch.float16 if fp8 else x_TI.dtype)
     # Of NVFP4, scales of four groups are loaded and decoded together.
-    scale = packed.scale
+    scale, steps = packed.scale, packed.steps
     factors = packed.format is E2M1 and scale.dtype is torch.float8_e4m3fn and strip < LANES.value and groups % 4 == 0
+    factors = factors and packed.steps[1] == 1
     if factors:
-        scale, groups = scale.view(torch.int32), groups // 4
+        scale, groups, steps = scale.view(torch.int32), groups // 4, (steps[0] // 4, 1)
     packed_specialized[(programs,)](
         tensor_map(x_TI, tile.tokens, readable_rows(x_TI, tile.tokens)),
         tensor_map(packed.codes, tile.outputs // warp_groups, outputs),
@@ -395,6 +400,7 @@ def launch_packed(
         tokens,
         outputs,
         groups,
+        *steps,
         0 if x_scale_T1 is None or x_scale_T1.numel() == 1 else x_scale_T1.stride(0),
         t_tiles,
         blocks,

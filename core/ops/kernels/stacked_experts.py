@@ -38,12 +38,12 @@ multiplied up to here."""
 
 
 @triton.jit
-def _of_runs(ptr, o, outputs, groups, column, RUNS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
+def _of_runs(ptr, o, outputs, groups, steps, column, RUNS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
              STRIP: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
     """Return the scales or zeros of each run of strips of a block. WIDTH: inputs of a run."""
-    found = (of_strip(ptr, o, outputs, groups, column, GROUP, STRIP, DTYPE),)
+    found = (of_strip(ptr, o, outputs, groups, steps, column, GROUP, STRIP, DTYPE),)
     for run in tl.static_range(1, RUNS):
-        found += (of_strip(ptr, o, outputs, groups, column + run * WIDTH, GROUP, STRIP, DTYPE),)  # type: ignore[assignment]
+        found += (of_strip(ptr, o, outputs, groups, steps, column + run * WIDTH, GROUP, STRIP, DTYPE),)  # type: ignore[assignment]
     return found
 
 
@@ -94,6 +94,8 @@ def _stacked_expert_matmul(
     inputs,
     words,
     groups,
+    scale_so,
+    scale_sg,
     alpha,
     limit,
     offset,
@@ -152,8 +154,10 @@ def _stacked_expert_matmul(
     first_O = expert.to(tl.int64) * outputs * (2 if GATED else 1)
     code_at = codes_ptr + (first_O + o)[:, None] * words + i[None, :]
     up_codes = outputs.to(tl.int64) * words
+    steps = (scale_so, scale_sg)
+    # Scales of an expert are one block of memory, in either order.
     scale_at = scale_ptr + first_O * groups
-    up_groups = outputs.to(tl.int64) * groups
+    up_groups = outputs.to(tl.int64) * scale_so
     if zero_ptr is not None:
         zero_at = zero_ptr + first_O * groups
     x_at = x_ptr + row_T[None, :] * inputs + i[:, None]
@@ -166,16 +170,16 @@ def _stacked_expert_matmul(
             at = code_at + (start // EACH + part * STRIP)
             word = tl.load(at, mask=ok_O, other=0, eviction_policy="evict_first")
             # Loads before the products, which order memory accesses, so that latency overlaps with them.
-            scales = _of_runs(scale_at, o, outputs, groups, column, RUNS, WIDTH, GROUP, STRIP, FACTOR)
+            scales = _of_runs(scale_at, o, outputs, groups, steps, column, RUNS, WIDTH, GROUP, STRIP, FACTOR)
             if zero_ptr is not None:
-                zeros = _of_runs(zero_at, o, outputs, groups, column, RUNS, WIDTH, GROUP, STRIP, VALUE)
+                zeros = _of_runs(zero_at, o, outputs, groups, steps, column, RUNS, WIDTH, GROUP, STRIP, VALUE)
             if GATED:
                 up_word = tl.load(at + up_codes, mask=ok_O, other=0, eviction_policy="evict_first")
                 of_up = scale_at + up_groups
-                up_scales = _of_runs(of_up, o, outputs, groups, column, RUNS, WIDTH, GROUP, STRIP, FACTOR)
+                up_scales = _of_runs(of_up, o, outputs, groups, steps, column, RUNS, WIDTH, GROUP, STRIP, FACTOR)
                 if zero_ptr is not None:
                     of_up_zero = zero_at + up_groups
-                    up_zeros = _of_runs(of_up_zero, o, outputs, groups, column, RUNS, WIDTH, GROUP, STRIP, VALUE)
+                    up_zeros = _of_runs(of_up_zero, o, outputs, groups, steps, column, RUNS, WIDTH, GROUP, STRIP, VALUE)
             for run in tl.static_range(RUNS):
                 zero = zeros[run] + SHIFT if zero_ptr is not None else None
                 scale = None if SUMS else scales[run]
@@ -306,6 +310,7 @@ def _multiply_pairs(
         packed.inputs,
         packed.codes.shape[2],
         packed.scale.shape[2],
+        *packed.steps,
         1.0 if activation is None else activation.alpha,
         0.0 if limit is None else limit,
         0.0 if activation is None else activation.offset,

@@ -26,9 +26,14 @@ def packed_weight(fmt: WeightFormat, outputs: int, inputs: int, group: int, scal
         inputs,
         group,
         cuda(outputs, words_of_row(inputs, fmt.stored_bits), dtype=INT32),
-        cuda(outputs, groups, dtype=scale),
-        cuda(outputs, groups, dtype=torch.uint8) if fmt.zero else None,
+        _scales(outputs, groups, scale),
+        _scales(outputs, groups, torch.uint8) if fmt.zero else None,
     )
+
+
+def _scales(outputs: int, groups: int, dtype: torch.dtype) -> torch.Tensor:
+    """In the order in which PackedLinear keeps them."""
+    return cuda(outputs, groups, dtype=dtype) if dtype is E4M3 else cuda(groups, outputs, dtype=dtype).t()
 
 
 PACKED = (

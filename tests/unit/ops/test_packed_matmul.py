@@ -20,7 +20,7 @@ from dovetail.core.ops.kernels.packed_matmul import packed_matmul_triton  # noqa
 from dovetail.core.ops.kernels.packed_rows import packed_rows_triton  # noqa: E402
 from dovetail.core.ops.packed_matmul import multiplies_e4m3, packed_matmul  # noqa: E402
 from dovetail.core.ops.packed_tiles import MOST_EXACT_ROWS, specialized_tiles  # noqa: E402
-from dovetail.core.ops.packing import dequantize, pack, rounded, scales_to_round  # noqa: E402
+from dovetail.core.ops.packing import dequantize, empty_by_group, pack, rounded, scales_to_round  # noqa: E402
 from dovetail.core.ops.tiles import HOPPER_SHARED, MOST_SHARED_TILES, MatmulTile  # noqa: E402
 from dovetail.core.ops.weight_formats import BITSANDBYTES_FP4, E2M1, E4M3, INT4, INT6, INT8, NF4, UINT4, UINT8  # noqa: E402
 from dovetail.core.testing.interpreter import mend_interpreter  # noqa: E402
@@ -48,11 +48,12 @@ def fresh_random_and_poison():
 def packed(
     fmt: WeightFormat, outputs: int, inputs: int, group: int, scale: torch.dtype = FP16, rows: bool = False
 ) -> PackedWeight:
+    """Random codes, with scales and zeros in the order in which PackedLinear keeps them."""
     codes_OI = torch.randint(2**fmt.bits, (outputs, inputs), dtype=torch.uint8, device=DEVICE)
     if fmt is E4M3:
         codes_OI[codes_OI & 0x7F == 0x7F] = 0x7E  # no NaN
     groups = -(-inputs // group) if group else 1
-    return PackedWeight(
+    weight = PackedWeight(
         fmt,
         inputs,
         group,
@@ -61,6 +62,17 @@ def packed(
         torch.randint(2**fmt.bits, (outputs, groups), dtype=torch.uint8, device=DEVICE) if fmt.zero else None,
         torch.rand(outputs, device=DEVICE) + 0.5 if rows else None,
     )
+    return weight if scale is FP8 else by_group(weight)
+
+
+def by_group(weight: PackedWeight) -> PackedWeight:
+    """The same weight, with outputs of a group next to each other in memory."""
+
+    def ordered(x_OG: torch.Tensor) -> torch.Tensor:
+        return empty_by_group(*x_OG.shape, dtype=x_OG.dtype, device=x_OG.device).copy_(x_OG)
+
+    zero_OG = weight.zero if weight.zero is None else ordered(weight.zero)
+    return dataclasses.replace(weight, scale=ordered(weight.scale), zero=zero_OG)
 
 
 def exact(x_TI, weight: PackedWeight, bias_O, x_scale_T1) -> torch.Tensor:
@@ -132,6 +144,24 @@ CASES = [
 def test_16_bit_inputs(fmt, group, rows, inputs, tile):
     scale = (FP32, FP16, FP8)[rows % 3]
     assert_multiplies(packed(fmt, 40, inputs, group, scale, rows=rows % 2 == 0), rows, tile, WIDE)
+
+
+@pytest.mark.parametrize(("fmt", "group", "scale"), [(UINT4, 32, FP16), (INT6, 16, FP32), (INT4, 0, FP16)])
+def test_scales_are_in_any_order_in_memory(fmt, group, scale):
+    """Tensors that are not made by PackedLinear have the groups of an output next to each other."""
+    weight = packed(fmt, 40, 600, group, scale)
+    zero = None if weight.zero is None else weight.zero.contiguous()
+    by_output = dataclasses.replace(weight, scale=weight.scale.contiguous(), zero=zero)
+    assert weight.scale.stride(0) == 1
+    x_TI, counts = torch.randn(3, 600, device=DEVICE, dtype=WIDE), torch.zeros(256, dtype=torch.int32, device=DEVICE)
+    got, like = (packed_matmul_triton(x_TI, one, TILES[1], counts, dtype=FP32) for one in (weight, by_output))
+    assert torch.equal(got, like)
+    ids_T = torch.tensor([39, 0, 7], device=DEVICE)
+    rows = [packed_rows_triton(one, ids_T, x_TI.new_empty(3, 600)) for one in (weight, by_output)]
+    assert torch.equal(*rows)
+    if zero is not None:
+        with pytest.raises(ValueError, match="kernels read both in the same order"):
+            packed_matmul_triton(x_TI, dataclasses.replace(weight, zero=zero), TILES[1], counts, dtype=FP32)
 
 
 @pytest.mark.parametrize(("fmt", "group", "rows"), [(INT4, 32, 3), (UINT4, 128, 17), (E2M1, 0, 40), (E4M3, 64, 5)])
