@@ -122,7 +122,10 @@ class TuneApp(App):
             model = one.part("model")
             one.check(detect_host("cuda"), model_facts(model.target().spec(model.config)))
             found += tunables_without_weights(one, device, self.config.rows)
-        return distinct(found)
+        have, wanted = sorted({one.op for one in found}), self.config.ops
+        if unknown := [op for op in wanted if op not in have]:
+            raise ConfigError(f"tune.ops: the model has no operation {shown(unknown[0])}; it has {', '.join(have)}")
+        return distinct(one for one in found if not wanted or one.op in wanted)
 
     def _keep(self, table: TuningTable, cache: Cache) -> None:
         """Add entries to the cache and to the exported file: an interrupted search loses nothing. A file that cannot be

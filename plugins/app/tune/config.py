@@ -19,6 +19,8 @@ class TuneConfig(AppConfig):
     """Names of models whose operations are tuned one after another; empty: the one of model=."""
     rows: tuple[Annotated[int, Field(ge=1, le=1 << 20)], ...] = ()
     """Numbers of rows to tune; empty: those of steps that run as CUDA graphs, up to 512."""
+    ops: tuple[str, ...] = ()
+    """Names of operations to tune, as in the report and in tables; empty: all of the model."""
     missing: bool = False
     """Leave out operations and numbers of rows for which `engine.tune_table`, this machine's cache or an installed
     table has an entry of this GPU. Entries of a GPU that is alike do not count."""

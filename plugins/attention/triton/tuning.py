@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import asdict, fields, replace
 from functools import cache, partial
-from itertools import chain, cycle, islice, product, zip_longest
+from itertools import chain, cycle, islice, product, repeat, zip_longest
 from typing import Any
 
 import torch
@@ -36,6 +36,9 @@ log = logging.getLogger(__name__)
 OP = "dovetail_attend_decode"
 LENGTHS = 128, 512, 2048
 """Keys of the rows of a trial, in turn. One choice serves rows of all lengths, since a CUDA graph has one tile."""
+EQUAL = 640
+"""Keys of each row in every other call of a trial: a choice for rows of unlike lengths may be slow where none waits for
+another."""
 MOST_BYTES = 1 << 30
 """Bytes of keys and values of a trial, up to which rows have these lengths; shorter ones otherwise."""
 RUNS = 16
@@ -145,10 +148,15 @@ class DecodeTunable(Tunable):
         """`make`: returns a backend. `processors`: SMs of the GPU."""
         self.geometry, self.rows, self.key = geometry, rows, key_of(geometry)
         self._make, self._shape, self._processors = make, shape, processors
-        lengths = [min(length, max_len) for length in islice(cycle(LENGTHS), rows)]
         each = 2 * geometry.kv_heads * geometry.head_dim * geometry.kv_dtype.itemsize
-        self.lengths = [max(1, int(n * min(1.0, MOST_BYTES / (each * sum(lengths))))) for n in lengths]
-        self.nbytes = each * sum(self.lengths)
+
+        def bounded(lengths: Iterable[int]) -> list[int]:
+            within = [min(length, max_len) for length in islice(lengths, rows)]
+            return [max(1, int(n * min(1.0, MOST_BYTES / (each * sum(within))))) for n in within]
+
+        # One row has no others of unlike length: it is long in some calls.
+        self.loads = bounded(cycle(LENGTHS) if rows > 1 else repeat(max(LENGTHS))), bounded(repeat(EQUAL))
+        self.nbytes = each * max(map(sum, self.loads))
 
     def candidates(self) -> Iterable[Choice]:
         """Yield the choices nearest to the rules' first, of both kernels in turn."""
@@ -192,13 +200,18 @@ class DecodeTunable(Tunable):
 
     def trials(self, count: int) -> Trials:
         geometry, device = self.geometry, torch.device("cuda", torch.cuda.current_device())
-        run = Runs(self._make(), geometry, self.lengths, count, device)
-        total = max(count, RUNS)
-        calls = [partial(run.attend, i % count, i == 0) for i in range(total)]
+        runs = [
+            Runs(self._make(), geometry, lengths, ceil_div(count, len(self.loads)), device) for lengths in self.loads
+        ]
+        calls = [
+            partial(run.attend, i % len(run.layers), i == 0)
+            for run in runs
+            for i in range(max(len(run.layers), RUNS // len(runs)))
+        ]
         hidden = geometry.heads * geometry.head_dim
         x_BI = torch.randn(self.rows, hidden, dtype=geometry.dtype, device=device)
         weight_II = torch.randn(hidden, min(hidden, 4096), dtype=geometry.dtype, device=device)
-        return Trials(calls, run.exact, lambda: x_BI @ weight_II, tolerance=2e-2 if run.narrow else 1e-2)
+        return Trials(calls, runs[0].exact, lambda: x_BI @ weight_II, tolerance=2e-2 if runs[0].narrow else 1e-2)
 
 
 def _differences(usual: Tile, tile: Tile) -> int:

@@ -176,6 +176,14 @@ def test_several_models_share_what_they_have_in_common(gpu, capsys):
     assert "`model=tiny` and tune.models=['tiny']: give one of them" in capsys.readouterr().err
 
 
+def test_only_some_operations_are_measured(gpu, capsys):
+    assert main([*WORDS, "tune.rows=[16]", "tune.ops=[matmul]"]) == 0
+    out = capsys.readouterr().out
+    assert "5 of 5 tuned" in out and "draw" not in out
+    assert main([*WORDS, "tune.rows=[16]", "tune.ops=[attention]"]) == 2
+    assert "the model has no operation 'attention'; it has" in capsys.readouterr().err
+
+
 def test_only_what_is_missing_is_measured(gpu, capsys, monkeypatch):
     path = gpu / "there.json"
     assert main([*WORDS, "tune.rows=[16]", f"tune.export={path}"]) == 0

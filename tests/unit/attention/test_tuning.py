@@ -64,10 +64,11 @@ def test_the_default_is_among_the_candidates_of_its_kernel():
 
 
 def test_trials_have_rows_of_different_lengths_that_fit_in_memory():
-    assert tunable(LLAMA, 4).lengths == [128, 512, 2048, 128]
-    assert tunable(LLAMA, 3, max_len=300).lengths == [128, 300, 300]
+    assert tunable(LLAMA, 4).loads == ([128, 512, 2048, 128], [640] * 4)
+    assert tunable(LLAMA, 3, max_len=300).loads == ([128, 300, 300], [300] * 3)
+    assert tunable(LLAMA, 1).loads == ([2048], [640])
     many = tunable(GEOMETRIES["MHA, 16 bits"], 512)
-    assert many.nbytes <= MOST_BYTES and 1 < min(many.lengths) < 128
+    assert many.nbytes <= MOST_BYTES and 1 < min(many.loads[0]) < 128 and 1 < many.loads[1][0] < 128
 
 
 @pytest.mark.parametrize(
