@@ -8,7 +8,7 @@ L2 cache (except much of a single row's few keys). A decode layer also applies r
 a step does. It runs after a stand-in for the preceding matmul, whose time is subtracted. Decode counts
 bytes of K and V, prefill counts the operations of visible pairs. On Hopper, the kernel for all GPUs is timed as well.
 attention=flashinfer is timed where its package is installed; it plans once, which is not timed. --tune tries block
-sizes and prints the best.
+sizes and prints the best, of the steps in --decode if there are any.
 """
 
 from __future__ import annotations
@@ -294,6 +294,10 @@ SEVERAL = [
     for heads, tokens in ((8, 2), (16, 4), (32, 8))
     for warps, stages, slabs in ((2, 3, 2), (4, 2, 1), (4, 2, 2), (4, 3, 1), (4, 3, 2), (8, 2, 1))
 ]
+SEVERAL += [
+    Tile(32, n, warps, stages, 2, least=128, pairs=True)
+    for n, warps, stages in ((32, 2, 4), (64, 4, 3), (64, 4, 4), (128, 4, 3), (128, 8, 3))
+]
 """Tiles of rows with drafts, for four query heads per kv head."""
 CUTS = ((1, 256), (3, 256), (4, 256), (1, 128), (2, 128), (2, 64), (2, 512), (2, 1024), (2, 2048))
 """(programs of a multiprocessor, least keys of a range). Each range that is joined costs 0.2 us (archive)."""
@@ -309,7 +313,19 @@ PREFILL += [
 ]
 
 
-def candidates(pages: list[int], only: str) -> list[tuple[Work, list[Tile]]]:
+def candidates(pages: list[int], only: str, decode: list[tuple[int, int, int]]) -> list[tuple[Work, list[Tile]]]:
+    """`decode`: rows, keys and tokens of the steps to tune in place of the usual ones."""
+    if decode:
+        cases = [
+            (
+                Work(f"decode {rows} x {length} x {count}", rows, count, length, kv, page),
+                SEVERAL if count > 1 else DECODE,
+            )
+            for page in pages
+            for kv in ("bf16", "e4m3")
+            for rows, length, count in decode
+        ]
+        return [(work, tiles) for work, tiles in cases if only in work.label]
     cases = [
         (Work(f"decode {rows} x {length}", rows, 1, length, kv, page), DECODE)
         for page in pages
@@ -339,9 +355,11 @@ def describe(tile: Tile) -> str:
     return f"{tile.block_m}x{tile.block_n} w{tile.warps} s{tile.stages} p{tile.programs} least {tile.least}{reads}"
 
 
-def compile_share(heads: Heads, pages: list[int], only: str, share: int, of: int) -> None:
+def compile_share(
+    heads: Heads, pages: list[int], only: str, decode: list[tuple[int, int, int]], share: int, of: int
+) -> None:
     """Run one share of the candidates once."""
-    for work, tiles in candidates(pages, only):
+    for work, tiles in candidates(pages, only, decode):
         bench = Bench(work, heads)
         for tile in tiles[share::of]:
             try:
@@ -350,10 +368,10 @@ def compile_share(heads: Heads, pages: list[int], only: str, share: int, of: int
                 torch.cuda.synchronize()
 
 
-def tune(heads: Heads, pages: list[int], only: str) -> list[str]:
-    timing.in_processes(compile_share, heads, pages, only)
+def tune(heads: Heads, pages: list[int], only: str, decode: list[tuple[int, int, int]]) -> list[str]:
+    timing.in_processes(compile_share, heads, pages, only, decode)
     lines = []
-    for work, tiles in candidates(pages, only):
+    for work, tiles in candidates(pages, only, decode):
         bench = Bench(work, heads)
         found = []
         for tile in tiles:
@@ -393,7 +411,7 @@ def main() -> None:
     pages = [int(page) for page in args.page.split(",")]
     sizes = [[int(size) for size in step.split("x")] for step in args.decode.split(",") if step]
     decode = [(rows, keys, *(tokens or [1])) for rows, keys, *tokens in sizes]
-    lines = tune(heads, pages, args.only) if args.tune else compare(heads, pages, args.only, args.quick, decode)
+    lines = tune(heads, pages, args.only, decode) if args.tune else compare(heads, pages, args.only, args.quick, decode)
     print(f"\n{torch.cuda.get_device_name()}, {heads.query} heads, {heads.kv} kv heads, head dim {heads.dim}")
     print("\n".join(lines))
 

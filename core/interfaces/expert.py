@@ -6,7 +6,7 @@ Shapes: T tokens, K experts of a token, E experts, C hidden channels, F channels
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -15,6 +15,8 @@ from dovetail.core.interfaces.tensor_record import PLAIN_WEIGHT, TensorRecord
 
 if TYPE_CHECKING:
     import torch
+
+    from dovetail.core.interfaces.tuning import Tunable
 
 ExpertPart = Literal["gate", "up", "down"]
 """Matrix of an expert: down(activation(gate(x), up(x)))."""
@@ -176,6 +178,11 @@ class ExpertMethod(ABC):
 
     def finish(self, params: dict[str, torch.Tensor]) -> None:
         """Pack, transpose or check the weights. Called once, after the last load."""
+
+    def tunables(self, params: dict[str, torch.Tensor], rows: int, active: int, always: int = 0) -> Sequence[Tunable]:
+        """Return the tunable operations of `apply` with `rows` tokens of `active` experts, the last `always` of which
+        are the layer's last ones. They must not read weights."""
+        return ()
 
     @abstractmethod
     def apply(

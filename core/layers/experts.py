@@ -30,6 +30,7 @@ from dovetail.core.interfaces import (
 from dovetail.core.interfaces.expert import PARTS
 from dovetail.core.interfaces.rows import padded, padded_activation
 from dovetail.core.interfaces.tensor_record import TensorRecord
+from dovetail.core.interfaces.tuning import Tunable
 from dovetail.core.layers.expert_slots import layouts_of, moved, slots_of
 from dovetail.core.layers.linear import share_of_channels
 from dovetail.core.layers.looped_experts import LoopedExperts
@@ -171,6 +172,13 @@ class Experts:
             sides = (2 * self.method.channels(self.shape), hidden)
             up, down = (torch.zeros(len(ids), side, dtype=build.dtype, device=build.device) for side in sides)
             self.bias = ExpertBias(up, down)
+
+    def tunables(self, rows: int, *, active: int) -> Sequence[Tunable]:
+        """`active`: routed experts of a token. Where rows go to other ranks, their number is not that of the step, and
+        the rule applies."""
+        if self.placement is not None and self.placement.size > 1:
+            return ()
+        return self.method.tunables(self.params, rows, active + self.always, self.always)
 
     @property
     def input(self) -> ActFormat:

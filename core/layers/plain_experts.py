@@ -3,7 +3,7 @@ channels, F channels of an expert."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -17,7 +17,9 @@ from dovetail.core.interfaces import (
     GatedActivation,
     Routing,
 )
+from dovetail.core.interfaces.tuning import Tunable
 from dovetail.core.ops import ExpertWeights, gated_experts
+from dovetail.core.tuning.experts import expert_tunables
 
 
 def place_of(part: ExpertPart, channels: int) -> tuple[str, slice]:
@@ -45,6 +47,10 @@ class PlainExperts(ExpertMethod):
     ) -> None:
         name, rows = place_of(part, self.shape.intermediate)
         params[name][expert, rows].copy_(tensors["weight"])
+
+    def tunables(self, params: dict[str, torch.Tensor], rows: int, active: int, always: int = 0) -> Sequence[Tunable]:
+        weights = ExpertWeights(params["up"], params["down"])
+        return expert_tunables(weights, rows, active, always, self.input, self.shape.dtype)
 
     def apply(
         self,

@@ -20,8 +20,10 @@ from dovetail.core.interfaces import (
     Routing,
 )
 from dovetail.core.interfaces.tensor_record import PLAIN_WEIGHT, TensorRecord
+from dovetail.core.interfaces.tuning import Tunable
 from dovetail.core.layers.plain_experts import place_of
 from dovetail.core.ops import ExpertWeights, gated_experts
+from dovetail.core.tuning.experts import expert_tunables
 
 
 class ScaledExperts(ExpertMethod):
@@ -65,6 +67,10 @@ class ScaledExperts(ExpertMethod):
             scale_O = scale_O1.squeeze(-1)
         params[name][expert, rows] = values_OI
         params[f"{name}_scale"][expert, rows] = scale_O
+
+    def tunables(self, params: dict[str, torch.Tensor], rows: int, active: int, always: int = 0) -> Sequence[Tunable]:
+        weights = self.weights(params)
+        return expert_tunables(weights, rows, active, always, self.input, self.shape.dtype)
 
     def apply(
         self,

@@ -20,12 +20,14 @@ import torch
 
 from dovetail.core.errors import ConfigError, shown
 from dovetail.core.files import write_file
-from dovetail.core.ops import packed_tiles, sampling_programs, tile_choice
+from dovetail.core.ops import expert_choice, packed_tiles, sampling_programs, tile_choice
 from dovetail.core.tuning.table import Check, GpuFacts, TuningTable, merged, read_table
 
 CHECKS: Mapping[str, Check] = {
     tile_choice.OP: tile_choice.check_matmul,
     packed_tiles.OP: packed_tiles.check_packed,
+    expert_choice.UP: expert_choice.check_experts,
+    expert_choice.DOWN: expert_choice.check_experts,
     sampling_programs.DRAW: sampling_programs.check_sampling,
     sampling_programs.FILTER: sampling_programs.check_sampling,
 }

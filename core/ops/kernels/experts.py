@@ -19,6 +19,7 @@ import triton.language as tl
 
 from dovetail.core.interfaces.activation import ActFormat, Activation
 from dovetail.core.interfaces.expert import ExpertBias, GatedActivation, Routing
+from dovetail.core.ops.expert_choice import DOWN, UP, expert_key, fits, listed_tile
 from dovetail.core.ops.expert_tiles import (
     GROUPED,
     MOST_ROWS,
@@ -39,7 +40,7 @@ from dovetail.core.ops.kernels.expert_pairs import (
     sum_pairs,
 )
 from dovetail.core.ops.kernels.launch import announce, dependent, wait
-from dovetail.core.ops.matmul import device_facts
+from dovetail.core.ops.matmul import KINDS, device_facts
 from dovetail.core.ops.rehearsal import report_kernel
 
 IMPRECISE = 128
@@ -241,22 +242,27 @@ def gated_experts_triton(
     dtype: torch.dtype,
     fast_accum: bool,
     chosen: tuple[ExpertTile, ExpertTile] | None = None,
+    rows: int | None = None,
 ) -> torch.Tensor:
     """Launch the kernels of core.ops.experts.gated_experts. `chosen`: tiles of the two products, with equally many
-    rows; None = those of the rule."""
+    rows; None = those of tuning tables, or else of the rule. `rows`: rows of a tile; None = likewise."""
     (tokens, active), device = routing.experts_TK.shape, x.values.device
     experts, hidden, channels = weights.down.shape
     if not tokens:
         return torch.empty(tokens, hidden, dtype=dtype, device=device)
 
     def kernel(count: int) -> Hashable:
-        order = order_of(count, active, experts)
-        return order.rows, order.block, order.counts, tiles_of(order, x, weights)
+        order, tiles = tiles_for(count, active, x, weights, rows)
+        return order.rows, order.block, order.counts, tiles
 
     shapes = weights.up.shape, weights.up.dtype, weights.block, x.values.dtype
     report_kernel(("experts", active, *shapes), tokens, kernel)
-    pairs = sort_pairs(routing, experts, None if chosen is None else chosen[0].rows)
-    first, second = chosen or tiles_of(order_of(tokens, active, experts), x, weights)
+    if chosen is None:
+        order, (first, second) = tiles_for(tokens, active, x, weights, rows)
+        sorted_rows = order.rows if order.block else None
+    else:
+        (first, second), sorted_rows = chosen, chosen[0].rows
+    pairs = sort_pairs(routing, experts, sorted_rows)
     # Outputs and inputs of each product that share a scale.
     of_c, of_f = weights.block or (0, 0)
     if first.residents:
@@ -328,6 +334,33 @@ def _multiply_pairs(
         num_stages=tile.stages,
         **dependent(out),
     )
+
+
+def tiles_for(
+    tokens: int, active: int, x: Activation, weights: ExpertWeights, rows: int | None = None
+) -> tuple[Order, tuple[ExpertTile, ExpertTile]]:
+    """Return how pairs are sorted, and the tiles of the two products: those of installed entries, or else of the rule.
+    `rows`: rows of a tile; None = those of the first product's entry or of the rule. `x`: as in tiles_of."""
+    experts, hidden, channels = weights.down.shape
+    order = order_of(tokens, active, experts)
+    if x.values.device.type != "cuda" or (kind := KINDS.get(weights.up.dtype)) is None:  # Triton's interpreter, float32
+        order = order if rows is None else order_of(tokens, active, experts, rows)
+        return order, tiles_of(order, x, weights)
+    name = device_facts(x.values.device)[0]
+    facts = "fp8_block" if weights.block else kind, experts, active, hidden, channels
+    first = listed_tile(UP, name, expert_key(*facts), tokens) if rows is None else None
+    if first is not None and not fits(first.rows, bool(order.block)):
+        first = None
+    if order.block and (wanted := rows if first is None else first.rows) is not None:
+        order = order_of(tokens, active, experts, wanted)
+    ruled = tiles_of(order, x, weights)
+    second = listed_tile(DOWN, name, expert_key(*facts, order.rows), tokens)
+    # Hopper's kernel reads gathered rows in whole boxes.
+    tiles = [
+        one if listed is None or (listed.residents and not one.residents) else listed
+        for listed, one in zip((first, second), ruled, strict=True)
+    ]
+    return order, (tiles[0], tiles[1])
 
 
 def tiles_of(order: Order, x: Activation, weights: ExpertWeights) -> tuple[ExpertTile, ExpertTile]:

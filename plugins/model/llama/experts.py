@@ -72,6 +72,7 @@ class SparseMLP:
         self.experts = Experts(path, matrices, build, *sizes, experts.activation, experts.bias, together)
         rule = replace(experts.rule, uniform=options.uniform, always=self.experts.always)
         self.router = ExpertRouter(f"{prefix}.{names.router}", build, spec.hidden, rule, bias, experts.bias)
+        build.tuned.append(partial(self.experts.tunables, active=rule.active))
         self.collective = build.collective
         self.own_rows = build.placement is not None and build.placement.rows == "own"
         # Layers that get a rank's own rows have all channels.

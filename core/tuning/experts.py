@@ -1,0 +1,201 @@
+"""Products of routed experts as Tunables: tiles of gate and up, and of down. Shapes: T tokens, K experts of a token, E
+experts, C hidden channels, F channels of an expert."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from itertools import product
+from typing import Any
+
+import torch
+
+from dovetail.core.interfaces.activation import PLAIN, ActFormat
+from dovetail.core.interfaces.expert import SWIGLU, Routing
+from dovetail.core.interfaces.tuning import Choice, Trials, Tunable
+from dovetail.core.ops import rms_norm
+from dovetail.core.ops.expert_choice import DOWN, KINDS, UP, check_experts, choice_of, expert_key, fits, tile_of
+from dovetail.core.ops.expert_tiles import (
+    LEAST_ROWS,
+    MOST_ROWS,
+    ExpertTile,
+    direct,
+    expert_tile,
+    most_tiles,
+    rows_of_tile,
+    specialized,
+    specialized_expert_tile,
+)
+from dovetail.core.ops.experts import ExpertWeights, gated_experts_reference
+from dovetail.core.ops.formats import encode
+from dovetail.core.ops.matmul import KINDS as KIND_OF
+from dovetail.core.tuning.gpu import Gpu, this_gpu
+
+CALLS = 4
+"""Least calls in a graph, each with a routing of its own."""
+MOST_SUMS = 160
+"""Sums of a thread for which it has registers."""
+TUNED_TOKENS = frozenset({1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512})
+"""Numbers of tokens that are tuned; those in between use the next one's choice."""
+CHUNK = 1 << 22
+"""Random numbers of which a matrix repeats as many as it needs: only its bytes count."""
+
+
+class ExpertTunable(Tunable):
+    """A product of gated_experts. The time is that of the whole layer, with the rule's tile for the other product."""
+
+    def __init__(
+        self,
+        weights: ExpertWeights,
+        rows: int,
+        active: int,
+        always: int,
+        fmt: ActFormat,
+        dtype: torch.dtype,
+        *,
+        tile_rows: int | None = None,
+        gpu: Gpu | None = None,
+    ) -> None:
+        """`weights`: only shapes, dtypes and blocks count. `rows`, `active`: T and K, of which each token has the last
+        `always` experts. `fmt`: format of both inputs. `tile_rows`: rows of a tile of the second product; None = this
+        is the first one. `gpu`: None = the current one."""
+        self.weights, self.rows, self.active, self.always = weights, rows, active, always
+        self.fmt, self.dtype, self.tile_rows, self._gpu = fmt, dtype, tile_rows, gpu
+        self.experts, self.hidden, self.channels = weights.down.shape
+        kind = "fp8_block" if weights.block else KIND_OF[weights.up.dtype]
+        self.op = UP if tile_rows is None else DOWN
+        self.key = expert_key(kind, self.experts, active, self.hidden, self.channels, tile_rows)
+        touched = min(self.experts, rows * active)
+        self.nbytes = touched * 3 * self.hidden * self.channels * weights.up.element_size()
+
+    @cached_property
+    def gpu(self) -> Gpu:
+        return self._gpu or this_gpu()
+
+    @property
+    def sorts(self) -> bool:
+        """Whether pairs are sorted by expert."""
+        return not direct(self.rows, self.active, self.experts)
+
+    def candidates(self) -> Iterable[Choice]:
+        """Yield the rule's tile, those that differ least from it, and then tiles of other numbers of rows."""
+        usual = rows_of_tile(self.rows * self.active, self.experts) if self.sorts else LEAST_ROWS
+        near = (usual, 2 * usual, usual // 2) if self.tile_rows is None else (self.tile_rows,)
+        for rows in near:
+            if not fits(rows, self.sorts):
+                continue
+            ruled = self._ruled(rows)
+            others = sorted(self._tiles(rows), key=partial(_differences, ruled))
+            for tile in dict.fromkeys((ruled, *others)):
+                if self.admits(choice := choice_of(tile)):
+                    yield choice
+
+    def _ruled(self, rows: int) -> ExpertTile:
+        """Return the rule's tile."""
+        gated, size, gpu = self.op == UP, self.weights.up.element_size(), self.gpu
+        if gpu.hopper and self.sorts and specialized(rows, self.hidden, self.channels, size, self.weights.block):
+            return specialized_expert_tile(rows, size, gpu.shared)
+        sides = (self.channels, self.hidden) if gated else (self.hidden, self.channels)
+        tiles = most_tiles(self.rows * self.active, self.experts, rows)
+        group = 0 if self.weights.block is None else self.weights.block[0 if gated else 1]
+        return expert_tile(rows, tiles, *sides, size, gated, gpu.processors, gpu.shared, group)
+
+    def _tiles(self, rows: int) -> Iterator[ExpertTile]:
+        gated, block = self.op == UP, self.weights.block
+        for outputs, columns, warps, stages in product((32, 64, 128, 256), (64, 128, 256), (4, 8), (2, 3, 4, 5)):
+            # A block of inputs has one scale.
+            within = block is None or columns <= min(block)
+            if within and rows * outputs * (1 + gated) <= MOST_SUMS * 32 * warps:
+                yield ExpertTile(rows, outputs, columns, warps, stages)
+
+    def admits(self, choice: Choice) -> bool:
+        try:
+            check_experts(self.key, self.rows, choice)
+        except ValueError:
+            return False
+        tile = tile_of(choice)
+        if tile.residents:
+            return tile == self._ruled(tile.rows)
+        size = self.weights.up.element_size()
+        return fits(tile.rows, self.sorts) and tile.shared_bytes(size, self.op == UP) <= self.gpu.shared
+
+    def kernel(self, choice: Choice) -> Hashable:
+        # Triton specializes integers by divisibility.
+        sizes = (self.hidden, self.channels)
+        facts = [size % number == 0 for size in sizes for number in (16, tile_of(choice).inputs)]
+        how = self.weights.up.dtype, self.weights.block, self.dtype, self.active, self.sorts
+        return self.op, *how, *facts, tuple(sorted(choice.items()))
+
+    def trials(self, count: int) -> Trials:
+        device = torch.device("cuda", torch.cuda.current_device())
+        weights = self._random_weights(device)
+        norm_C = torch.randn(self.hidden, device=device, dtype=self.dtype)
+        plain_TC = torch.randn(self.rows, self.hidden, device=device, dtype=self.dtype)
+        x = encode(plain_TC, (self.fmt,))[self.fmt]
+        routings = [self._routing(device) for _ in range(max(count, CALLS))]
+        options: dict[str, Any] = dict(between=self.fmt, dtype=self.dtype)
+
+        def run(routing: Routing) -> torch.Tensor:
+            from dovetail.core.ops.kernels.experts import gated_experts_triton
+
+            return gated_experts_triton(
+                x, routing, weights, SWIGLU, None, **options, fast_accum=True, rows=self.tile_rows
+            )
+
+        def exact() -> torch.Tensor:
+            return gated_experts_reference(x, routings[0], weights, SWIGLU, None, self.fmt, torch.float32)
+
+        return Trials(
+            runs=[partial(run, routing) for routing in routings],
+            exact=exact,
+            before=lambda: rms_norm(plain_TC, plain_TC, norm_C, 1e-5),
+            # The second input may round to another number of 8 bits than the reference's does.
+            tolerance=1e-2 if self.fmt is PLAIN else 3e-2,
+        )
+
+    def _random_weights(self, device: torch.device) -> ExpertWeights:
+        def drawn(like: torch.Tensor) -> torch.Tensor:
+            size = 40.0 if like.dtype is torch.int8 else like.shape[-1] ** -0.5
+            some = (torch.randn(CHUNK, device=device) * size).clamp(-127, 127).to(like.dtype)
+            made = torch.empty(like.shape, dtype=like.dtype, device=device)
+            for part in made.view(-1).split(CHUNK):
+                part.copy_(some[: len(part)])
+            return made
+
+        def scales(like: torch.Tensor | None) -> torch.Tensor | None:
+            return None if like is None else torch.rand(like.shape, device=device) + 0.5
+
+        given = self.weights
+        scaled: dict[str, Any] = {name: scales(getattr(given, name)) for name in ("up_scale", "down_scale")}
+        return replace(given, up=drawn(given.up), down=drawn(given.down), **scaled)
+
+    def _routing(self, device: torch.device) -> Routing:
+        """Each routed expert is equally likely."""
+        routed = self.experts - self.always
+        order_TE = torch.rand(self.rows, routed, device=device).argsort(1)[:, : self.active - self.always]
+        last = torch.arange(routed, self.experts, device=device).expand(self.rows, -1)
+        experts_TK = torch.cat((order_TE, last), 1).int()
+        return Routing(experts_TK, torch.rand(experts_TK.shape, device=device))
+
+
+def _differences(usual: ExpertTile, tile: ExpertTile) -> int:
+    names = ("outputs", "inputs", "warps", "stages")
+    return sum(getattr(usual, name) != getattr(tile, name) for name in names)
+
+
+def expert_tunables(
+    weights: ExpertWeights, rows: int, active: int, always: int, fmt: ActFormat, dtype: torch.dtype
+) -> Sequence[Tunable]:
+    """Return both products for `rows` tokens, the second one for each number of rows that tiles may have."""
+    kind = KIND_OF.get(weights.up.dtype)
+    if kind not in KINDS or rows not in TUNED_TOKENS:
+        return ()
+    usual = LEAST_ROWS
+    if not direct(rows, active, len(weights.down)):
+        usual = rows_of_tile(rows * active, len(weights.down))
+    of_tile = sorted({min(MOST_ROWS, max(LEAST_ROWS, each)) for each in (usual // 2, usual, 2 * usual)})
+    if direct(rows, active, len(weights.down)):
+        of_tile = [LEAST_ROWS]
+    make = partial(ExpertTunable, weights, rows, active, always, fmt, dtype)
+    return [make(), *(make(tile_rows=each) for each in of_tile)]

@@ -1,0 +1,168 @@
+"""Products of routed experts as the tuner sees them, without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="no Triton for this platform")
+
+from dovetail.core.compose import compose
+from dovetail.core.interfaces import PLAIN
+from dovetail.core.interfaces.activation import Activation
+from dovetail.core.ops.choices import Choices, temporarily
+from dovetail.core.ops.compile_server import pack, unpack
+from dovetail.core.ops.expert_choice import DOWN, UP, check_experts, choice_of, expert_key, tile_of
+from dovetail.core.ops.expert_tiles import ExpertTile, expert_tile, rows_of_tile
+from dovetail.core.ops.experts import ExpertWeights
+from dovetail.core.ops.kernels import experts as kernels
+from dovetail.core.tuning.cache import CHECKS
+from dovetail.core.tuning.experts import ExpertTunable, expert_tunables
+from dovetail.core.tuning.gpu import Gpu
+from dovetail.core.tuning.search import distinct
+from dovetail.core.worker.build import tunables_without_weights
+from dovetail.plugins.quant.fp8.format import FP8_TOKEN
+
+E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
+QWEN, MIXTRAL, V3_RANK = (128, 2048, 768), (8, 4096, 14336), (32, 7168, 2048)
+TILE = {"rows": 32, "outputs": 64, "inputs": 128, "warps": 4, "stages": 3}
+
+
+def weights(experts: int, hidden: int, channels: int, dtype: torch.dtype = E4M3, block: Any = None) -> ExpertWeights:
+    up, down = (experts, 2 * channels, hidden), (experts, hidden, channels)
+    scales = [None, None]
+    if dtype is E4M3:
+        shapes = (up[:2], down[:2]) if block is None else [(e, o // 128, i // 128) for e, o, i in (up, down)]
+        scales = [torch.empty(shape, device="meta") for shape in shapes]
+    values = (torch.empty(shape, dtype=dtype, device="meta") for shape in (up, down))
+    return ExpertWeights(*values, *scales, block)
+
+
+def tunables(shape: tuple[int, int, int], tokens: int, active: int, dtype=E4M3, block=None) -> list[ExpertTunable]:
+    fmt = FP8_TOKEN if dtype is E4M3 else PLAIN
+    found = expert_tunables(weights(*shape, dtype, block), tokens, active, 0, fmt, BF16)
+    for one in found:
+        one._gpu = Gpu()
+    return found
+
+
+@pytest.mark.parametrize(("shape", "active"), [(QWEN, 8), (MIXTRAL, 2), (V3_RANK, 8)])
+@pytest.mark.parametrize("tokens", [1, 8, 64, 256])
+@pytest.mark.parametrize(("dtype", "block"), [(E4M3, None), (BF16, None), (E4M3, (128, 128))])
+def test_candidates_can_be_launched_and_the_rule_is_first(shape, active, tokens, dtype, block):
+    for tunable in tunables(shape, tokens, active, dtype, block):
+        found = list(tunable.candidates())
+        assert len(found) == len({tuple(sorted(one.items())) for one in found}) >= 1
+        assert found[0] == choice_of(tunable._ruled(found[0]["rows"]))
+        for choice in found:
+            check_experts(tunable.key, tokens, choice)
+            tile = tile_of(choice)
+            assert tile.residents or tile.shared_bytes(dtype.itemsize, tunable.op == UP) <= Gpu().shared
+            assert tile.rows in (tunable.tile_rows, 16, 32, 64, 128) and (tunable.sorts or tile.rows == 16)
+            assert block is None or tile.inputs <= 128
+
+
+def test_the_second_product_is_tuned_for_each_number_of_rows_of_the_first():
+    up, *down = tunables(QWEN, 64, 8)
+    rows = {choice["rows"] for choice in up.candidates()}
+    assert rows == {one.tile_rows for one in down} == {16, 32} and rows_of_tile(512, 128) == 16
+    assert [one.op for one in (up, *down)] == [UP, DOWN, DOWN]
+    up, *down = tunables(QWEN, 1, 8)
+    assert {choice["rows"] for choice in up.candidates()} == {one.tile_rows for one in down} == {16}
+    assert not tunables(QWEN, 63, 8), "63 tokens use the choice of 64"
+
+
+@pytest.fixture
+def on_an_h200(monkeypatch):
+    """Rows and weights of a GPU, for the functions that choose."""
+    facts = "NVIDIA H200", 132, True, 227 << 10
+    monkeypatch.setattr(kernels, "device_facts", lambda device: facts)
+
+    class Rows(torch.Tensor):
+        device = torch.device("cuda", 0)
+
+    return Activation(FP8_TOKEN, torch.empty(1, 4096, dtype=E4M3, device="meta").as_subclass(Rows))
+
+
+def test_installed_choices_apply(on_an_h200):
+    given, facts = weights(*MIXTRAL), ("fp8", 8, 2, 4096, 14336)
+    ruled = kernels.tiles_for(64, 2, on_an_h200, given)
+    assert ruled[0].rows == 32
+    up, down = dict(TILE, rows=64), dict(TILE, rows=64, stages=4)
+    other = dict(TILE, outputs=128)
+    entries = {
+        (UP, "NVIDIA H200", expert_key(*facts)): {64: up},
+        (DOWN, "NVIDIA H200", expert_key(*facts, 64)): {64: down},
+        (DOWN, "NVIDIA H200", expert_key(*facts, 32)): {64: other, 512: None},
+    }
+    with temporarily(Choices(entries)):
+        order, tiles = kernels.tiles_for(60, 2, on_an_h200, given)
+        assert order.rows == 64 and tiles == (tile_of(up), tile_of(down))
+        # More tokens than the first product's entry: the rule applies, also in the second product's entry.
+        assert kernels.tiles_for(100, 2, on_an_h200, given) == before(100, on_an_h200, given)
+        # Rows that the caller gives.
+        order, tiles = kernels.tiles_for(60, 2, on_an_h200, given, 32)
+        assert order.rows == 32 and tiles == (ruled[1][0], tile_of(other))
+        # One token: its pairs are not sorted, and each is a tile of 16 rows.
+        assert kernels.tiles_for(1, 2, on_an_h200, given) == before(1, on_an_h200, given)
+
+
+def before(tokens, x, given):
+    with temporarily(Choices()):
+        return kernels.tiles_for(tokens, 2, x, given)
+
+
+def test_hoppers_kernel_is_not_taken_where_the_rule_does_not(on_an_h200):
+    facts = "fp8", 8, 2, 4096, 14336
+    tile = {"rows": 128, "outputs": 128, "inputs": 128, "warps": 8, "stages": 3, "residents": 1}
+    check_experts(expert_key(*facts), 256, tile)
+    with temporarily(Choices({(UP, "NVIDIA H200", expert_key(*facts)): {512: tile}})):
+        order, (first, _) = kernels.tiles_for(256, 2, on_an_h200, weights(*MIXTRAL))
+    assert order.rows == 128
+    assert first == expert_tile(128, order.tiles, 14336, 4096, 1, True, 132, 227 << 10) and not first.residents
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"rows": 32}, "needs inputs, outputs, stages, warps"),
+        ({**TILE, "rows": 48}, "rows is 48, not one of 16, 32, 64, 128"),
+        ({**TILE, "split": 2}, "has no 'split'"),
+        ({**TILE, "stages": True}, "stages is True"),
+        ({**TILE, "warps": "4"}, "warps is '4'"),
+        ({**TILE, "residents": 2, "outputs": 256}, "a warp group of the kernel for Hopper has 64"),
+        ({**TILE, "rows": 16}, "the key has tiles of 32 rows"),
+    ],
+)
+def test_tables_are_checked(choice, message):
+    with pytest.raises(ValueError, match=message):
+        CHECKS[DOWN](expert_key("fp8", *QWEN[:1], 8, *QWEN[1:], 32), 64, choice)
+
+
+def test_keys_are_checked():
+    with pytest.raises(ValueError, match="the key of a product of experts has active, channels"):
+        check_experts((("experts", 8),), 16, TILE)
+    with pytest.raises(ValueError, match="weight is 'fp4'; there are bf16, fp8, fp8_block, int8"):
+        check_experts(expert_key("fp4", 8, 2, 64, 64), 16, TILE)
+
+
+def test_another_process_gets_the_same_operation():
+    """Tuning compiles in processes."""
+    for sent in tunables(V3_RANK, 64, 8, block=(128, 128)):
+        got = unpack(pack(sent))
+        assert got.key == sent.key and list(got.candidates()) == list(sent.candidates())
+
+
+def test_choices_are_tiles():
+    for tile in (ExpertTile(32, 64, 128, 4, 3), ExpertTile(64, 64, 128, 4, 4, 2)):
+        assert tile_of(choice_of(tile)) == tile
+
+
+def test_a_model_lists_its_experts_with_shared_ones_among_them():
+    composition = compose(["model=deepseek_v2_lite", "quant=fp8", "engine.dtype=bfloat16", "engine.max_len=1024"])
+    found = distinct(tunables_without_weights(composition, torch.device("cpu"), [64]))
+    (up,) = (one for one in found if one.op == UP)
+    assert up.key == expert_key("fp8", 66, 8, 2048, 1408) and up.always == 2 and up.rows == 64
+    assert {one.tile_rows for one in found if one.op == DOWN} == {16, 32}
