@@ -152,13 +152,15 @@ def test_several_tokens_of_a_row(cut, heads, kv_dtype):
     if kv_dtype is None and cut and cut[0] * cut[1] * cut[4] > 16:
         cut = (*cut[:1], 1, *cut[2:])
     case = replace(LLAMA, **DRAFTS, heads=heads, kv_dtype=kv_dtype, padding=3)
-    # Few rows go to the kernel for all GPUs, which writes their keys, too.
+    few = replace(case, counts=(5,), lengths=(700,), num_decode=1)
+    # A few rows go to the kernel for all GPUs, which writes their keys, too.
     many = replace(case, counts=case.counts * 14, lengths=case.lengths * 14, num_decode=140)
     # By the rule it has 8-bit pages alone, and more query heads of all tokens than its smaller tile.
     ruled = kv_dtype is E4M3 and max(case.counts) * heads[0] // heads[1] > 8
-    for some in (case, many) if cut else (many,):
+    for some in (few, case, many):
         tile = make_plan(some, cut).lists[0].tile
-        assert isinstance(tile, DecodeTile) is (cut is not None or ruled)
+        if cut is not None or some is many:
+            assert isinstance(tile, DecodeTile) is (cut is not None or ruled)
         check(some, cut)
         check(replace(some, window=70, sinks=True, soft_cap=2.0), cut)
         check(replace(some, window=2), cut)

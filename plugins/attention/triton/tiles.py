@@ -23,6 +23,9 @@ value is for 16-bit pages and a kernel that reads them in place nearly as fast."
 MANY = 4
 """Programs per SM, counting head tiles, from which more programs than an SM runs at a time wait. Their starts and ends
 then take a larger share than the latency of a block, so smaller blocks and fewer of them in flight are faster."""
+FEW, SEVERAL = 1 / 8, 3 / 4
+"""Programs per SM between which the kernel for all GPUs is faster for a few rows of several tokens: one tile has all
+query heads and tokens of a row."""
 DECODE_HEADS = 16
 """Maximum number of query heads in a tile of attend_decode. Tiles of 32 took twice as long."""
 WARP_KEYS = 16
@@ -214,9 +217,11 @@ class Tiles:
         if tokens == 1 and shape.decodes and not reads_quicker_in_small_blocks(shape, programs):
             return decode_tile(shape, programs)
         scarce = programs < 1
-        if decodes_several(shape, tokens) and not scarce:
-            return several_tokens(shape, tokens)
         rows = triton.next_power_of_2(max(16, shape.group, min(shape.group * tokens, DECODE_ROWS)))
+        if decodes_several(shape, tokens) and (rows <= 32 or not scarce):
+            if FEW <= programs < SEVERAL and shape.padded_dim <= 128:
+                return fit(Tile(rows, 64, 4, 3, 2, least=128, pairs=True), shape)
+            return several_tokens(shape, tokens, programs)
         if shape.dtype.itemsize == 4:
             return fit(Tile(rows, 16, 4, 2, 2), shape)
         if rows > 32:
@@ -310,12 +315,14 @@ def decodes_several(shape: Shape, tokens: int) -> bool:
     return tokens > 1 and narrow and shape.group * tokens > 8 and 2 * shape.group <= DECODE_HEADS
 
 
-def several_tokens(shape: Shape, tokens: int) -> DecodeTile:
+def several_tokens(shape: Shape, tokens: int, programs: float) -> DecodeTile:
     """Tile of attend_decode for rows of up to `tokens` tokens, with as many of them as fit. Few warps leave more
-    programs to an SM, which has four matrix units."""
-    slabs = max(1, 256 // (shape.kv_dtype.itemsize * shape.padded_dim))
-    each = min(tokens, DECODE_HEADS // shape.group)
-    return DecodeTile(DECODE_HEADS, WARP_KEYS, 2, 3, 2, least=128, root=16, slabs=slabs, tokens=each)
+    programs to an SM, which has four matrix units. With less than a program for each SM, more warps read a range."""
+    key_bytes = shape.kv_dtype.itemsize * shape.padded_dim
+    warps, stages, slabs = (2, 3, 256 // key_bytes) if programs >= 1 else (4, 2, 128 // key_bytes)
+    heads = 8 if programs < FEW and 2 * shape.group <= 8 else DECODE_HEADS
+    each = min(tokens, heads // shape.group)
+    return DecodeTile(heads, WARP_KEYS, warps, stages, 2, least=128, root=16, slabs=max(1, slabs), tokens=each)
 
 
 def reads_quicker_in_small_blocks(shape: Shape, programs: float) -> bool:

@@ -61,6 +61,22 @@ def test_the_kernels_for_hopper_serve_every_head_layout(group, head_dim):
     assert 0 <= tile.head_tiles(group) * pack - group <= group / 15
 
 
+@pytest.mark.parametrize(("rows", "kernel"), [(1, "small"), (8, "general"), (16, "hopper"), (64, "many")])
+def test_rows_of_several_tokens(rows, kernel):
+    """By how many programs an SM has: warps share a range, all queries of a row are a tile, or programs are many."""
+    shape = Shape(4, 128, torch.bfloat16, E4M3, 32, hopper=True)
+    tile = Tiles().decode(shape, 5, rows * 8 / 132)
+    if kernel == "general":
+        assert not isinstance(tile, DecodeTile) and tile.block_m == 32 >= 5 * shape.group
+        return
+    assert isinstance(tile, DecodeTile)
+    assert (tile.block_m, tile.tokens) == ((8, 2) if kernel == "small" else (16, 4))
+    assert tile.warps == (2 if kernel == "many" else 4)
+    # Eight query heads fill the small tile, which would have one token.
+    wide = Tiles().decode(replace(shape, group=8), 4, rows * 4 / 132)
+    assert not isinstance(wide, DecodeTile) or (wide.block_m, wide.tokens) == (16, 2)
+
+
 def test_many_programs_run_in_small_blocks():
     """With more programs than an SM holds, several head tiles, padded blocks and short keys suit the other kernel."""
     shape = Shape(4, 128, torch.bfloat16, torch.bfloat16, 32, hopper=True)
@@ -92,7 +108,7 @@ def test_which_rows_go_to_the_kernel_for_single_tokens():
     (4, 5, 4), (4, 3, 3), (8, 5, 2), (7, 2, 2), (5, 9, 3), (1, 9, 9), (1, 33, 16),
 ])  # fmt: skip
 def test_rows_with_drafts(group, tokens, each):
-    """A tile has as many tokens as fit; few rows, large groups and 16-bit keys go to the kernel for all GPUs."""
+    """A tile has as many tokens as fit; a few rows, large groups and 16-bit keys go to the kernel for all GPUs."""
     shape = Shape(group, 128, torch.bfloat16, E4M3, 32, hopper=True)
     tile = Tiles().decode(shape, tokens, 4)
     assert isinstance(tile, DecodeTile) and tile.queries(group) == each

@@ -106,6 +106,9 @@ def attention_cases() -> Iterator[tuple[str, Callable[[], None]]]:
             host=SCARCE, kv_dtype=E4M3, window=4096, head_scales=True, key_warps=8
         ),
         "drafts": dict(host=DRAFTS),
+        "drafts, one row, e4m3": dict(host=HostBounds((5,), (700,), 1), kv_dtype=E4M3),
+        "drafts, a few rows, e4m3": dict(host=HostBounds((5,) * 8, (700,) * 8, 8), kv_dtype=E4M3),
+        "drafts, many rows, e4m3": dict(host=HostBounds((5,) * 64, (700,) * 64, 64), kv_dtype=E4M3),
         "tree": dict(host=DRAFTS, tree=True),
         "float32": dict(host=MIXED, dtype=FP32, heads=(8, 8, 64), rotary=64),
         "partly rotated, wide heads": dict(host=MIXED, heads=(16, 16, 256), rotary=64),
@@ -128,7 +131,7 @@ def attention_cases() -> Iterator[tuple[str, Callable[[], None]]]:
         *("decode", "decode, scarce", "mixed, window, head scales", "keys per warp", "partly rotated, wide heads"),
         *("single tokens, narrow heads", "chunks, tensor maps", "prompts, narrow heads"),
         *("prompts, gathered", "prompts, long", "prompts, padded head dim and group"),
-        *("drafts, sinks, capped", "keys per warp, sinks, capped"),
+        *("drafts, sinks, capped", "keys per warp, sinks, capped", "drafts, a few rows, e4m3"),
     }
     for name, case in some.items():
         if name in more and not EVERYTHING:
