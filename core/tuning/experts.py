@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import product
+from itertools import chain, product, zip_longest
 from typing import Any
 
 import torch
@@ -79,17 +79,17 @@ class ExpertTunable(Tunable):
         return not direct(self.rows, self.active, self.experts)
 
     def candidates(self) -> Iterable[Choice]:
-        """Yield the rule's tile, those that differ least from it, and then tiles of other numbers of rows."""
+        """Yield the rule's tiles, and those that differ least from them; the usual number of rows first, and then twice
+        and half as many in turn."""
         usual = rows_of_tile(self.rows * self.active, self.experts) if self.sorts else LEAST_ROWS
         near = (usual, 2 * usual, usual // 2) if self.tile_rows is None else (self.tile_rows,)
-        for rows in near:
-            if not fits(rows, self.sorts):
-                continue
-            ruled = self._ruled(rows)
-            others = sorted(self._tiles(rows), key=partial(_differences, ruled))
-            for tile in dict.fromkeys((ruled, *others)):
-                if self.admits(choice := choice_of(tile)):
-                    yield choice
+        by_rows = [list(self._of_rows(rows)) for rows in near if fits(rows, self.sorts)]
+        return (choice for choice in chain.from_iterable(zip_longest(*by_rows)) if choice is not None)
+
+    def _of_rows(self, rows: int) -> Iterator[Choice]:
+        ruled = self._ruled(rows)
+        others = sorted(self._tiles(rows), key=partial(_differences, ruled))
+        return filter(self.admits, map(choice_of, dict.fromkeys((ruled, *others))))
 
     def _ruled(self, rows: int) -> ExpertTile:
         """Return the rule's tile."""
