@@ -30,7 +30,7 @@ SHAPES = (
     *(
         (tokens, groups, residents)
         for tokens in (8, 16, 32)
-        for groups, residents in ((1, 2), (1, 4), (2, 1), (2, 2), (4, 1))
+        for groups, residents in ((1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (4, 1))
     ),
     *((64, groups, residents) for groups, residents in ((1, 2), (2, 1), (2, 2))),
     *((128, groups, residents) for groups, residents in ((1, 1), (1, 2), (2, 1))),
@@ -41,6 +41,9 @@ SPILLING = {(64, 2, 2), (128, 1, 2)}
 """Those where E4M3, which keeps the sums of groups apart, needs more registers, and so do the scales of groups smaller
 than a strip. The latter leave room for two programs of an SM at most, two warp groups of a program, and one box of a
 block."""
+RULED = (1, 2, 4)
+"""Programs of an SM in the timings to which the rule was fitted. Searches also try three, for which blocks of 512
+inputs leave registers: with four, the matrix instructions of 16 bits wait for each other (ptxas)."""
 CYCLES = {8: 0.92, 16: 1.0, 32: 1.1, 64: 1.4, 128: 2.1}
 """Relative time to decode a weight and to multiply it with so many tokens."""
 SPLIT, SPLIT_SUM = 32 << 10, 8
@@ -162,7 +165,7 @@ def specialized_tile(
     tiles = [
         tile
         for tile in specialized_tiles(rows, outputs, inputs, bits, itemsize, processors, shared, group)
-        if tile.inputs == WORDS * 32 // bits
+        if tile.inputs == WORDS * 32 // bits and tile.residents in RULED
     ]
     return min(tiles, key=cycles, default=None)
 
