@@ -63,7 +63,7 @@ def test_the_kernels_for_hopper_serve_every_head_layout(group, head_dim):
 
 @pytest.mark.parametrize(("rows", "kernel"), [(1, "small"), (8, "general"), (16, "hopper"), (64, "many")])
 def test_rows_of_several_tokens(rows, kernel):
-    """By how many programs an SM has: warps share a range, all queries of a row are a tile, or programs are many."""
+    """The programs of an SM decide: warps share a range, all queries of a row are a tile, or programs are many."""
     shape = Shape(4, 128, torch.bfloat16, E4M3, 32, hopper=True)
     tile = Tiles().decode(shape, 5, rows * 8 / 132)
     if kernel == "general":
