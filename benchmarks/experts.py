@@ -59,7 +59,7 @@ from dovetail.core.ops.kernels.packed_experts import packed_experts_triton
 from dovetail.core.ops.kernels.stacked_experts import in_e4m3, stacked_experts_triton
 from dovetail.core.ops.matmul import device_facts
 from dovetail.core.ops.packed_experts import BIAS, EACH, spans
-from dovetail.core.ops.packing import words_of_row
+from dovetail.core.ops.packing import by_group, pack_scales, words_of_row
 from dovetail.core.ops.stacked_experts import StackedExperts, stacked_gated_experts
 from dovetail.core.ops.tiles import MOST_SHARED_TILES
 from dovetail.core.ops.weight_formats import E2M1, NF4, UINT4
@@ -213,7 +213,9 @@ class StackedLayer(Layer):
         size = fmt.reference(torch.arange(16, dtype=torch.uint8)).std().item() * inputs**0.5
         row_scale = torch.full(groups[:2], 1 / size, device=DEVICE) if group == 16 else None
         scale = torch.full(groups, 1.0 if group == 16 else 1 / size, device=DEVICE).to(scales)
-        zero = torch.randint(6, 10, groups, dtype=torch.uint8, device=DEVICE) if fmt.zero else None
+        # As PackedLinear keeps them.
+        scale = pack_scales(scale) if scales is torch.float8_e4m3fn else by_group(scale)
+        zero = by_group(torch.randint(6, 10, groups, dtype=torch.uint8, device=DEVICE)) if fmt.zero else None
         return PackedWeight(fmt, inputs, group, codes, scale, zero, row_scale)
 
     @property

@@ -25,7 +25,7 @@ from dovetail.core.ops import packed_tiles, weight_formats
 from dovetail.core.ops.kernels.packed_matmul import packed_matmul_triton
 from dovetail.core.ops.matmul import device_facts, scaled_matmul
 from dovetail.core.ops.packed_matmul import decoded, reserve
-from dovetail.core.ops.packing import scales_to_round, words_of_row
+from dovetail.core.ops.packing import by_group, pack_scales, scales_to_round, words_of_row
 from dovetail.core.ops.tiles import MOST_SHARED_TILES
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -46,7 +46,9 @@ def random_weight(fmt: WeightFormat, group: int, scale: torch.dtype, outputs: in
     groups = inputs // group
     codes = torch.randint(-(2**31), 2**31, (outputs, words_of_row(inputs, 4)), dtype=torch.int32, device="cuda")
     scale_OG = (torch.rand(outputs, groups, device="cuda") + 0.5).to(scale)
-    zero_OG = torch.randint(16, (outputs, groups), dtype=torch.uint8, device="cuda") if fmt.zero else None
+    # As PackedLinear keeps them.
+    scale_OG = pack_scales(scale_OG) if scale is E4M3 else by_group(scale_OG)
+    zero_OG = by_group(torch.randint(16, (outputs, groups), dtype=torch.uint8, device="cuda")) if fmt.zero else None
     weight = PackedWeight(fmt, inputs, group, codes, scale_OG, zero_OG)
     return replace(weight, rounded_scale=scales_to_round(weight))
 

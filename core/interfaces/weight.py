@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
+from dovetail.core.arithmetic import ceil_div
+
 if TYPE_CHECKING:
     import torch
 
@@ -81,7 +83,9 @@ class PackedWeight:
     """int32 [O, W], see dovetail.core.ops.packing."""
     scale: torch.Tensor
     """[O, G], any floating-point dtype, in any order in memory: kernels read fastest what
-    dovetail.core.ops.packing.empty_by_group allocates. In E4M3 none is negative or NaN."""
+    dovetail.core.ops.packing.empty_by_group allocates. Of a weight without zeros also int32 [O, ceil(G / 4)], words of
+    four scales in E4M3 (dovetail.core.ops.packing.pack_scales), which are read faster than their bytes. In E4M3 none is
+    negative or NaN."""
     zero: torch.Tensor | None = None
     """[O, G], uint8 or floating point, in the same order as `scale`; None = 0."""
     row_scale: torch.Tensor | None = None
@@ -91,9 +95,19 @@ class PackedWeight:
     (`dovetail.core.ops.packing.scales_to_round`). None = it is multiplied as it is."""
 
     @property
+    def groups(self) -> int:
+        """Number of groups of a row."""
+        return ceil_div(self.inputs, self.group) if self.group else 1
+
+    @property
     def steps(self) -> tuple[int, int]:
-        """Strides of outputs and groups in `scale` and `zero`."""
+        """Strides of outputs and groups, or words of groups, in `scale` and `zero`."""
         outputs, groups = self.scale.stride()[-2:]
+        if self.zero is not None and self.scale.shape != self.zero.shape:
+            raise ValueError(
+                f"scale has the shape {tuple(self.scale.shape)} and zero {tuple(self.zero.shape)}: each group has one "
+                "of both, and scales in words have no zeros"
+            )
         # A dimension of one has any stride.
         if self.zero is not None and any(
             of_scale != of_zero and size > 1

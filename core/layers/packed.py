@@ -12,7 +12,7 @@ from dovetail.core.interfaces import PLAIN, ActFormat, Activation, LinearMethod,
 from dovetail.core.interfaces.tuning import Tunable
 from dovetail.core.interfaces.weight import PackedWeight, WeightFormat
 from dovetail.core.ops.packed_matmul import packed_matmul, packed_rows, reserve
-from dovetail.core.ops.packing import empty_by_group, pack, scales_to_round, words_of_row
+from dovetail.core.ops.packing import SCALES, empty_by_group, pack, pack_scales, scales_to_round, words_of_row
 from dovetail.core.ops.tiles import MOST_SHARED_TILES
 from dovetail.core.tuning.packed_matmul import packed_tunables
 
@@ -62,19 +62,21 @@ class PackedLinear(LinearMethod):
         self.width, self.step = self.columns(shape)
 
     def allocate(self, device: torch.device, experts: int | None = None) -> dict[str, torch.Tensor]:
-        """Return the uninitialized tensors of a matrix, or those of so many experts, with a dimension for these."""
+        """Return the uninitialized tensors of a matrix, or those of so many experts, with a dimension for these. Scales
+        in E4M3 are in words (core.ops.packing), unless there are zeros."""
         outputs = (self.shape.out,) if experts is None else (experts, self.shape.out)
         groups = ceil_div(self.width, self.step) if self.step else 1
         words = words_of_row(self.width, self.format.stored_bits)
-        scales = self.scale_dtype or self.dtype
-        # Hopper's kernel reads four scales in E4M3 of an output as a word.
-        empty = torch.empty if scales is torch.float8_e4m3fn else empty_by_group
+        scales, columns = self.scale_dtype or self.dtype, groups
+        # Kernels read zeros in the order of scales.
+        if scales is torch.float8_e4m3fn and not self.format.zero:
+            scales, columns = torch.int32, ceil_div(groups, SCALES)
         params = {
             "codes": torch.empty(*outputs, words, dtype=torch.int32, device=device),
-            "scale": empty(*outputs, groups, dtype=scales, device=device),
+            "scale": empty_by_group(*outputs, columns, dtype=scales, device=device),
         }
         if self.format.zero:
-            params["zero"] = empty(*outputs, groups, dtype=self.zero_dtype, device=device)
+            params["zero"] = empty_by_group(*outputs, groups, dtype=self.zero_dtype, device=device)
         if self.row_scale:
             params["row_scale"] = torch.empty(*outputs, dtype=torch.float32, device=device)
         return params
@@ -105,6 +107,8 @@ class PackedLinear(LinearMethod):
         """Pack this rank's share of a part. `scale_OG` and `zero_OG` have one entry for each step of columns."""
         device = params["codes"].device
         params["codes"][part] = pack(codes_OI.to(device), self.format.stored_bits)
+        if params["scale"].dtype is torch.int32:
+            scale_OG = pack_scales(scale_OG.to(device, torch.float8_e4m3fn))
         for name, values in (("scale", scale_OG), ("zero", zero_OG)):
             if values is not None:
                 params[name][part] = values.to(device, params[name].dtype)

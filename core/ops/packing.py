@@ -4,6 +4,9 @@ n = 32 / stored_bits codes share a word. A block of 32 n inputs takes 32 words o
 32 j + w of the block. So the same bits of 32 words are 32 consecutive inputs, and a kernel that decodes them needs no
 exchange between threads. The last block is filled up with zeros.
 
+Four scales in E4M3 of an output may share an int32 word, the first of them in its lowest byte. The last word is filled
+up with zeros.
+
 Shapes: O outputs, I inputs, W words, G groups.
 """
 
@@ -19,6 +22,8 @@ LANES = 32
 """Words of a block."""
 MOST_E4M3 = 448.0
 """The largest number in E4M3."""
+SCALES = 4
+"""Scales in E4M3 of a word."""
 TINY = 2.0**-100
 """Least scale to round with, whose inverse is finite."""
 
@@ -28,6 +33,31 @@ def empty_by_group(*shape: int, dtype: torch.dtype, device: torch.device) -> tor
     a kernel's block has one or two groups of many outputs, and reads whole sectors of them so."""
     *experts, outputs, groups = shape
     return torch.empty(*experts, groups, outputs, dtype=dtype, device=device).transpose(-1, -2)
+
+
+def by_group(x_OG: torch.Tensor) -> torch.Tensor:
+    """Return a copy in which outputs are next to each other in memory."""
+    return empty_by_group(*x_OG.shape, dtype=x_OG.dtype, device=x_OG.device).copy_(x_OG)
+
+
+def pack_scales(scale_OG: torch.Tensor) -> torch.Tensor:
+    """Return words of scales in E4M3, int32 [.., O, ceil(G / SCALES)], with outputs next to each other in memory."""
+    bits = F.pad(scale_OG.view(torch.uint8), (0, -scale_OG.shape[-1] % SCALES)).to(torch.int32)
+    return by_group((bits.unflatten(-1, (-1, SCALES)) << _shifts(8, bits.device)).sum(-1, dtype=torch.int32))
+
+
+def scales_of(packed: PackedWeight, rows: torch.Tensor | slice = slice(None)) -> torch.Tensor:
+    """Return scales [.., O, G] of the matrix, or of some rows, in E4M3 if they are in words."""
+    scale = packed.scale[rows]
+    if scale.dtype is not torch.int32:
+        return scale
+    bits = (scale.unsqueeze(-1) >> _shifts(8, scale.device)) & 0xFF
+    return bits.flatten(-2)[..., : packed.groups].to(torch.uint8).view(torch.float8_e4m3fn)
+
+
+def _shifts(bits: int, device: torch.device) -> torch.Tensor:
+    """Shifts of the fields of so many bits in a word."""
+    return torch.arange(0, 32, bits, dtype=torch.int32, device=device)
 
 
 def words_of_row(inputs: int, stored_bits: int) -> int:
@@ -48,9 +78,8 @@ def pack(codes_OI: torch.Tensor, stored_bits: int) -> torch.Tensor:
 
 def unpack(words_OW: torch.Tensor, stored_bits: int, inputs: int) -> torch.Tensor:
     """Return the codes uint8 [O, inputs]."""
-    shifts = torch.arange(0, 32, stored_bits, dtype=torch.int32, device=words_OW.device)
     words = words_OW.unflatten(1, (-1, 1, LANES))
-    codes = (words >> shifts[:, None]) & ((1 << stored_bits) - 1)
+    codes = (words >> _shifts(stored_bits, words.device)[:, None]) & ((1 << stored_bits) - 1)
     return codes.flatten(1)[:, :inputs].to(torch.uint8)
 
 
@@ -60,7 +89,7 @@ def dequantize(packed: PackedWeight, rows: torch.Tensor | slice = slice(None)) -
     weight_OI = packed.format.reference(codes_OI)
     if packed.zero is not None:
         weight_OI = weight_OI - _spread(packed.zero[rows], packed)
-    weight_OI = weight_OI * _spread(packed.scale[rows], packed)
+    weight_OI = weight_OI * _spread(scales_of(packed, rows), packed)
     return weight_OI if packed.row_scale is None else weight_OI * packed.row_scale[rows].unsqueeze(-1)
 
 
@@ -81,7 +110,7 @@ def scales_to_round(packed: PackedWeight) -> torch.Tensor:
     else:
         largest_OG = torch.maximum(high - zero_OG.float(), zero_OG.float() - low)
     unit_OG = torch.exp2(torch.floor(torch.log2(MOST_E4M3 / largest_OG.clamp(min=TINY))))
-    scale_O = (packed.scale.float().abs() / unit_OG).amax(1)
+    scale_O = (scales_of(packed).float().abs() / unit_OG).amax(1)
     if packed.row_scale is not None:
         scale_O = scale_O * packed.row_scale.abs()
     # All numbers of such an output become zero.

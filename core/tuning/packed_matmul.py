@@ -29,7 +29,7 @@ from dovetail.core.ops.packed_tiles import (
     specialized_tile,
     specialized_tiles,
 )
-from dovetail.core.ops.packing import scales_to_round
+from dovetail.core.ops.packing import pack_scales, scales_to_round
 from dovetail.core.ops.padding import empty_rows
 from dovetail.core.ops.tile_choice import choice_of, tile_of
 from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
@@ -116,7 +116,9 @@ class PackedMatmulTunable(Tunable):
         for number in (self.packed.scale.shape[1], *self.packed.scale.stride()):
             facts += [number % 16 == 0, number == 1]
         launched = replace(tile, split=1, programs=0)
-        return self.op, self.packed.format, self.packed.group, self.x_dtype, self.dtype, launched, tuple(facts)
+        packed = self.packed
+        weight = packed.format, packed.group, packed.scale.dtype, None if packed.zero is None else packed.zero.dtype
+        return self.op, *weight, self.x_dtype, self.dtype, launched, tuple(facts)
 
     def trials(self, count: int) -> Trials:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -148,7 +150,8 @@ class PackedMatmulTunable(Tunable):
             codes &= -0x40404041
         # In the same order in memory.
         scale = torch.empty_like(packed.scale, device=device)
-        scale.copy_(torch.rand(scale.shape, device=device) + 0.5)
+        scale_OG = torch.rand(len(scale), packed.groups, device=device) + 0.5
+        scale.copy_(pack_scales(scale_OG.to(torch.float8_e4m3fn)) if scale.dtype is torch.int32 else scale_OG)
         zero, row_scale = packed.zero, packed.row_scale
         if zero is not None:
             zero = torch.empty_like(zero, device=device)

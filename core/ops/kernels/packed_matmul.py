@@ -30,17 +30,29 @@ from dovetail.core.ops.tiles import MatmulTile
 
 
 @triton.jit
+def _of_group(at, ok, group, groups, step, DTYPE: tl.constexpr):
+    """Return the scales or zeros [O] of a group. `at`: pointers to those of the first group, or the first word."""
+    if at.dtype.element_ty == tl.int32:
+        # Words of four scales in E4M3. Single bytes are read: Triton's pipeline would copy words to shared memory.
+        byte = (at + (group >> 2) * step).to(tl.pointer_type(tl.uint8), bitcast=True) + (group & 3)
+        bits = tl.load(byte, mask=ok & ((group >> 2) < groups), other=0).to(tl.int32)
+        # Exponent and mantissa become those of float32, whose exponent has a bias that is greater by 120.
+        return ((bits << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36).to(DTYPE)
+    else:
+        return tl.load(at + group * step, mask=ok & (group < groups), other=0.0).to(DTYPE)
+
+
+@triton.jit
 def of_strip(
     source_ptr, o, outputs, groups, steps, first, GROUP: tl.constexpr, STRIP: tl.constexpr, DTYPE: tl.constexpr
 ):
     """Return the scales or zeros of a strip, whose first input is `first`: [O, 1], or [O, I] if it has several.
-    `steps`: strides of outputs and groups."""
-    at = source_ptr + o.to(tl.int64) * steps[0]
+    `groups`: those of a row, or its words of four groups. `steps`: strides of outputs and groups or words."""
+    at, ok = source_ptr + o.to(tl.int64) * steps[0], o < outputs
     group = first // GROUP
-    values = tl.load(at + group * steps[1], mask=(o < outputs) & (group < groups), other=0.0).to(DTYPE)[:, None]
+    values = _of_group(at, ok, group, groups, steps[1], DTYPE)[:, None]
     for more in tl.static_range(1, (STRIP + GROUP - 1) // GROUP):
-        ok = (o < outputs) & (group + more < groups)
-        of_next = tl.load(at + (group + more) * steps[1], mask=ok, other=0.0).to(DTYPE)[:, None]
+        of_next = _of_group(at, ok, group + more, groups, steps[1], DTYPE)[:, None]
         values = tl.where((tl.arange(0, STRIP) < more * GROUP)[None, :], values, of_next)
     return values
 
@@ -77,7 +89,8 @@ def _range_of_tile(x_ptr, codes_ptr, scale_ptr, zero_ptr, first, last, row_o, ro
     CODE: tl.constexpr = tl.float16 if DTYPE == tl.float8e4nv and WIDER else DTYPE
     # Whole zeros are exact in 16 bits, and the product with a scale of few bits is rounded once.
     WHOLE_ZEROS: tl.constexpr = zero_ptr is None or zero_ptr.dtype.element_ty == tl.uint8
-    SHORT: tl.constexpr = WHOLE_ZEROS and (SUMS or SCALE == DTYPE or SCALE == tl.float8e4nv)
+    FEW_BITS: tl.constexpr = SCALE == tl.float8e4nv or SCALE == tl.int32
+    SHORT: tl.constexpr = WHOLE_ZEROS and (SUMS or SCALE == DTYPE or FEW_BITS)
     VALUE: tl.constexpr = CODE if SHORT else tl.float32
     FACTOR: tl.constexpr = tl.float32 if SUMS else VALUE
     o = row_o + tl.arange(0, BLOCK_O)

@@ -13,17 +13,34 @@ from dovetail.core.ops.kernels.packed_ring import LANES
 
 
 @gluon.jit
-def of_block(
-    source_ptr, o, outputs, groups, steps, first, GROUP: gl.constexpr, STEP: gl.constexpr, COUNT: gl.constexpr
-):
-    """Return the scales or zeros of a block whose first input is `first`: [O] for each of COUNT runs of STEP inputs.
-    `steps`: strides of outputs and groups."""
+def of_block(source_ptr, o, outputs, groups, steps, first, GROUP: gl.constexpr, STEP: gl.constexpr,
+             COUNT: gl.constexpr, IN_WORD: gl.constexpr = 1):  # fmt: skip
+    """Return the scales or zeros of a block whose first input is `first`: [O] for each of COUNT runs of STEP inputs, or
+    the word that has them. `groups`: those of a row, or its words of IN_WORD groups. `steps`: strides of outputs and
+    groups or words."""
     at = source_ptr + o.to(gl.int64) * steps[0]
     values = ()
     for run in gl.static_range(COUNT):
-        group = (first + run * STEP) // GROUP
+        group = (first + run * STEP) // GROUP // IN_WORD
         values += (gl.load(at + group * steps[1], mask=(o < outputs) & (group < groups), other=0.0),)  # type: ignore[assignment]
     return values
+
+
+@gluon.jit
+def scales_of_block(source_ptr, o, outputs, groups, steps, first, GROUP: gl.constexpr, STEP: gl.constexpr,
+                    COUNT: gl.constexpr, FACTORS: gl.constexpr):  # fmt: skip
+    """Return the scales of each run of a block, as of_block does. FACTORS: words, each with the scales of four runs."""
+    if FACTORS:
+        return of_block(source_ptr, o, outputs, groups, steps, first, GROUP, 4 * STEP, COUNT // 4, 4)
+    elif source_ptr.dtype.element_ty == gl.int32:
+        words = of_block(source_ptr, o, outputs, groups, steps, first, GROUP, STEP, COUNT, 4)
+        values = ()
+        for run in gl.static_range(COUNT):
+            bits = words[run] >> ((first + run * STEP) // GROUP % 4 * 8)
+            values += (bits.to(gl.int8).to(gl.float8e4nv, bitcast=True),)  # type: ignore[assignment]
+        return values
+    else:
+        return of_block(source_ptr, o, outputs, groups, steps, first, GROUP, STEP, COUNT)
 
 
 @gluon.jit

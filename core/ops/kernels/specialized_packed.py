@@ -45,6 +45,7 @@ from dovetail.core.ops.kernels.packed_operands import (
     of_block,
     restore,
     scaled,
+    scales_of_block,
 )
 from dovetail.core.ops.kernels.packed_ring import LANES, fill, following, produce
 from dovetail.core.ops.padding import readable_rows
@@ -153,8 +154,6 @@ def _consume(rings, work, begin, split, weight, epilogue, size, GROUP_O: gl.cons
     IN_RUN: gl.constexpr = min(RUN * (2 if SUBTRACTS else 1), 7)
     # With FACTORS, four scales are loaded in a word.
     IN_WORD: gl.constexpr = 4 if FACTORS else 1
-    SCALES: gl.constexpr = RUNS // IN_WORD
-    OF_SCALE: gl.constexpr = STEP * IN_WORD
     o_sum = gl.arange(0, GROUP_O, SCALED)
     o_zero = gl.arange(0, GROUP_O, BY_ZERO)
     place, phase = 0, 0
@@ -165,7 +164,7 @@ def _consume(rings, work, begin, split, weight, epilogue, size, GROUP_O: gl.cons
         row_o = (o_tile * GROUPS + WHICH) * GROUP_O
         acc = gl.zeros([GROUP_O, BLOCK_T], gl.float32, ACC)
         column = first * (RUNS * STEP)
-        scales = of_block(scale_ptr, row_o + o_sum, outputs, groups, steps, column, GROUP * IN_WORD, OF_SCALE, SCALES)
+        scales = scales_of_block(scale_ptr, row_o + o_sum, outputs, groups, steps, column, GROUP, STEP, RUNS, FACTORS)
         zeros = ()
         if zero_ptr is not None:
             zeros = of_block(zero_ptr, row_o + o_zero, outputs, groups, steps, column, GROUP, STEP, RUNS)
@@ -173,8 +172,8 @@ def _consume(rings, work, begin, split, weight, epilogue, size, GROUP_O: gl.cons
             mbarrier.wait(full.index(place), phase)
             # Those of the next block, whose latency overlaps with this one.
             column = (block + 1) * (RUNS * STEP)
-            next_scales = of_block(
-                scale_ptr, row_o + o_sum, outputs, groups, steps, column, GROUP * IN_WORD, OF_SCALE, SCALES
+            next_scales = scales_of_block(
+                scale_ptr, row_o + o_sum, outputs, groups, steps, column, GROUP, STEP, RUNS, FACTORS
             )
             next_zeros = ()
             if zero_ptr is not None:
@@ -380,16 +379,10 @@ def launch_packed(
     elif packed.zero is not None:
         # One instruction subtracts both the shift and the zero.
         shifted = packed.format.shifted.get(torch.float16 if fp8 else x_TI.dtype)
-    # Of NVFP4, scales of four groups are loaded and decoded together.
-    scale, steps = packed.scale, packed.steps
-    factors = packed.format is E2M1 and scale.dtype is torch.float8_e4m3fn and strip < LANES.value and groups % 4 == 0
-    factors = factors and packed.steps[1] == 1
-    if factors:
-        scale, groups, steps = scale.view(torch.int32), groups // 4, (steps[0] // 4, 1)
     packed_specialized[(programs,)](
         tensor_map(x_TI, tile.tokens, readable_rows(x_TI, tile.tokens)),
         tensor_map(packed.codes, tile.outputs // warp_groups, outputs),
-        scale,
+        packed.scale,
         packed.zero,
         x_scale_T1,
         packed.row_scale,
@@ -400,7 +393,7 @@ def launch_packed(
         tokens,
         outputs,
         groups,
-        *steps,
+        *packed.steps,
         0 if x_scale_T1 is None or x_scale_T1.numel() == 1 else x_scale_T1.stride(0),
         t_tiles,
         blocks,
@@ -418,7 +411,8 @@ def launch_packed(
         NARROW=narrow,
         SHIFT=None if shifted is None else shifted.shift,
         UNIT=1.0 if shifted is None else shifted.unit,
-        FACTORS=factors,
+        # Of NVFP4, scales of four groups are loaded and decoded together.
+        FACTORS=packed.format is E2M1 and packed.scale.dtype is torch.int32 and strip < LANES.value,
         LESS=less,
         RESIDENTS=tile.residents,
         num_warps=4,

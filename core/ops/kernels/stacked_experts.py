@@ -142,7 +142,8 @@ def _stacked_expert_matmul(
     TWICE: tl.constexpr = UNIT != 1.0
     CODE: tl.constexpr = tl.float16 if DTYPE == tl.float8e4nv and WIDER else DTYPE
     WHOLE_ZEROS: tl.constexpr = zero_ptr is None or zero_ptr.dtype.element_ty == tl.uint8
-    SHORT: tl.constexpr = WHOLE_ZEROS and (SUMS or SCALE == DTYPE or SCALE == tl.float8e4nv)
+    FEW_BITS: tl.constexpr = SCALE == tl.float8e4nv or SCALE == tl.int32
+    SHORT: tl.constexpr = WHOLE_ZEROS and (SUMS or SCALE == DTYPE or FEW_BITS)
     VALUE: tl.constexpr = CODE if SHORT else tl.float32
     FACTOR: tl.constexpr = tl.float32 if SUMS else VALUE
     token_T = (pair_T // ACTIVE if GATED else place_T).to(tl.int64)

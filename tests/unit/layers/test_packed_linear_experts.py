@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,14 +15,15 @@ from dovetail.core.layers.looped_experts import LoopedExperts
 from dovetail.core.layers.packed import PackedLinear
 from dovetail.core.layers.packed_linear_experts import PackedLinearExperts
 from dovetail.core.layers.plain import PlainLinear
-from dovetail.core.ops.weight_formats import INT4, INT8, UINT4
+from dovetail.core.ops.weight_formats import E2M1, INT4, INT8, UINT4
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 from dovetail.plugins.quant.int4.checkpoint import Stored
+from dovetail.plugins.quant.int4.order import set_order, with_order
 from dovetail.plugins.quant.int4.quantizer import StoredLinear
 
 from ...layouts import gptq, rounded
 
-CPU = torch.device("cpu")
+CPU, FP8 = torch.device("cpu"), torch.float8_e4m3fn
 SHAPE = ExpertShape(3, 96, 64, torch.bfloat16, names=tuple((f"{e}.gate", f"{e}.up", f"{e}.down") for e in range(3)))
 
 
@@ -176,3 +178,49 @@ def test_other_methods_keep_their_own_tensors(make, reason):
     experts, params = created(make)
     assert not experts.stacked and reason in experts.reason()
     assert {name.rsplit(".", 1)[0] for name in params} == {f"{e}.{side}" for e in range(3) for side in ("up", "down")}
+
+
+class Ordered(Packed):
+    """Has an order for the columns of down."""
+
+    def __init__(self, path: str, shape: LinearShape) -> None:
+        down = path.endswith("down")
+        super().__init__(UINT4 if down else E2M1, 32 if down else 16, scale_dtype=FP8)
+        if down:
+            self.input = with_order(PLAIN, shape.inp, CPU)
+            set_order(self.input, torch.randperm(shape.inp))
+
+    def load(self, params, part, tensors):
+        self.store(params, part, tensors["codes"], tensors["scale"], tensors["zero"] if self.format.zero else None)
+
+
+def test_scales_in_e4m3_are_words_which_move_with_their_rows():
+    """With zeros they are no words, since kernels read zeros in the order of scales."""
+    shape = replace(SHAPE, dtype=torch.float32, hidden=112)
+    stacked = PackedLinearExperts(SimpleNamespace(linear=Ordered), "experts", shape)
+    looped = LoopedExperts(SimpleNamespace(linear=Ordered), "experts", shape)
+    looped.methods = [(up, copy(down)) for up, down in stacked.methods]
+    every = [(experts, experts.create(shape, CPU)) for experts in (stacked, looped)]
+    params = every[0][1]
+    found = {name: (x.dtype, tuple(x.shape), x.stride()[1:]) for name, x in params.items() if "codes" not in name}
+    assert found == {
+        "up.scale": (torch.int32, (3, 128, 2), (1, 128)),
+        "down.scale": (FP8, (3, 112, 2), (1, 112)),
+        "down.zero": (torch.uint8, (3, 112, 2), (1, 112)),
+        "down.order": (torch.int32, (3, 64), (1,)),
+    }
+    for expert in range(3):
+        for part, outputs, inputs, group in (("gate", 64, 112, 16), ("up", 64, 112, 16), ("down", 112, 64, 32)):
+            tensors = {
+                "codes": torch.randint(16, (outputs, inputs), dtype=torch.uint8),
+                "scale": torch.rand(outputs, inputs // group).to(FP8),
+                "zero": torch.randint(16, (outputs, inputs // group), dtype=torch.uint8),
+            }
+            for experts, own in every:
+                experts.load(own, expert, part, tensors)
+    for experts, own in every:
+        experts.finish(own)
+    x = torch.randn(7, 112)
+    routing = Routing(torch.randint(3, (7, 2)).int(), torch.rand(7, 2))
+    got, want = (experts.apply(own, Activation(experts.input, x), routing) for experts, own in every)
+    assert (got - want).norm() < 1e-5 * want.norm()

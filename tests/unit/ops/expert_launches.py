@@ -20,13 +20,14 @@ from dovetail.core.interfaces.weight import PackedWeight
 from dovetail.core.ops.expert_copies import count_experts, locate_copies
 from dovetail.core.ops.experts import ExpertWeights, gated_experts
 from dovetail.core.ops.packed_experts import PackedExperts, packed_gated_experts, spans
+from dovetail.core.ops.packing import empty_by_group
 from dovetail.core.ops.routing import route
 from dovetail.core.ops.stacked_experts import StackedExperts, stacked_gated_experts
 from dovetail.core.ops.weight_formats import E2M1, INT8, NF4, UINT4
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 from dovetail.plugins.quant.int8.format import INT8_TOKEN
 
-from .emulated import BF16, E4M3, EVERYTHING, FP16, FP32, cuda, has_fp8
+from .emulated import BF16, E4M3, EVERYTHING, FP16, FP32, INT32, cuda, has_fp8
 from .packed_launches import packed_weight
 
 CLAMPED = GatedActivation(1.702, 7.0, 1.0)
@@ -70,7 +71,7 @@ def experts() -> None:
     if EVERYTHING:
         for tokens in (1, 64):
             multiply_stacked(tokens, 128, 8, 2048, 768, gptq, PLAIN, ordered=True)
-        nvfp4 = packed_weight(E2M1, 8, 2048, 16, E4M3 if has_fp8() else BF16)
+        nvfp4 = packed_weight(E2M1, 8, 2048, 16, INT32)
         for packed in (nvfp4, packed_weight(INT8, 8, 2048, 0, BF16), packed_weight(NF4, 8, 2048, 64, FP32)):
             for tokens in (1, 64, 512, 8192):
                 multiply_stacked(tokens, 128, 8, 2048, 704, packed, PLAIN)
@@ -153,15 +154,17 @@ def multiply_stacked(
     fmt: ActFormat,
     ordered: bool = False,
 ) -> None:
-    """Experts in the format of `like`, with scales of a row if these are in E4M3, as in NVFP4. `ordered`: with
+    """Experts in the format of `like`, with scales of a row if these are words of E4M3, as in NVFP4. `ordered`: with
     act-order."""
 
     def stacked(outputs: int, inputs: int) -> PackedWeight:
-        one = packed_weight(like.format, count * outputs, inputs, like.group, like.scale.dtype)
-        tensors = {name: getattr(one, name) for name in ("codes", "scale", "zero")}
-        row_scale = cuda(count, outputs, dtype=FP32) if like.scale.dtype is E4M3 else None
-        split = {name: x if x is None else x.unflatten(0, (count, outputs)) for name, x in tensors.items()}
-        return replace(one, **split, row_scale=row_scale)
+        one = packed_weight(like.format, outputs, inputs, like.group, like.scale.dtype)
+        tensors = {"codes": cuda(count, *one.codes.shape, dtype=INT32)}
+        for name in ("scale", "zero"):
+            if (x_OG := getattr(one, name)) is not None:
+                tensors[name] = empty_by_group(count, *x_OG.shape, dtype=x_OG.dtype, device=x_OG.device)
+        row_scale = cuda(count, outputs, dtype=FP32) if like.scale.dtype is INT32 else None
+        return replace(one, **tensors, row_scale=row_scale)
 
     order_EC = cuda(count, hidden, dtype=torch.int32) if ordered else None
     weights = StackedExperts(stacked(2 * channels, hidden), stacked(hidden, channels), order_EC)

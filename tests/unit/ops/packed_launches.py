@@ -13,27 +13,24 @@ from dovetail.core.ops import weight_formats
 from dovetail.core.ops.kernels import decoders
 from dovetail.core.ops.kernels.packed_matmul import packed_matmul_triton
 from dovetail.core.ops.packed_matmul import multiplies_e4m3, packed_matmul, packed_rows
-from dovetail.core.ops.packing import words_of_row
+from dovetail.core.ops.packing import SCALES, words_of_row
 from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
 
 from .emulated import BF16, E4M3, EVERYTHING, FP16, FP32, INT32, INT64, cuda, has_fp8
 
 
 def packed_weight(fmt: WeightFormat, outputs: int, inputs: int, group: int, scale: torch.dtype) -> PackedWeight:
+    """With scales and zeros in the order in which PackedLinear keeps them. `scale`: int32 for words of E4M3."""
     groups = -(-inputs // group) if group else 1
+    columns = -(-groups // SCALES) if scale is INT32 else groups
     return PackedWeight(
         fmt,
         inputs,
         group,
         cuda(outputs, words_of_row(inputs, fmt.stored_bits), dtype=INT32),
-        _scales(outputs, groups, scale),
-        _scales(outputs, groups, torch.uint8) if fmt.zero else None,
+        cuda(columns, outputs, dtype=scale).t(),
+        cuda(groups, outputs, dtype=torch.uint8).t() if fmt.zero else None,
     )
-
-
-def _scales(outputs: int, groups: int, dtype: torch.dtype) -> torch.Tensor:
-    """In the order in which PackedLinear keeps them."""
-    return cuda(outputs, groups, dtype=dtype) if dtype is E4M3 else cuda(groups, outputs, dtype=dtype).t()
 
 
 PACKED = (
@@ -70,14 +67,21 @@ def decode_everything(words_ptr, out_ptr):
 
 
 def hopper_operands() -> None:
-    """Scales of NVFP4, and codes that are multiplied as they are in E4M3, by the kernel for Hopper."""
+    """Scales in E4M3, and codes that are multiplied as they are in E4M3, by the kernel for Hopper."""
     counts = cuda(MOST_SHARED_TILES, dtype=INT32)
-    nvfp4, uint4 = (packed_weight(fmt, 4096, 4096, group, scale) for fmt, group, scale in OPERANDS)
-    packed_matmul(cuda(1, 4096), nvfp4, None, BF16, counts=counts)
+    for fmt, group, scale in OPERANDS:
+        packed_matmul(cuda(1, 4096), packed_weight(fmt, 4096, 4096, group, scale), None, BF16, counts=counts)
+    uint4 = packed_weight(weight_formats.UINT4, 4096, 4096, 128, BF16)
     packed_matmul(cuda(1, 4096, dtype=E4M3), uint4, None, BF16, cuda(1, 1, dtype=FP32), counts)
 
 
-OPERANDS = ((weight_formats.E2M1, 16, E4M3), (weight_formats.UINT4, 128, BF16))
+OPERANDS = (
+    # Words of scales that are decoded together, or one by one, and scales that are in no words.
+    (weight_formats.E2M1, 16, INT32),
+    (weight_formats.INT4, 64, INT32),
+    (weight_formats.E2M1, 16, E4M3),
+)
+"""Format, group and dtype of scales."""
 
 
 def packed_products() -> None:
@@ -90,13 +94,9 @@ def packed_products() -> None:
     packed_rows(weights[0], cuda(16, dtype=INT64), BF16)
     decode_everything[(1,)](cuda(512, dtype=INT32), cuda(512))
     # NVFP4, and FP8 with scales of blocks.
-    packed_matmul(
-        cuda(1, 4096),
-        packed_weight(weight_formats.E2M1, 4096, 4096, 16, E4M3 if has_fp8() else BF16),
-        None,
-        BF16,
-        counts=counts,
-    )
+    nvfp4 = packed_weight(weight_formats.E2M1, 4096, 4096, 16, INT32)
+    packed_matmul(cuda(1, 4096), nvfp4, None, BF16, counts=counts)
+    packed_rows(nvfp4, cuda(16, dtype=INT64), BF16)
     if has_fp8():
         packed_matmul(cuda(64, 4096, dtype=E4M3), weights[0], None, BF16, cuda(64, 1, dtype=FP32), counts)
         blocks = packed_weight(weight_formats.E4M3, 4096, 4096, 128, FP32)

@@ -20,10 +20,12 @@ from dovetail.core.ops.kernels.packed_matmul import packed_matmul_triton  # noqa
 from dovetail.core.ops.kernels.packed_rows import packed_rows_triton  # noqa: E402
 from dovetail.core.ops.packed_matmul import multiplies_e4m3, packed_matmul  # noqa: E402
 from dovetail.core.ops.packed_tiles import MOST_EXACT_ROWS, specialized_tiles  # noqa: E402
-from dovetail.core.ops.packing import dequantize, empty_by_group, pack, rounded, scales_to_round  # noqa: E402
+from dovetail.core.ops.packing import dequantize, pack, pack_scales, rounded, scales_to_round  # noqa: E402
 from dovetail.core.ops.tiles import HOPPER_SHARED, MOST_SHARED_TILES, MatmulTile  # noqa: E402
 from dovetail.core.ops.weight_formats import BITSANDBYTES_FP4, E2M1, E4M3, INT4, INT6, INT8, NF4, UINT4, UINT8  # noqa: E402
 from dovetail.core.testing.interpreter import mend_interpreter  # noqa: E402
+
+from .memory_orders import as_kept, by_group  # noqa: E402
 
 if INTERPRETED:
     mend_interpreter()
@@ -48,12 +50,19 @@ def fresh_random_and_poison():
 def packed(
     fmt: WeightFormat, outputs: int, inputs: int, group: int, scale: torch.dtype = FP16, rows: bool = False
 ) -> PackedWeight:
-    """Random codes, with scales and zeros in the order in which PackedLinear keeps them."""
+    """Random codes, with scales and zeros as PackedLinear keeps them."""
+    return as_kept(drawn(fmt, outputs, inputs, group, scale, rows))
+
+
+def drawn(
+    fmt: WeightFormat, outputs: int, inputs: int, group: int, scale: torch.dtype, rows: bool = False
+) -> PackedWeight:
+    """The same, with the scales of an output next to each other in memory."""
     codes_OI = torch.randint(2**fmt.bits, (outputs, inputs), dtype=torch.uint8, device=DEVICE)
     if fmt is E4M3:
         codes_OI[codes_OI & 0x7F == 0x7F] = 0x7E  # no NaN
     groups = -(-inputs // group) if group else 1
-    weight = PackedWeight(
+    return PackedWeight(
         fmt,
         inputs,
         group,
@@ -62,17 +71,6 @@ def packed(
         torch.randint(2**fmt.bits, (outputs, groups), dtype=torch.uint8, device=DEVICE) if fmt.zero else None,
         torch.rand(outputs, device=DEVICE) + 0.5 if rows else None,
     )
-    return weight if scale is FP8 else by_group(weight)
-
-
-def by_group(weight: PackedWeight) -> PackedWeight:
-    """The same weight, with outputs of a group next to each other in memory."""
-
-    def ordered(x_OG: torch.Tensor) -> torch.Tensor:
-        return empty_by_group(*x_OG.shape, dtype=x_OG.dtype, device=x_OG.device).copy_(x_OG)
-
-    zero_OG = weight.zero if weight.zero is None else ordered(weight.zero)
-    return dataclasses.replace(weight, scale=ordered(weight.scale), zero=zero_OG)
 
 
 def exact(x_TI, weight: PackedWeight, bias_O, x_scale_T1) -> torch.Tensor:
@@ -119,14 +117,18 @@ if not INTERPRETED and torch.cuda.get_device_capability() == (9, 0):
             assert_multiplies(weight, rows, tile, FP8 if itemsize == 1 else WIDE)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, FP16])
-    @pytest.mark.parametrize(("rows", "inputs"), [(1, 4096), (9, 704), (70, 2048), (200, 1088)])
+    @pytest.mark.parametrize(("rows", "inputs"), [(1, 4096), (9, 704), (40, 680), (70, 2048), (200, 1088)])
     def test_scales_of_nvfp4(rows, inputs, dtype):
-        """All positive scales, subnormal ones and 0 among them, four of which are decoded together."""
-        weight = packed(E2M1, 200, inputs, 16, FP8, rows=True)
+        """All positive scales, subnormal ones and 0 among them, four of which are decoded together if they are in
+        words. 680 inputs have 43 groups."""
+        weight = drawn(E2M1, 200, inputs, 16, FP8, rows=True)
         scale = torch.randint(0x7F, weight.scale.shape, dtype=torch.uint8, device=DEVICE).view(FP8)
         weight = dataclasses.replace(weight, scale=scale)
-        for tile in specialized_tiles(rows, 200, inputs, 4, 2, 7, HOPPER_SHARED, 16):
-            assert_multiplies(weight, rows, tile, dtype)
+        # Words of an output next to each other, too.
+        words = dataclasses.replace(weight, scale=pack_scales(scale).contiguous())
+        for n, tile in enumerate(specialized_tiles(rows, 200, inputs, 4, 2, 7, HOPPER_SHARED, 16)):
+            assert_multiplies(as_kept(weight), rows, tile, dtype)
+            assert_multiplies((weight, by_group(weight), words)[n % 3], rows, tile, dtype)
 
 
 SHAPES = ((16, 3, 300), (32, 1, 300), (64, 17, 688), (128, 64, 256), (0, 130, 260), (8, 5, 260))
@@ -146,22 +148,40 @@ def test_16_bit_inputs(fmt, group, rows, inputs, tile):
     assert_multiplies(packed(fmt, 40, inputs, group, scale, rows=rows % 2 == 0), rows, tile, WIDE)
 
 
-@pytest.mark.parametrize(("fmt", "group", "scale"), [(UINT4, 32, FP16), (INT6, 16, FP32), (INT4, 0, FP16)])
+@pytest.mark.parametrize(
+    ("fmt", "group", "scale"),
+    [
+        *((UINT4, 32, FP16), (INT6, 16, FP32), (INT4, 0, FP16)),
+        # Words of four scales, with 38 groups, with four groups in a strip, and with one group.
+        *((E2M1, 16, FP8), (NF4, 8, FP8), (INT8, 0, FP8)),
+        (UINT4, 64, FP8),
+    ],
+)
 def test_scales_are_in_any_order_in_memory(fmt, group, scale):
-    """Tensors that are not made by PackedLinear have the groups of an output next to each other."""
-    weight = packed(fmt, 40, 600, group, scale)
-    zero = None if weight.zero is None else weight.zero.contiguous()
-    by_output = dataclasses.replace(weight, scale=weight.scale.contiguous(), zero=zero)
-    assert weight.scale.stride(0) == 1
+    weight = drawn(fmt, 40, 600, group, scale)
+    grouped, kept = by_group(weight), as_kept(weight)
+    assert kept.steps[0] == 1 and (kept.scale.dtype is torch.int32) == (scale is FP8 and not fmt.zero)
     x_TI, counts = torch.randn(3, 600, device=DEVICE, dtype=WIDE), torch.zeros(256, dtype=torch.int32, device=DEVICE)
-    got, like = (packed_matmul_triton(x_TI, one, TILES[1], counts, dtype=FP32) for one in (weight, by_output))
-    assert torch.equal(got, like)
     ids_T = torch.tensor([39, 0, 7], device=DEVICE)
-    rows = [packed_rows_triton(one, ids_T, x_TI.new_empty(3, 600)) for one in (weight, by_output)]
-    assert torch.equal(*rows)
-    if zero is not None:
-        with pytest.raises(ValueError, match="kernels read both in the same order"):
-            packed_matmul_triton(x_TI, dataclasses.replace(weight, zero=zero), TILES[1], counts, dtype=FP32)
+
+    def results(one: PackedWeight) -> list[torch.Tensor]:
+        product = packed_matmul_triton(x_TI, one, TILES[1], counts, dtype=FP32)
+        rows = packed_rows_triton(one, ids_T, x_TI.new_empty(3, 600))
+        return [product, rows, dequantize(one), dequantize(one, ids_T), scales_to_round(one)]
+
+    for got, *alike in zip(*map(results, (weight, grouped, kept)), strict=True):
+        assert all(torch.equal(got, one) for one in alike)
+
+
+@pytest.mark.parametrize("scale", [FP16, FP8])
+def test_zeros_are_in_the_order_of_scales(scale):
+    weight = drawn(UINT4, 40, 600, 32, scale)
+    words = pack_scales(weight.scale.to(FP8))
+    for other, message in ((by_group(weight).scale, "both in the same order"), (words, "words have no zeros")):
+        with pytest.raises(ValueError, match=message):
+            packed_matmul_triton(
+                torch.randn(3, 600, device=DEVICE, dtype=WIDE), dataclasses.replace(weight, scale=other), TILES[0], None
+            )
 
 
 @pytest.mark.parametrize(("fmt", "group", "rows"), [(INT4, 32, 3), (UINT4, 128, 17), (E2M1, 0, 40), (E4M3, 64, 5)])

@@ -3,6 +3,7 @@ test_experts.py."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 
@@ -20,6 +21,7 @@ from dovetail.core.ops.weight_formats import BITSANDBYTES_FP4, E2M1, E4M3, INT4,
 from dovetail.core.testing.numeric import poisoned_memory
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 
+from .memory_orders import as_kept, by_group
 from .test_experts import CLAMPED, DEVICE, INTERPRETED, case, check, exact, kernels
 
 FP16, FP32 = torch.float16, torch.float32
@@ -69,13 +71,15 @@ def stacked_case(tokens, experts, active, hidden, channels, routed, dtype, up, d
     return x_TC, routing, weights, bias, *matrices
 
 
-def on_device(weights: StackedExperts) -> StackedExperts:
+def on_device(weights: StackedExperts, order: Callable[[PackedWeight], PackedWeight] = as_kept) -> StackedExperts:
+    """Return what the kernel gets. `order`: puts scales into the order of memory in which they are kept."""
+
     def placed(packed: PackedWeight) -> PackedWeight:
         names = ("codes", "scale", "zero", "row_scale")
         tensors = {name: value.to(DEVICE) for name in names if (value := getattr(packed, name)) is not None}
         return replace(packed, **tensors)
 
-    return StackedExperts(placed(weights.up), placed(weights.down))
+    return StackedExperts(placed(order(weights.up)), placed(order(weights.down)))
 
 
 def test_the_reference_is_near_the_exact_sum():
@@ -86,6 +90,7 @@ def test_the_reference_is_near_the_exact_sum():
 
 
 GPTQ = (UINT4, 128, FP16)
+NVFP4 = (E2M1, 16, FP8, torch.uint8, True)
 CASES = [
     # Tokens, experts, active, hidden, channels, routing, dtype, formats of the two products.
     (1, 6, 2, 256, 64, "random", FP16, GPTQ, (UINT4, 64, FP16)),  # each pair is a tile; one group of two runs
@@ -94,7 +99,7 @@ CASES = [
     (60, 2, 2, 64, 32, "random", FP32, (INT8, 0, FP32), (INT8, 0, FP32)),  # 64 rows: scaled weights
     (40, 2, 2, 256, 32, "random", FP16, GPTQ, GPTQ),
     (150, 2, 2, 64, 32, "all in one", FP16, (UINT8, 32, FP16), (UINT8, 16, FP16)),  # 128 rows
-    (7, 3, 2, 64, 32, "some padding", FP16, (E2M1, 16, FP8, torch.uint8, True), (E2M1, 16, FP8, torch.uint8, True)),
+    (7, 3, 2, 64, 32, "some padding", FP16, NVFP4, NVFP4),
     (9, 2, 1, 64, 64, "random", FP16, (NF4, 64, FP32), (NF4, 64, FP32)),
     (9, 2, 1, 64, 64, "random", FP32, (UINT4, 32, FP16, FP16), (UINT8, 32, FP16, FP16)),  # Q4_K and Q5_K of GGUF
     (4, 2, 1, 64, 32, "random", FP16, (INT6, 16, FP16), (BITSANDBYTES_FP4, 32, FP32)),
@@ -121,12 +126,38 @@ def test_the_kernel_is_near_the_exact_sum(tokens, experts, active, hidden, chann
 
 
 @kernels
+@pytest.mark.parametrize("tokens", [3, 150])
+@pytest.mark.parametrize(
+    ("up", "down"),
+    [
+        ((UINT4, 32, FP16), (INT8, 0, FP32)),
+        # Words of four scales: five groups of inputs and three, then ten, and one.
+        (NVFP4, NVFP4),
+        ((NF4, 8, FP8), (INT4, 64, FP8)),
+        ((UINT4, 16, FP8), (UINT4, 32, FP8)),
+    ],
+)
+def test_scales_are_in_any_order_in_memory(tokens, up, down):
+    from dovetail.core.ops.kernels.stacked_experts import stacked_experts_triton
+
+    x_TC, routing, weights, *_ = stacked_case(tokens, 3, 2, 80, 48, "random", FP16, up, down)
+    at = Routing(routing.experts_TK.to(DEVICE), routing.weights_TK.to(DEVICE))
+    given, results = Activation(PLAIN, x_TC.to(DEVICE)), []
+    for order in (lambda weight: weight, by_group, as_kept):
+        ordered = on_device(weights, order)
+        results.append(stacked_experts_triton(given, at, ordered, SWIGLU, None, PLAIN, FP16))
+        for side, plain in ((ordered.up, weights.up), (ordered.down, weights.down)):
+            assert torch.equal(dequantize(unstacked(side)).cpu(), dequantize(unstacked(plain)))
+    assert results[0].any() and all(torch.equal(results[0], one) for one in results[1:])
+
+
+@kernels
 @pytest.mark.parametrize(
     ("tokens", "up", "down", "rounds"),
     [
         (5, GPTQ, (UINT4, 32, FP16), True),
         (9, (E2M1, 32, torch.bfloat16), (INT4, 0, FP16), True),
-        (9, (E4M3, 128, FP32), (E2M1, 16, FP8, torch.uint8, True), False),  # the second product is in float16
+        (9, (E4M3, 128, FP32), NVFP4, False),  # the second product is in float16
         (9, (NF4, 64, FP32), (UINT4, 32, FP16, FP16), False),  # neither is exact in E4M3
         (150, GPTQ, GPTQ, False),  # too many rows
     ],
@@ -202,7 +233,7 @@ PUBLISHED = [
     (INT4, 128, BF16),
     (UINT8, 128, BF16),
     (INT8, 0, BF16),
-    (E2M1, 16, FP8, torch.uint8, True),
+    NVFP4,
     (NF4, 64, FP32),
     (UINT4, 32, FP16, FP16),
     (INT6, 16, FP16),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -21,9 +23,9 @@ from dovetail.core.ops.packed_tiles import (
     ruled_tile,
     specialized_tile,
 )
-from dovetail.core.ops.packing import words_of_row
+from dovetail.core.ops.packing import by_group, pack_scales, scales_of, words_of_row
 from dovetail.core.ops.tile_choice import choice_of, tile_of
-from dovetail.core.ops.weight_formats import BITSANDBYTES_FP4, INT4, UINT8
+from dovetail.core.ops.weight_formats import BITSANDBYTES_FP4, E2M1, INT4, UINT4, UINT8
 from dovetail.core.tuning.cache import CHECKS
 from dovetail.core.tuning.gpu import Gpu
 from dovetail.core.tuning.packed_matmul import PackedMatmulTunable, packed_tunables
@@ -105,6 +107,27 @@ def test_weights_that_hoppers_kernel_cannot_read_go_to_the_kernel_for_all_gpus()
     assert not specializes(weight(INT4, group=16), torch.float8_e4m3fn)
     assert not specializes(weight(INT4, group=8), torch.bfloat16)
     assert not specializes(weight(INT4, inputs=4100), torch.float16)
+
+
+def test_trials_have_scales_in_the_order_of_the_weight():
+    by_output = weight(UINT4, outputs=48, inputs=320, group=32)
+    zero_OG = torch.empty(48, 10, dtype=torch.uint8, device="meta")
+    grouped = replace(by_output, scale=by_group(by_output.scale), zero=by_group(zero_OG))
+    words = replace(by_output, format=E2M1, scale=pack_scales(by_output.scale.to(torch.float8_e4m3fn)))
+    choice = {"tokens": 16, "outputs": 64, "inputs": 256}
+    kernels = set()
+    for packed in (replace(by_output, zero=zero_OG), grouped, words):
+        tunable = PackedMatmulTunable(packed, 1, torch.bfloat16, gpu=Gpu())
+        found = tunable._random_weight(torch.device("cpu"))
+        assert (found.scale.dtype, found.scale.shape, found.steps) == (
+            packed.scale.dtype,
+            packed.scale.shape,
+            packed.steps,
+        )
+        scale_OG = scales_of(found).float()
+        assert scale_OG.shape == (48, 10) and scale_OG.min() >= 0.5 and scale_OG.max() <= 1.5
+        kernels.add(tunable.kernel(choice))
+    assert len(kernels) == 3
 
 
 @pytest.mark.parametrize(
