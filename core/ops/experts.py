@@ -68,7 +68,7 @@ def gated_experts_reference(
     # Pairs without an expert come last, and no product has them.
     key_P = torch.where(pairs_P < 0, experts, pairs_P)
     order_P = key_P.argsort(stable=True)
-    ends_E = (key_P[:, None] == torch.arange(experts)).sum(0).cumsum(0).int()
+    ends_E = (key_P[:, None] == torch.arange(experts, device=key_P.device)).sum(0).cumsum(0).int()
     expert_P = key_P[order_P].clamp(max=experts - 1)
     up, down, up_scale, down_scale = _without_blocks(weights)
     up_P2F = _product(x.values[order_P // width], up, ends_E)
