@@ -307,8 +307,7 @@ def _check_stacked(method: ExpertMethod, path: str) -> None:
         raise ConfigError(
             f"{path}: experts.rebalance moves experts between ranks, and the weight format of these ones has no "
             f"products of stacked experts: {type(method).__name__}{reason}. Set experts.rebalance=0, or quant=none, "
-            "fp8, int8, fp4 or int4 (one format for all experts), and with act-order engine.ep to the number of "
-            "ranks, so that each has whole experts"
+            "fp8, int8, fp4 or int4 (one format for all experts)"
         )
 
 

@@ -61,10 +61,13 @@ class PackedLinear(LinearMethod):
         self.shape, self.dtype = shape, shape.dtype
         self.width, self.step = self.columns(shape)
 
-    def allocate(self, device: torch.device, experts: int | None = None) -> dict[str, torch.Tensor]:
+    def allocate(
+        self, device: torch.device, experts: int | None = None, rows: int | None = None
+    ) -> dict[str, torch.Tensor]:
         """Return the uninitialized tensors of a matrix, or those of so many experts, with a dimension for these. Scales
-        in E4M3 are in words (core.ops.packing), unless there are zeros."""
-        outputs = (self.shape.out,) if experts is None else (experts, self.shape.out)
+        in E4M3 are in words (core.ops.packing), unless there are zeros. `rows`: None = the shape's outputs."""
+        rows = self.shape.out if rows is None else rows
+        outputs = (rows,) if experts is None else (experts, rows)
         groups = ceil_div(self.width, self.step) if self.step else 1
         words = words_of_row(self.width, self.format.stored_bits)
         scales, columns = self.scale_dtype or self.dtype, groups

@@ -2,9 +2,10 @@
 
 With act-order (GPTQ), each expert has an order of its own for the columns of its matrices. Inputs of the first product
 are put in that order as rows are gathered. The channels between the products are computed in the order that the second
-one needs: the rows of gate and up are moved once, after loading.
+one needs: the rows of gate and up are moved once, after loading. Where a rank has some channels of each group, groups
+are filled up with channels of zeros, for which gate and up have rows of zeros.
 
-Shapes: T tokens, E experts, C hidden channels, F channels of an expert.
+Shapes: T tokens, E experts, C hidden channels, F channels of an expert, P places of channels with those of zeros.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 
 from dovetail.core.interfaces import (
     PLAIN,
@@ -61,11 +63,16 @@ class PackedLinearExperts(LoopedExperts):
         self.stacked, self.input, self.between = True, _unordered(self.up), _unordered(self.down)
         params: dict[str, torch.Tensor] = {}
         for name, method in (("up", self.up), ("down", self.down)):
-            made = method.allocate(device, shape.experts)
+            made = method.allocate(device, shape.experts, 2 * self._places if name == "up" else None)
             if _is_ordered(method):
                 made["order"] = torch.empty(shape.experts, method.width, dtype=torch.int32, device=device)
             params |= {f"{name}.{key}": tensor for key, tensor in made.items()}
         return params
+
+    @property
+    def _places(self) -> int:
+        """P"""
+        return self.down.width if _is_ordered(self.down) else self.shape.intermediate
 
     def reason(self) -> str:
         return f" ({self._differs})" if self._differs else ""
@@ -82,12 +89,16 @@ class PackedLinearExperts(LoopedExperts):
                     own.copy_(method.input.perm)
                     # `apply` reads the stacked orders. Those of each expert would take three times their memory.
                     method.input = method.activations
-        if (order_EF := params.get("down.order")) is not None:
-            for expert, order_F in enumerate(order_EF.long()):
-                rows = _of_both(order_F)
+        if (order_EP := params.get("down.order")) is not None:
+            for expert, order_P in enumerate(order_EP.long()):
+                rows = order_P.clamp(max=self.shape.intermediate - 1)
+                rows = torch.cat((rows, rows + self.shape.intermediate))
+                nothing = (order_P == self.shape.intermediate).repeat(2)
                 for name, tensor in self._params(params, expert, 0).items():
                     if name != "order":
                         tensor.copy_(tensor[rows])
+                    if name == "scale":
+                        tensor[nothing] = 0.0
 
     def apply(
         self,
@@ -100,8 +111,8 @@ class PackedLinearExperts(LoopedExperts):
         if not self.stacked:
             return super().apply(params, x, routing, activation, bias)
         weights = StackedExperts(self._packed(params, "up"), self._packed(params, "down"), params.get("up.order"))
-        if bias is not None and (order_EF := params.get("down.order")) is not None:
-            bias = replace(bias, up=bias.up.gather(1, _of_both(order_EF.long())))
+        if bias is not None and (order_EP := params.get("down.order")) is not None:
+            bias = replace(bias, up=_moved(bias.up, order_EP.long()))
         between, dtype = self.between, self.shape.dtype
         return stacked_gated_experts(x, routing, weights, activation, bias, between=between, dtype=dtype)
 
@@ -127,9 +138,9 @@ class PackedLinearExperts(LoopedExperts):
             ):
                 return f"{type(method).__name__} does not store or multiply as PackedLinear does"
             method.prepare(shapes[side], device)
-            if method.width != shapes[side].inp and _is_ordered(method):
-                return "act-order, and this rank has some columns of each group"
-            if not _multiplies(fmt := _unordered(method)) or method.width != shapes[side].inp:
+            # The first product computes the channels that fill groups of the second one.
+            fills = side == 1 and _is_ordered(method)
+            if not _multiplies(fmt := _unordered(method)) or (method.width != shapes[side].inp and not fills):
                 return f"inputs have the format {fmt.name} and {method.width} columns"
             if not fits_strips(method.step):
                 return f"{method.step} inputs share a scale, neither a multiple nor a divisor of {LANES}"
@@ -163,9 +174,10 @@ def _unordered(method: PackedLinear) -> ActFormat:
     return method.activations if _is_ordered(method) else method.input
 
 
-def _of_both(order: torch.Tensor) -> torch.Tensor:
-    """Return the order of outputs of gate and up, which follow each other, from that of the channels (last dim)."""
-    return torch.cat((order, order + order.shape[-1]), dim=-1)
+def _moved(bias_EO: torch.Tensor, order_EP: torch.Tensor) -> torch.Tensor:
+    """Return the biases of gate and up, which follow each other, in the order of places; 0 for channels of zeros."""
+    gate, up = (F.pad(half, (0, 1)).gather(1, order_EP) for half in bias_EO.chunk(2, dim=1))
+    return torch.cat((gate, up), dim=1)
 
 
 def _traits(method: PackedLinear) -> tuple[object, ...]:

@@ -128,7 +128,7 @@ LATENTS = dict(q_lora_rank=32, kv_lora_rank=32, v_head_dim=16, qk_nope_head_dim=
 @pytest.mark.parametrize(("variant", "changes", "shared"), [("glm4_moe", {}, 1), ("deepseek_v3", LATENTS, 0)])
 def test_experts_with_act_order_are_stacked(variant, changes, shared, tmp_path):
     """A shared expert, too; but the channels of two, which are one matrix, are in any of its groups. On two ranks,
-    whole experts are stacked, and those with some of the channels are not."""
+    whole experts are stacked, and those with some of the channels, which fill their groups up."""
     save_random(tmp_path, variant, hidden_size=128, moe_intermediate_size=64, **changes)
     quantize(tmp_path, ORDERED, heads=("kv_a_proj_with_mqa.weight",))
     expected, stored = logits(load_model(tmp_path / "plain")), tmp_path / "stored"
@@ -146,21 +146,23 @@ def test_experts_with_act_order_are_stacked(variant, changes, shared, tmp_path):
         return found
 
     for found in on_threads(2, on_rank):
-        assert [stacked for stacked, _ in found] == [True, False]
+        assert [stacked for stacked, _ in found] == [True, True]
         for _, got in found:
             torch.testing.assert_close(got, expected, atol=2e-4, rtol=0)
 
 
-def test_experts_with_act_order_move_if_ranks_have_whole_ones(tmp_path):
+@pytest.mark.parametrize("groups", [1, 2])
+def test_experts_with_act_order_may_move(groups, tmp_path):
+    """Whole ones, and those of which a rank has some channels."""
     save_random(tmp_path, "qwen3_moe", hidden_size=128, moe_intermediate_size=64)
     quantize(tmp_path, ORDERED)
     ranks, placement = Alone(None), WholePlacement(WholeConfig(rebalance=1))
     ranks.size = 2
-    placement.bind(ranks, 2)
-    load(tmp_path / "stored", collective=ranks, placement=placement)
-    placement.bind(ranks, 1)
-    with pytest.raises(ConfigError, match=r"\(act-order, and this rank .* with act-order engine\.ep to the number"):
-        load(tmp_path / "stored", collective=ranks, placement=placement)
+    placement.bind(ranks, groups)
+    (layer, *_) = load(tmp_path / "stored", collective=ranks, placement=placement).build.placed
+    names = {name.split(".")[1] for name in layer.params}
+    assert layer.method.stacked and names == {"codes", "scale", "zero", "order"}
+    assert len(layer.stored(0)) == len(layer.params)
 
 
 def test_it_is_chosen_and_generates(tmp_path):

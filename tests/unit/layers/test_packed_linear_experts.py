@@ -106,10 +106,15 @@ def stored(path: str, shape: LinearShape, act_order: bool = True) -> StoredLinea
 
 
 @pytest.mark.parametrize("biased", [False, True])
-def test_each_expert_may_have_an_order_of_its_own(biased):
-    """The channels between the products are computed in the order of the second one."""
+@pytest.mark.parametrize("shares", [1, 2])
+def test_each_expert_may_have_an_order_of_its_own(biased, shares):
+    """The channels between the products are computed in the order of the second one. With shares, this rank has some
+    channels of each group."""
     generator = torch.Generator().manual_seed(3)
     shape = replace(SHAPE, dtype=torch.float32)
+    if shares > 1:
+        shape = replace(shape, intermediate=32, whole_intermediate=64, first_channel=32)
+    channels, mine = shape.intermediate, slice(shape.first_channel, shape.first_channel + shape.intermediate)
     stacked, looped = (
         kind(SimpleNamespace(linear=stored), "experts", shape) for kind in (PackedLinearExperts, LoopedExperts)
     )
@@ -117,9 +122,11 @@ def test_each_expert_may_have_an_order_of_its_own(biased):
     assert stacked.stacked and stacked.input is PLAIN
     for expert in range(3):
         of_hidden, of_channels = (torch.randperm(size, generator=generator) for size in (96, 64))
-        for part, outputs, order in (("gate", 64, of_hidden), ("up", 64, of_hidden), ("down", 96, of_channels)):
+        parts = ("gate", channels, of_hidden), ("up", channels, of_hidden), ("down", 96, of_channels)
+        for part, outputs, order in parts:
             made = rounded(torch.randn(outputs, len(order), generator=generator), 4, 32, True)
-            scattered = replace(made, codes=made.codes[:, order], group=made.group[order])
+            taken = order if part != "down" else order[mine]
+            scattered = replace(made, codes=made.codes[:, taken], group=made.group[taken])
             tensors = gptq(scattered, offset=0)
             for record in stacked.methods[expert][part == "down"].tensors:
                 if record.unpack is not None:
@@ -133,13 +140,14 @@ def test_each_expert_may_have_an_order_of_its_own(biased):
     routing = Routing(torch.randint(3, (7, 2), generator=generator).int(), torch.rand(7, 2, generator=generator))
     bias = None
     if biased:
-        bias = ExpertBias(*(torch.randn(3, size, generator=generator) for size in (128, 96)))
+        bias = ExpertBias(*(torch.randn(3, size, generator=generator) for size in (2 * channels, 96)))
     given = [Activation(experts.input, x) for experts in (stacked, looped)]
     got, want = (
         experts.apply(own, one, routing, bias=bias)
         for experts, own, one in zip((stacked, looped), params, given, strict=True)
     )
     assert (got - want).norm() < 1e-5 * want.norm()
+    assert stacked.down.width > channels if shares > 1 else stacked.down.width == channels
 
 
 def test_some_experts_with_an_order_are_of_an_unlike_format():
@@ -147,13 +155,6 @@ def test_some_experts_with_an_order_are_of_an_unlike_format():
     experts = PackedLinearExperts(quantizer, "experts", SHAPE)
     experts.create(SHAPE, CPU)
     assert not experts.stacked and "experts have unlike formats" in experts.reason()
-
-
-def test_a_rank_with_some_columns_of_each_group_multiplies_one_after_another():
-    shape = replace(SHAPE, intermediate=32, whole_intermediate=64, shares=2)
-    experts = PackedLinearExperts(SimpleNamespace(linear=stored), "experts", shape)
-    experts.create(shape, CPU)
-    assert not experts.stacked and "some columns of each group" in experts.reason()
 
 
 SCALED = replace(FP8_TOKEN, pre_scale=torch.ones(96))
