@@ -143,8 +143,15 @@ def specialized_tile(
 ) -> MatmulTile | None:
     """Return the rule's tile for specialized_packed: the one that gives the busiest SM the least to decode, in cycles
     as they were measured on an H100 (app=tune measures others)."""
-    if rows < 1:
-        return None
+    ranked = ranked_tiles(rows, outputs, inputs, bits, itemsize, processors, shared, group)
+    ruled = (tile for tile in ranked if tile.inputs == WORDS * 32 // bits and tile.residents in RULED)
+    return next(ruled, None)
+
+
+def ranked_tiles(
+    rows: int, outputs: int, inputs: int, bits: int, itemsize: int, processors: int, shared: int, group: int = 0
+) -> list[MatmulTile]:
+    """Return specialized_tiles, those with the fewest predicted cycles first."""
 
     def cycles(tile: MatmulTile) -> float:
         _, tiles, blocks, programs = tile.launch(rows, outputs, inputs)
@@ -162,12 +169,10 @@ def specialized_tile(
         # Partial sums are written, and read again one tile after the other.
         return work * factor + SPLIT + SPLIT_SUM * tile.tokens * tile.outputs * (1 + programs / tiles) / 2
 
-    tiles = [
-        tile
-        for tile in specialized_tiles(rows, outputs, inputs, bits, itemsize, processors, shared, group)
-        if tile.inputs == WORDS * 32 // bits and tile.residents in RULED
-    ]
-    return min(tiles, key=cycles, default=None)
+    if rows < 1:
+        return []
+    tiles = specialized_tiles(rows, outputs, inputs, bits, itemsize, processors, shared, group)
+    return sorted(tiles, key=cycles)
 
 
 def specialized_tiles(

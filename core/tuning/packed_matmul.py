@@ -25,9 +25,9 @@ from dovetail.core.ops.packed_tiles import (
     check_packed,
     packed_shared,
     packed_tile,
+    ranked_tiles,
     ruled_tile,
     specialized_tile,
-    specialized_tiles,
 )
 from dovetail.core.ops.packing import pack_scales, scales_to_round
 from dovetail.core.ops.padding import empty_rows
@@ -72,7 +72,7 @@ class PackedMatmulTunable(Tunable):
 
     def candidates(self) -> Iterable[Choice]:
         shape, group = self.shape, self.packed.group
-        tiles = [*(specialized_tiles(*shape, *self._facts, group) if self._hopper else self._tiles())]
+        tiles = [*(ranked_tiles(*shape, *self._facts, group) if self._hopper else self._tiles())]
         ruled = [*self._ruled(), *tiles]
         return map(choice_of, dict.fromkeys(tile for tile in ruled if self.admits(choice_of(tile))))
 
