@@ -44,6 +44,10 @@ class ActFormat:
     encode: Any = None
     reference: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]] | None = None
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Another process compares PLAIN by identity, too.
+        return "PLAIN" if self is PLAIN else object.__reduce_ex__(self, protocol)
+
 
 PLAIN = ActFormat("plain")
 """The model's dtype without scales."""

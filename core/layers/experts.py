@@ -175,7 +175,7 @@ class Experts:
 
     def tunables(self, rows: int, *, active: int) -> Sequence[Tunable]:
         """`active`: routed experts of a token. Where rows go to other ranks, their number is not that of the step, and
-        the rule applies."""
+        nothing is measured."""
         if self.placement is not None and self.placement.size > 1:
             return ()
         return self.method.tunables(self.params, rows, active + self.always, self.always)

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields
+from functools import lru_cache
 from typing import Any
 
 from dovetail.core.errors import shown
 from dovetail.core.interfaces.tuning import Choice, Key, make_key
-from dovetail.core.ops.choices import installed
-from dovetail.core.ops.expert_tiles import LEAST_ROWS, MOST_ROWS, ExpertTile
+from dovetail.core.ops.choices import Choices, installed
+from dovetail.core.ops.expert_tiles import BLOCK_BYTES, LEAST_ROWS, MOST_ROWS, ExpertTile
 
 UP, DOWN = "expert_up", "expert_down"
 """Names of the two products in tuning tables: gate and up in one, and down."""
 KINDS = ("bf16", "fp8", "fp8_block", "int8")
 """Kinds of weights, as in core.ops.tile_choice."""
+HOPPER = {"bf16": BLOCK_BYTES // 2, "fp8_block": BLOCK_BYTES}
+"""Kinds of weights that the kernel for Hopper multiplies, and the inputs of a block."""
 TILE_ROWS = "tile_rows"
 """Field of the second product's key."""
 LIMITS: Mapping[str, tuple[int, ...]] = {
@@ -39,9 +42,20 @@ def expert_key(kind: str, experts: int, active: int, hidden: int, channels: int,
     return make_key(**facts) if tile_rows is None else make_key(**facts, **{TILE_ROWS: tile_rows})
 
 
-def listed_tile(op: str, gpu: str, key: Key, tokens: int) -> ExpertTile | None:
-    """Return the tile of the installed entry for so many tokens; None = the rule's."""
-    choice = installed().find(op, gpu, key, tokens)
+Facts = tuple[str, int, int, int, int]
+"""The first arguments of expert_key."""
+
+
+def listed_tile(op: str, gpu: str, facts: Facts, tokens: int, tile_rows: int | None = None) -> ExpertTile | None:
+    """Return the tile of the installed entry for so many tokens; None = the rule's. `tile_rows`: as in expert_key."""
+    return _listed_tile(installed(), op, gpu, facts, tokens, tile_rows)
+
+
+@lru_cache(maxsize=1 << 14)
+def _listed_tile(
+    choices: Choices, op: str, gpu: str, facts: Facts, tokens: int, tile_rows: int | None
+) -> ExpertTile | None:
+    choice = choices.find(op, gpu, expert_key(*facts, tile_rows), tokens)
     return None if choice is None else tile_of(choice)
 
 
@@ -74,10 +88,26 @@ def check_experts(key: Key, rows: int, choice: Choice) -> None:
             raise ValueError(f"{name} is {shown(value)}, not one of {', '.join(map(str, LIMITS[name]))}")
     if choice["rows"] != facts.get(TILE_ROWS, choice["rows"]):
         raise ValueError(f"rows is {choice['rows']}, and the key has tiles of {facts[TILE_ROWS]} rows")
-    if choice.get("residents") and choice["outputs"] != 16 * int(choice["warps"]):
+    if choice.get("residents"):
+        _check_hopper(facts["weight"], choice)
+
+
+def _check_hopper(kind: str, choice: Choice) -> None:
+    if kind not in HOPPER:
+        raise ValueError(f"residents is {choice['residents']}, and the kernel for Hopper has no weights of {kind}")
+    if choice["outputs"] != 16 * int(choice["warps"]):
         raise ValueError(f"outputs is {choice['outputs']}; a warp group of the kernel for Hopper has 64 of them")
+    for name, wanted in (("rows", MOST_ROWS), ("inputs", HOPPER[kind])):
+        if choice[name] != wanted:
+            raise ValueError(f"{name} is {choice[name]}; a tile of the kernel for Hopper has {wanted}")
 
 
 def fits(rows: int, sorts: bool) -> bool:
     """Whether tiles may have so many rows. `sorts`: whether pairs are sorted; if not, each pair is a tile."""
     return LEAST_ROWS <= rows <= MOST_ROWS and (sorts or rows == LEAST_ROWS)
+
+
+def divides(tile: ExpertTile, group: int) -> bool:
+    """Whether all inputs of a block have one scale. `group`: inputs that share one; 0 = all. Ranks whose first channel
+    is inside a group of the checkpoint have smaller groups than others, and so may other models."""
+    return not group or group % tile.inputs == 0

@@ -99,7 +99,7 @@ def _without_blocks(
     hidden, channels = down.shape[1:]
     wide_up = torch.cat([gate[:, :channels, :hidden] for gate in gates], dim=1) * up.float()
     wide_down = _spread(_spread(down_scale, of_c, 1), of_f, 2)[:, :hidden, :channels] * down.float()
-    return wide_up, wide_down, torch.ones(wide_up.shape[:2]), torch.ones(wide_down.shape[:2])
+    return wide_up, wide_down, wide_up.new_ones(wide_up.shape[:2]), wide_down.new_ones(wide_down.shape[:2])
 
 
 def _spread(scale: torch.Tensor, group: int, dim: int) -> torch.Tensor:

@@ -80,5 +80,5 @@ def stacked_experts_reference(
     if weights.order_EC is not None:
         places_E1C = weights.order_EC.long().unsqueeze(1).expand_as(up)
         up = torch.empty_like(up).scatter_(2, places_E1C, up)
-    plain = ExpertWeights(up, down, torch.ones(up.shape[:2]), torch.ones(down.shape[:2]))
+    plain = ExpertWeights(up, down, up.new_ones(up.shape[:2]), down.new_ones(down.shape[:2]))
     return gated_experts_reference(x, routing, plain, activation, bias, between, dtype)

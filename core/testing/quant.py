@@ -28,14 +28,14 @@ from dovetail.core.interfaces import (
     Quantizer,
 )
 from dovetail.core.interfaces.tensor_record import PLAIN_WEIGHT
-from dovetail.core.interfaces.tuning import Key, make_key
+from dovetail.core.interfaces.tuning import Key
 from dovetail.core.layers import ColumnParallel, Linear, RowParallel, load_weights
 from dovetail.core.ops import encode
 from dovetail.core.testing.host_sync import NoHostSync
 from dovetail.core.testing.loaded_layer import Loaded, exact_product, load_part
 from dovetail.core.testing.model_driver import Alone, Lazy, build_context
 from dovetail.core.testing.numeric import TOLERANCE, assert_near, fresh, poisoned_memory, same_bits, seed_note
-from dovetail.core.testing.quant_experts import ExpertTests
+from dovetail.core.testing.quant_experts import ExpertTests, check_tunables
 from dovetail.core.testing.quant_formats import FormatTests
 
 __all__ = ["QuantizerContract"]
@@ -310,11 +310,7 @@ class QuantizerContract(FormatTests, ExpertTests):
         points = []
         for rows, defers in product((1, 16, 100), (False, True)):
             tunables = method.tunables(params, rows, defers=defers)
-            for one in tunables:
-                assert one.op and one.rows == rows, f"a tunable for {rows} rows has op {one.op!r}, {one.rows} rows"
-                facts = dict(one.key)
-                plain = one.key == make_key(**facts) and all(isinstance(v, str | int | float) for v in facts.values())
-                assert plain and one.nbytes > 0, f"{one.op}: key {one.key} is not from make_key, or nbytes is not set"
+            check_tunables(tunables, rows)
             points += [(one.op, one.key, rows) for one in tunables if not defers]
         return points
 

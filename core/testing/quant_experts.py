@@ -20,6 +20,7 @@ from dovetail.core.interfaces import (
     Routing,
 )
 from dovetail.core.interfaces.expert import PARTS
+from dovetail.core.interfaces.tuning import Key, Tunable, make_key
 from dovetail.core.layers import Experts, load_weights
 from dovetail.core.layers.looped_experts import LoopedExperts, linear_shapes
 from dovetail.core.ops import encode
@@ -29,6 +30,15 @@ from dovetail.core.testing.numeric import poisoned_memory
 
 EXPERTS = 4
 CLAMPED = GatedActivation(alpha=1.702, limit=1.0, offset=1.0)
+
+
+def check_tunables(tunables: Sequence[Tunable], rows: int) -> None:
+    """Check the form of the tunable operations for `rows` rows."""
+    for one in tunables:
+        assert one.op and one.rows == rows, f"a tunable for {rows} rows has op {one.op!r}, {one.rows} rows"
+        facts = dict(one.key)
+        plain = one.key == make_key(**facts) and all(isinstance(v, str | int | float) for v in facts.values())
+        assert plain and one.nbytes > 0, f"{one.op}: key {one.key} is not from make_key, or nbytes is not set"
 
 
 @dataclass(frozen=True)
@@ -154,7 +164,27 @@ class ExpertTests:
         with NoHostSync("apply of experts"):
             layer.method.apply(layer.params, x, routing)
 
+    def test_tunables_of_experts_depend_on_shapes_only(self) -> None:
+        """The tuner measures shapes of a model without weights; layers with weights must have the same keys."""
+        layer, _ = self._experts(self.dtypes[-1])
+        found = self._expert_points(layer, layer.params)
+        try:
+            meta = self._expert_points(layer, {name: value.to("meta") for name, value in layer.params.items()})
+        except (RuntimeError, NotImplementedError) as error:
+            raise AssertionError(f"tunables() must read shapes and dtypes only: {error}") from error
+        assert meta == found, f"tunables() of experts on the meta device must be {found}, not {meta}"
+        assert len(set(found)) == len(found), f"tunables() lists an operation twice: {found}"
+
     # Helpers
+
+    def _expert_points(self, layer: Experts, params: dict[str, torch.Tensor]) -> list[tuple[str, Key, int]]:
+        """Return what identifies the tunable operations of 1, 16 and 100 tokens of two experts."""
+        points = []
+        for rows in (1, 16, 100):
+            tunables = layer.method.tunables(params, rows, 2)
+            check_tunables(tunables, rows)
+            points += [(one.op, one.key, rows) for one in tunables]
+        return points
 
     def _routing(self, rows: Sequence[Sequence[int]]) -> Routing:
         experts_TK = torch.tensor(rows, dtype=torch.int32, device=self.device)

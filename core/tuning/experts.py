@@ -15,7 +15,17 @@ from dovetail.core.interfaces.activation import PLAIN, ActFormat
 from dovetail.core.interfaces.expert import SWIGLU, Routing
 from dovetail.core.interfaces.tuning import Choice, Trials, Tunable
 from dovetail.core.ops import rms_norm
-from dovetail.core.ops.expert_choice import DOWN, KINDS, UP, check_experts, choice_of, expert_key, fits, tile_of
+from dovetail.core.ops.expert_choice import (
+    DOWN,
+    KINDS,
+    UP,
+    check_experts,
+    choice_of,
+    divides,
+    expert_key,
+    fits,
+    tile_of,
+)
 from dovetail.core.ops.expert_tiles import (
     LEAST_ROWS,
     MOST_ROWS,
@@ -98,15 +108,17 @@ class ExpertTunable(Tunable):
             return specialized_expert_tile(rows, size, gpu.shared)
         sides = (self.channels, self.hidden) if gated else (self.hidden, self.channels)
         tiles = most_tiles(self.rows * self.active, self.experts, rows)
-        group = 0 if self.weights.block is None else self.weights.block[0 if gated else 1]
-        return expert_tile(rows, tiles, *sides, size, gated, gpu.processors, gpu.shared, group)
+        return expert_tile(rows, tiles, *sides, size, gated, gpu.processors, gpu.shared, self._group)
+
+    @property
+    def _group(self) -> int:
+        """Return the inputs that share a scale of the weight; 0 = all."""
+        return 0 if self.weights.block is None else self.weights.block[0 if self.op == UP else 1]
 
     def _tiles(self, rows: int) -> Iterator[ExpertTile]:
-        gated, block = self.op == UP, self.weights.block
+        gated = self.op == UP
         for outputs, columns, warps, stages in product((32, 64, 128, 256), (64, 128, 256), (4, 8), (2, 3, 4, 5)):
-            # A block of inputs has one scale.
-            within = block is None or columns <= min(block)
-            if within and rows * outputs * (1 + gated) <= MOST_SUMS * 32 * warps:
+            if rows * outputs * (1 + gated) <= MOST_SUMS * 32 * warps:
                 yield ExpertTile(rows, outputs, columns, warps, stages)
 
     def admits(self, choice: Choice) -> bool:
@@ -118,7 +130,8 @@ class ExpertTunable(Tunable):
         if tile.residents:
             return tile == self._ruled(tile.rows)
         size = self.weights.up.element_size()
-        return fits(tile.rows, self.sorts) and tile.shared_bytes(size, self.op == UP) <= self.gpu.shared
+        runs = divides(tile, self._group) and tile.shared_bytes(size, self.op == UP) <= self.gpu.shared
+        return runs and fits(tile.rows, self.sorts)
 
     def kernel(self, choice: Choice) -> Hashable:
         # Triton specializes integers by divisibility.
@@ -197,5 +210,8 @@ def expert_tunables(
     of_tile = sorted({min(MOST_ROWS, max(LEAST_ROWS, each)) for each in (usual // 2, usual, 2 * usual)})
     if direct(rows, active, len(weights.down)):
         of_tile = [LEAST_ROWS]
-    make = partial(ExpertTunable, weights, rows, active, always, fmt, dtype)
+    # Values would be sent to the processes that compile.
+    names = ("up", "down", "up_scale", "down_scale")
+    shapes: dict[str, Any] = {name: x.to("meta") for name in names if (x := getattr(weights, name)) is not None}
+    make = partial(ExpertTunable, replace(weights, **shapes), rows, active, always, fmt, dtype)
     return [make(), *(make(tile_rows=each) for each in of_tile)]

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import product
+from typing import Any
 
 import torch
 
@@ -166,4 +167,9 @@ def packed_tunables(
     packed: PackedWeight, rows: int, dtype: torch.dtype, *, e4m3: bool = False
 ) -> list[PackedMatmulTunable]:
     """Return the product of `rows` rows with this weight, unless the model's dtype goes to the library in any case."""
-    return [] if dtype is torch.float32 else [PackedMatmulTunable(packed, rows, dtype, e4m3=e4m3)]
+    if dtype is torch.float32:
+        return []
+    # Values would be sent to the processes that compile.
+    names = ("codes", "scale", "zero", "row_scale", "rounded_scale")
+    shapes: dict[str, Any] = {name: x.to("meta") for name in names if (x := getattr(packed, name)) is not None}
+    return [PackedMatmulTunable(replace(packed, **shapes), rows, dtype, e4m3=e4m3)]

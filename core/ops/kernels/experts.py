@@ -19,7 +19,7 @@ import triton.language as tl
 
 from dovetail.core.interfaces.activation import ActFormat, Activation
 from dovetail.core.interfaces.expert import ExpertBias, GatedActivation, Routing
-from dovetail.core.ops.expert_choice import DOWN, UP, expert_key, fits, listed_tile
+from dovetail.core.ops.expert_choice import DOWN, UP, divides, fits, listed_tile
 from dovetail.core.ops.expert_tiles import (
     GROUPED,
     MOST_ROWS,
@@ -346,21 +346,27 @@ def tiles_for(
     if x.values.device.type != "cuda" or (kind := KINDS.get(weights.up.dtype)) is None:  # Triton's interpreter, float32
         order = order if rows is None else order_of(tokens, active, experts, rows)
         return order, tiles_of(order, x, weights)
-    name = device_facts(x.values.device)[0]
+    name, _, _, shared = device_facts(x.values.device)
     facts = "fp8_block" if weights.block else kind, experts, active, hidden, channels
-    first = listed_tile(UP, name, expert_key(*facts), tokens) if rows is None else None
+    first = listed_tile(UP, name, facts, tokens) if rows is None else None
     if first is not None and not fits(first.rows, bool(order.block)):
         first = None
     if order.block and (wanted := rows if first is None else first.rows) is not None:
         order = order_of(tokens, active, experts, wanted)
     ruled = tiles_of(order, x, weights)
-    second = listed_tile(DOWN, name, expert_key(*facts, order.rows), tokens)
-    # Hopper's kernel reads gathered rows in whole boxes.
-    tiles = [
-        one if listed is None or (listed.residents and not one.residents) else listed
-        for listed, one in zip((first, second), ruled, strict=True)
-    ]
-    return order, (tiles[0], tiles[1])
+    second = listed_tile(DOWN, name, facts, tokens, order.rows)
+    of_c, of_f = weights.block or (0, 0)
+    size = weights.up.element_size()
+
+    def chosen(listed: ExpertTile | None, one: ExpertTile, gated: bool, group: int) -> ExpertTile:
+        """Return the entry's tile if this rank's weights can have it, or else the rule's."""
+        if listed is None or not divides(listed, group):
+            return one
+        # Hopper's kernel reads gathered rows in whole boxes.
+        runs = one.residents if listed.residents else listed.shared_bytes(size, gated) <= shared
+        return listed if runs else one
+
+    return order, (chosen(first, ruled[0], True, of_c), chosen(second, ruled[1], False, of_f))
 
 
 def tiles_of(order: Order, x: Activation, weights: ExpertWeights) -> tuple[ExpertTile, ExpertTile]:

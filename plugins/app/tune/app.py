@@ -124,7 +124,9 @@ class TuneApp(App):
             found += tunables_without_weights(one, device, self.config.rows)
         have, wanted = sorted({one.op for one in found}), self.config.ops
         if unknown := [op for op in wanted if op not in have]:
-            raise ConfigError(f"tune.ops: the model has no operation {shown(unknown[0])}; it has {', '.join(have)}")
+            # Some operations are measured with certain numbers of rows only.
+            of = f" for tune.rows={list(self.config.rows)}" if self.config.rows else ""
+            raise ConfigError(f"tune.ops: there is no operation {shown(unknown[0])}{of}; there are {', '.join(have)}")
         return distinct(one for one in found if not wanted or one.op in wanted)
 
     def _keep(self, table: TuningTable, cache: Cache) -> None:

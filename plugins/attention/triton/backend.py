@@ -42,6 +42,7 @@ from dovetail.core.ops.padding import empty_rows
 from dovetail.core.ops.tiles import HOPPER_SHARED
 from dovetail.core.ops.trees import within_window
 from dovetail.plugins.attention.config import TritonConfig
+from dovetail.plugins.attention.triton.draft_rehearsal import request_steps
 from dovetail.plugins.attention.triton.gather import ROOM_BYTES, Gathered
 from dovetail.plugins.attention.triton.kernels import attend_items
 from dovetail.plugins.attention.triton.plan import ITEM, Items, plan_items
@@ -169,7 +170,7 @@ class Triton(AttentionBackend):
 
     def _plan(self, layer: AttentionLayer, ctx: AttnCtx, q: torch.Tensor) -> LaunchPlan:
         kv_dtype = self.pools[layer.group].planes["k"].dtype
-        geometry = _geometry(layer, q.dtype, kv_dtype, ctx.meta.page_tokens)
+        geometry = Geometry.of(layer, q.dtype, kv_dtype, ctx.meta.page_tokens)
         if geometry not in ctx.state:
             ctx.state[geometry] = self.make_plan(geometry, ctx.meta, ctx.host, q.shape[0])
         return ctx.state[geometry]
@@ -185,7 +186,7 @@ class Triton(AttentionBackend):
         if build.device.type == "cpu" or rows not in TUNED_ROWS or layer.mla is not None:
             return ()
         device = torch.device("cuda", torch.cuda.current_device())
-        geometry = _geometry(layer, build.dtype, build.kv_dtype, build.page_tokens)
+        geometry = Geometry.of(layer, build.dtype, build.kv_dtype, build.page_tokens)
         shape = _shape(geometry, device, self.config.gluon and _has_hopper(device))
         make = partial(type(self), self.config)
         return [DecodeTunable(make, geometry, rows, build.max_len, shape, _processors(device))]
@@ -292,10 +293,6 @@ class Triton(AttentionBackend):
         )
 
 
-def _geometry(layer: AttentionLayer, dtype: torch.dtype, kv_dtype: torch.dtype, page_tokens: int) -> Geometry:
-    return Geometry(layer.heads, layer.kv_heads, layer.head_dim, layer.window, dtype, kv_dtype, page_tokens)
-
-
 def _shape(geometry: Geometry, device: torch.device, hopper: bool) -> Shape:
     dtypes = geometry.dtype, geometry.kv_dtype
     return Shape(geometry.group, geometry.head_dim, *dtypes, geometry.page_tokens, hopper, shared_bytes_of(device))
@@ -317,11 +314,12 @@ def _make_plan(
     rows, decode = len(host.counts), host.num_decode
     launches: list[tuple[int, int, Tile, Gathered | None, torch.Tensor | None]] = []
     if decode:
-        programs = decode * kv_heads / _processors(device)
+        programs = kv_heads / _processors(device)
         # The kernels for Hopper have no tree masks.
         decodes = shape if meta.tree is None else replace(shape, hopper=False)
         tree_T3 = None if meta.tree is None else visible_keys(meta.tree, window, host.widest_decode - 1)
-        launches.append((0, decode, tiles.decode(decodes, host.widest_decode, programs), None, tree_T3))
+        request_steps(tiles, decodes, host.widest_decode, programs)
+        launches.append((0, decode, tiles.decode(decodes, host.widest_decode, decode * programs), None, tree_T3))
     if decode < rows:
         gathered, bounds = None, host.bounds[decode:]
         fed = min(tokens - decode, sum(host.counts[decode:]))

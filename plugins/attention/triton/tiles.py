@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
+from dovetail.core.interfaces import AttentionLayer
 from dovetail.core.ops.tiles import HOPPER_SHARED
 from dovetail.plugins.attention.triton.gather import MOST_ROWS, PAGE, ROOM_BYTES, copied_page, copied_pages
 
@@ -149,6 +150,10 @@ class Geometry:
     dtype: torch.dtype
     kv_dtype: torch.dtype
     page_tokens: int
+
+    @classmethod
+    def of(cls, layer: AttentionLayer, dtype: torch.dtype, kv_dtype: torch.dtype, page_tokens: int) -> Geometry:
+        return cls(layer.heads, layer.kv_heads, layer.head_dim, layer.window, dtype, kv_dtype, page_tokens)
 
     @property
     def group(self) -> int:

@@ -26,13 +26,14 @@ from dovetail.core.interfaces import (
     Quantizer,
     Routing,
 )
-from dovetail.core.interfaces.tuning import Choice, Trials, Tunable, make_key
+from dovetail.core.interfaces.tuning import Tunable
 from dovetail.core.layers.looped_experts import LoopedExperts
 from dovetail.core.layers.plain_experts import PlainExperts
 from dovetail.core.testing.quant import QuantizerContract
 from dovetail.core.testing.suite import failures
 
 from ..faults import each, rejects, suite, variant
+from .scan import Scan
 
 Params = dict[str, torch.Tensor]
 INTERPRETED = "test_triton_encode_agrees_with_the_reference"
@@ -75,21 +76,6 @@ class Chooses(Quantizer):
 
     def linear(self, path: str, shape: LinearShape) -> LinearMethod:
         return self.method()
-
-
-class Scan(Tunable):
-    """Tunable operation of the quantizers below."""
-
-    op, nbytes = "scan", 1
-
-    def __init__(self, rows: int, width: float) -> None:
-        self.rows, self.key = rows, make_key(width=width)
-
-    def candidates(self) -> list[Choice]:
-        return []
-
-    def trials(self, count: int) -> Trials:
-        raise NotImplementedError
 
 
 fault = partial(variant, Sound)
@@ -293,6 +279,11 @@ def in_float32(apply, *args):
     return apply(*args).float()
 
 
+def tuning(name: str, tunables: Callable[..., list[Tunable]]) -> type[Quantizer]:
+    method = variant(PlainExperts, name, tunables=lambda self, *args: tunables(*args))
+    return variant(Chooses, name, experts=lambda self, path, shape: method())
+
+
 class LosesChannels(LoopedExperts):
     """Has no down of the second rank's channels."""
 
@@ -348,6 +339,10 @@ BROKEN: dict[str, list[type]] = {
         ),
     ],
     "test_experts_do_not_wait_for_the_device": [with_experts("CountsExperts", waiting)],
+    "test_tunables_of_experts_depend_on_shapes_only": [
+        tuning("TunesExpertsByValues", lambda params, rows, active: [Scan(rows, float(params["up"].sum()))]),
+        tuning("TunesExpertsTwice", lambda params, rows, active: [Scan(rows, active)] * 2),
+    ],
     "test_parts_go_where_they_belong": [
         fault(
             "LoadsEveryPartFirst",

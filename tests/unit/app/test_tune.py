@@ -181,7 +181,7 @@ def test_only_some_operations_are_measured(gpu, capsys):
     out = capsys.readouterr().out
     assert "5 of 5 tuned" in out and "draw" not in out
     assert main([*WORDS, "tune.rows=[16]", "tune.ops=[attention]"]) == 2
-    assert "the model has no operation 'attention'; it has" in capsys.readouterr().err
+    assert "there is no operation 'attention' for tune.rows=[16]; there are" in capsys.readouterr().err
 
 
 def test_only_what_is_missing_is_measured(gpu, capsys, monkeypatch):

@@ -10,7 +10,10 @@ import torch
 pytest.importorskip("triton")
 
 from dovetail.core.interfaces import MLA, AttentionLayer
+from dovetail.core.ops.rehearsal import StepLimits, rehearsal
+from dovetail.core.worker.warmup import warmup_steps
 from dovetail.plugins.attention.triton import absorbed
+from dovetail.plugins.attention.triton.draft_rehearsal import drafted_steps, request_steps
 from dovetail.plugins.attention.triton.tiles import DecodeTile, PromptTile, Shape, Tiles, packed_heads
 
 E4M3 = torch.float8_e4m3fn
@@ -157,3 +160,31 @@ def test_which_latents_go_to_the_kernel_for_hopper(monkeypatch):
     )  # fmt: skip
     for other in others:
         assert not hopper(**{"hopper": True, **other}), other
+
+
+@pytest.mark.parametrize(("group", "kv_heads"), [(4, 8), (4, 1), (8, 8), (2, 8), (1, 2)])
+@pytest.mark.parametrize("tokens", [2, 3, 5, 12])
+def test_warm_up_steps_launch_every_kernel_of_rows_with_drafts(group, kv_heads, tokens):
+    shape, tiles = Shape(group, 128, torch.bfloat16, E4M3, 32, hopper=True), Tiles()
+
+    def kernel(rows):
+        return replace(tiles.decode(shape, tokens, rows * kv_heads / 132), programs=0, least=0, root=0)
+
+    limits = StepLimits(tokens=2048, rows=256, longest=1023)
+    steps = list(drafted_steps(tiles, shape, tokens, kv_heads / 132, limits))
+    most = min(256, 2048 // tokens)
+    assert {kernel(rows) for rows in range(1, most + 1)} == {kernel(step.rows) for step in steps}
+    assert len(steps) <= 4 and steps[-1] in warmup_steps(2048, 256, 1023, tokens - 1), "the largest step runs once"
+    for step in steps:
+        assert step.tokens == step.rows * tokens <= 2048 and step.drafts == tokens - 1
+    assert not list(drafted_steps(tiles, shape, tokens, 1.0, replace(limits, longest=tokens - 1)))
+
+
+def test_rows_with_drafts_request_steps_in_a_rehearsal():
+    shape, limits = Shape(4, 128, torch.bfloat16, E4M3, 32, hopper=True), StepLimits(2048, 256, 1023)
+    request_steps(Tiles(), shape, 5, 8 / 132)
+    with rehearsal(limits) as found:
+        request_steps(Tiles(), shape, 1, 8 / 132)
+        assert not found.steps
+        request_steps(Tiles(), shape, 5, 8 / 132)
+        assert [step.rows for step in found.missing()] == [2, 12, 16, 256]

@@ -16,7 +16,7 @@ from dovetail.core.ops.choices import Choices, temporarily
 from dovetail.core.ops.compile_server import pack, unpack
 from dovetail.core.ops.expert_choice import DOWN, UP, check_experts, choice_of, expert_key, tile_of
 from dovetail.core.ops.expert_tiles import ExpertTile, expert_tile, rows_of_tile
-from dovetail.core.ops.experts import ExpertWeights
+from dovetail.core.ops.experts import ExpertWeights, _without_blocks
 from dovetail.core.ops.kernels import experts as kernels
 from dovetail.core.tuning.cache import CHECKS
 from dovetail.core.tuning.experts import ExpertTunable, expert_tunables
@@ -115,13 +115,41 @@ def before(tokens, x, given):
 
 
 def test_hoppers_kernel_is_not_taken_where_the_rule_does_not(on_an_h200):
-    facts = "fp8", 8, 2, 4096, 14336
+    """Groups of 64 channels, which no box has."""
+    facts, given = ("fp8_block", 8, 2, 4096, 14336), weights(*MIXTRAL, E4M3, (128, 64))
     tile = {"rows": 128, "outputs": 128, "inputs": 128, "warps": 8, "stages": 3, "residents": 1}
     check_experts(expert_key(*facts), 256, tile)
     with temporarily(Choices({(UP, "NVIDIA H200", expert_key(*facts)): {512: tile}})):
-        order, (first, _) = kernels.tiles_for(256, 2, on_an_h200, weights(*MIXTRAL))
+        order, (first, _) = kernels.tiles_for(256, 2, on_an_h200, given)
     assert order.rows == 128
-    assert first == expert_tile(128, order.tiles, 14336, 4096, 1, True, 132, 227 << 10) and not first.residents
+    assert first == expert_tile(128, order.tiles, 14336, 4096, 1, True, 132, 227 << 10, 128) and not first.residents
+
+
+@pytest.mark.parametrize("of_f", [128, 64])
+def test_a_block_of_inputs_has_one_scale(on_an_h200, of_f):
+    """The second of four ranks begins inside a group of Qwen3-30B's channels, so that 64 of them share a scale. The
+    tuner measures what the first rank has."""
+    given = weights(128, 2048, 192, E4M3, (128, of_f))
+    facts = "fp8_block", 128, 8, 2048, 192
+    tile = dict(TILE, stages=2)
+    entries = {
+        (UP, "NVIDIA H200", expert_key(*facts)): {64: tile},
+        (DOWN, "NVIDIA H200", expert_key(*facts, 32)): {64: tile},
+    }
+    with temporarily(Choices(entries)):
+        _, (first, second) = kernels.tiles_for(64, 8, on_an_h200, given)
+    assert first == tile_of(tile)
+    assert of_f % second.inputs == 0 and (second == tile_of(tile)) is (of_f == 128)
+    down = ExpertTunable(given, 64, 8, 0, FP8_TOKEN, BF16, tile_rows=32, gpu=Gpu())
+    assert down.admits(tile) is (of_f == 128)
+
+
+def test_entries_that_take_too_much_memory_are_not_used(on_an_h200):
+    facts = "fp8", 8, 2, 4096, 14336
+    tile = dict(TILE, outputs=256, inputs=512, stages=8)
+    with temporarily(Choices({(UP, "NVIDIA H200", expert_key(*facts)): {64: tile}})):
+        found = kernels.tiles_for(64, 2, on_an_h200, weights(*MIXTRAL))
+    assert found == before(64, on_an_h200, weights(*MIXTRAL))
 
 
 @pytest.mark.parametrize(
@@ -132,13 +160,29 @@ def test_hoppers_kernel_is_not_taken_where_the_rule_does_not(on_an_h200):
         ({**TILE, "split": 2}, "has no 'split'"),
         ({**TILE, "stages": True}, "stages is True"),
         ({**TILE, "warps": "4"}, "warps is '4'"),
-        ({**TILE, "residents": 2, "outputs": 256}, "a warp group of the kernel for Hopper has 64"),
         ({**TILE, "rows": 16}, "the key has tiles of 32 rows"),
     ],
 )
 def test_tables_are_checked(choice, message):
     with pytest.raises(ValueError, match=message):
         CHECKS[DOWN](expert_key("fp8", *QWEN[:1], 8, *QWEN[1:], 32), 64, choice)
+
+
+@pytest.mark.parametrize(
+    ("kind", "choice", "message"),
+    [
+        ("fp8", {}, "residents is 1, and the kernel for Hopper has no weights of fp8"),
+        ("fp8_block", {"inputs": 256}, "inputs is 256; a tile of the kernel for Hopper has 128"),
+        ("bf16", {}, "inputs is 128; a tile of the kernel for Hopper has 64"),
+        ("fp8_block", {"outputs": 256}, "a warp group of the kernel for Hopper has 64"),
+        ("fp8_block", {"rows": 64}, "rows is 64; a tile of the kernel for Hopper has 128"),
+    ],
+)
+def test_tiles_for_hopper_are_checked(kind, choice, message):
+    tile = {"rows": 128, "outputs": 128, "inputs": 128, "warps": 8, "stages": 3, "residents": 1}
+    check_experts(expert_key("fp8_block", *QWEN[:1], 8, *QWEN[1:]), 512, tile)
+    with pytest.raises(ValueError, match=message):
+        check_experts(expert_key(kind, *QWEN[:1], 8, *QWEN[1:]), 512, {**tile, **choice})
 
 
 def test_keys_are_checked():
@@ -149,10 +193,22 @@ def test_keys_are_checked():
 
 
 def test_another_process_gets_the_same_operation():
-    """Tuning compiles in processes."""
-    for sent in tunables(V3_RANK, 64, 8, block=(128, 128)):
-        got = unpack(pack(sent))
+    """Tuning compiles in processes. Formats are compared by identity, and experts are larger than what one sends."""
+    values = ExpertWeights(torch.empty(8, 256, 512, dtype=BF16), torch.empty(8, 512, 128, dtype=BF16))
+    plain = expert_tunables(values, 64, 2, 0, PLAIN, BF16)
+    for one in plain:
+        one._gpu = Gpu()
+    for sent in (*tunables(V3_RANK, 64, 8, block=(128, 128)), *plain):
+        packed = pack(sent)
+        got = unpack(packed)
         assert got.key == sent.key and list(got.candidates()) == list(sent.candidates())
+        assert len(packed) < 1 << 14 and (got.fmt is PLAIN) is (sent.fmt is PLAIN)
+
+
+@pytest.mark.parametrize("block", [None, (128, 128)])
+def test_the_reference_has_the_scales_where_the_weights_are(block):
+    given = weights(*QWEN, E4M3, block)
+    assert {scale.device.type for scale in _without_blocks(given)} == {"meta"}
 
 
 def test_choices_are_tiles():

@@ -130,6 +130,16 @@ def test_trials_have_scales_in_the_order_of_the_weight():
     assert len(kernels) == 3
 
 
+def test_values_of_a_weight_are_not_sent_to_other_processes():
+    scale, zero = by_group(torch.ones(48, 10)), by_group(torch.zeros(48, 10, dtype=torch.uint8))
+    codes = torch.zeros(48, words_of_row(320, 4), dtype=torch.int32)
+    given = PackedWeight(UINT4, 320, 32, codes, scale, zero)
+    (sent,) = packed_tunables(given, 1, torch.bfloat16)
+    got = unpack(pack(sent))
+    assert got.packed.codes.is_meta and got.packed.scale.is_meta and got.packed.steps == given.steps
+    assert got.key == sent.key and got.nbytes == codes.nbytes + scale.nbytes
+
+
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
