@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dovetail.core.interfaces.activation import PLAIN, ActFormat
+from dovetail.core.interfaces.activation import PLAIN, ActFormat, Activation
 from dovetail.core.interfaces.expert import SWIGLU, Routing
 from dovetail.core.interfaces.tuning import Choice, Trials, Tunable
 from dovetail.core.ops import rms_norm
@@ -48,6 +48,8 @@ MOST_SUMS = 160
 """Sums of a thread for which it has registers."""
 TUNED_TOKENS = frozenset({1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512})
 """Numbers of tokens that are tuned; those in between use the next one's choice."""
+MOST_EXACT = 1 << 29
+"""Weights of gate and up that the exact result converts to float32 at a time: those of all experts may not fit."""
 CHUNK = 1 << 22
 """Random numbers of which a matrix repeats as many as it needs: only its bytes count."""
 
@@ -157,7 +159,7 @@ class ExpertTunable(Tunable):
             )
 
         def exact() -> torch.Tensor:
-            return gated_experts_reference(x, routings[0], weights, SWIGLU, None, self.fmt, torch.float32)
+            return exact_sum(x, routings[0], weights, self.fmt)
 
         return Trials(
             runs=[partial(run, routing) for routing in routings],
@@ -190,6 +192,23 @@ class ExpertTunable(Tunable):
         last = torch.arange(routed, self.experts, device=device).expand(self.rows, -1)
         experts_TK = torch.cat((order_TE, last), 1).int()
         return Routing(experts_TK, torch.rand(experts_TK.shape, device=device))
+
+
+def exact_sum(
+    x: Activation, routing: Routing, weights: ExpertWeights, fmt: ActFormat, most: int = MOST_EXACT
+) -> torch.Tensor:
+    """Return the result of gated_experts in float32. `most`: as MOST_EXACT."""
+    experts, hidden, channels = weights.down.shape
+    experts_TK, step = routing.experts_TK, max(1, most // (2 * hidden * channels))
+    names = ("up", "down", "up_scale", "down_scale")
+    total_TC = torch.zeros(len(experts_TK), hidden, device=experts_TK.device)
+    for first in range(0, experts, step):
+        end = first + step
+        some: dict[str, Any] = {name: x_E[first:end] for name in names if (x_E := getattr(weights, name)) is not None}
+        at_TK = torch.where((experts_TK >= first) & (experts_TK < end), experts_TK - first, -1)
+        own = x, Routing(at_TK, routing.weights_TK), replace(weights, **some)
+        total_TC += gated_experts_reference(*own, SWIGLU, None, fmt, torch.float32)
+    return total_TC
 
 
 def _differences(usual: ExpertTile, tile: ExpertTile) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,16 +11,17 @@ import torch
 pytest.importorskip("triton", reason="no Triton for this platform")
 
 from dovetail.core.compose import compose
-from dovetail.core.interfaces import PLAIN
+from dovetail.core.interfaces import PLAIN, Routing
 from dovetail.core.interfaces.activation import Activation
 from dovetail.core.ops.choices import Choices, temporarily
 from dovetail.core.ops.compile_server import pack, unpack
 from dovetail.core.ops.expert_choice import DOWN, UP, check_experts, choice_of, expert_key, tile_of
 from dovetail.core.ops.expert_tiles import ExpertTile, expert_tile, rows_of_tile
 from dovetail.core.ops.experts import ExpertWeights, _without_blocks
+from dovetail.core.ops.formats import encode
 from dovetail.core.ops.kernels import experts as kernels
 from dovetail.core.tuning.cache import CHECKS
-from dovetail.core.tuning.experts import ExpertTunable, expert_tunables
+from dovetail.core.tuning.experts import ExpertTunable, exact_sum, expert_tunables
 from dovetail.core.tuning.gpu import Gpu
 from dovetail.core.tuning.search import distinct
 from dovetail.core.worker.build import tunables_without_weights
@@ -209,6 +211,17 @@ def test_another_process_gets_the_same_operation():
 def test_the_reference_has_the_scales_where_the_weights_are(block):
     given = weights(*QWEN, E4M3, block)
     assert {scale.device.type for scale in _without_blocks(given)} == {"meta"}
+
+
+@pytest.mark.parametrize(("fmt", "block"), [(PLAIN, None), (FP8_TOKEN, None), (FP8_TOKEN, (128, 128))])
+def test_the_exact_result_of_some_experts_at_a_time(fmt, block):
+    given = weights(5, 256, 128, BF16 if fmt is PLAIN else E4M3, block)
+    tensors = {name: getattr(given, name) for name in ("up", "down", "up_scale", "down_scale")}
+    drawn = {name: (torch.rand(x.shape) + 0.1).to(x.dtype) for name, x in tensors.items() if x is not None}
+    x = encode(torch.randn(7, 256, dtype=BF16), (fmt,))[fmt]
+    routing = Routing(torch.rand(7, 5).argsort(1)[:, :3].int(), torch.rand(7, 3))
+    whole, parts = (exact_sum(x, routing, replace(given, **drawn), fmt, most) for most in (1 << 20, 2 << 17))
+    assert whole.any() and (whole - parts).norm() < 1e-5 * whole.norm()
 
 
 def test_choices_are_tiles():
