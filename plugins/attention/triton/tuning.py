@@ -42,7 +42,8 @@ another."""
 MOST_BYTES = 1 << 30
 """Bytes of keys and values of a trial, up to which rows have these lengths; shorter ones otherwise."""
 RUNS = 16
-"""Minimum number of calls in a graph. The first one plans for all of them, as in a step of so many layers."""
+"""Minimum number of calls of each load in a graph. The first one plans for all of them, as in a step of so many
+layers."""
 GENERAL = (
     (32, 1, 4, 0), (32, 2, 4, 0), (64, 2, 3, 0), (64, 4, 3, 0), (64, 4, 4, 0), (128, 4, 3, 0), (128, 4, 4, 0),
     (128, 8, 3, 0), (16, 4, 4, 4), (32, 2, 4, 2), (32, 4, 3, 4), (64, 2, 2, 2),
@@ -204,9 +205,7 @@ class DecodeTunable(Tunable):
             Runs(self._make(), geometry, lengths, ceil_div(count, len(self.loads)), device) for lengths in self.loads
         ]
         calls = [
-            partial(run.attend, i % len(run.layers), i == 0)
-            for run in runs
-            for i in range(max(len(run.layers), RUNS // len(runs)))
+            partial(run.attend, i % len(run.layers), i == 0) for run in runs for i in range(max(len(run.layers), RUNS))
         ]
         hidden = geometry.heads * geometry.head_dim
         x_BI = torch.randn(self.rows, hidden, dtype=geometry.dtype, device=device)
