@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields
-from functools import lru_cache
 from typing import Any
 
 from dovetail.core.errors import shown
 from dovetail.core.interfaces.tuning import Choice, Key, make_key
-from dovetail.core.ops.choices import Choices, installed
+from dovetail.core.ops.choices import Choices
 from dovetail.core.ops.expert_tiles import BLOCK_BYTES, LEAST_ROWS, MOST_ROWS, ExpertTile
 
 UP, DOWN = "expert_up", "expert_down"
@@ -46,15 +45,10 @@ Facts = tuple[str, int, int, int, int]
 """The first arguments of expert_key."""
 
 
-def listed_tile(op: str, gpu: str, facts: Facts, tokens: int, tile_rows: int | None = None) -> ExpertTile | None:
-    """Return the tile of the installed entry for so many tokens; None = the rule's. `tile_rows`: as in expert_key."""
-    return _listed_tile(installed(), op, gpu, facts, tokens, tile_rows)
-
-
-@lru_cache(maxsize=1 << 14)
-def _listed_tile(
-    choices: Choices, op: str, gpu: str, facts: Facts, tokens: int, tile_rows: int | None
+def listed_tile(
+    choices: Choices, op: str, gpu: str, facts: Facts, tokens: int, tile_rows: int | None = None
 ) -> ExpertTile | None:
+    """Return the tile of the entry for so many tokens; None = the rule's. `tile_rows`: as in expert_key."""
     choice = choices.find(op, gpu, expert_key(*facts, tile_rows), tokens)
     return None if choice is None else tile_of(choice)
 

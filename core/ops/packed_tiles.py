@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from typing import Any
 
@@ -143,36 +143,37 @@ def specialized_tile(
 ) -> MatmulTile | None:
     """Return the rule's tile for specialized_packed: the one that gives the busiest SM the least to decode, in cycles
     as they were measured on an H100 (app=tune measures others)."""
-    ranked = ranked_tiles(rows, outputs, inputs, bits, itemsize, processors, shared, group)
-    ruled = (tile for tile in ranked if tile.inputs == WORDS * 32 // bits and tile.residents in RULED)
-    return next(ruled, None)
+    if rows < 1:
+        return None
+    tiles = specialized_tiles(rows, outputs, inputs, bits, itemsize, processors, shared, group)
+    ruled = (tile for tile in tiles if tile.inputs == WORDS * 32 // bits and tile.residents in RULED)
+    return min(ruled, key=partial(_cycles, (rows, outputs, inputs), itemsize, processors), default=None)
 
 
 def ranked_tiles(
     rows: int, outputs: int, inputs: int, bits: int, itemsize: int, processors: int, shared: int, group: int = 0
 ) -> list[MatmulTile]:
     """Return specialized_tiles, those with the fewest predicted cycles first."""
-
-    def cycles(tile: MatmulTile) -> float:
-        _, tiles, blocks, programs = tile.launch(rows, outputs, inputs)
-        each = ceil_div(programs, processors)
-        units = ceil_div(tiles, programs) * blocks if tile.specialized else ceil_div(tiles * blocks, programs)
-        # Copies of the input from the L2 cache take some of the time.
-        work = each * units * tile.inputs * (tile.outputs * CYCLES[tile.tokens] + 0.2 * tile.tokens * itemsize)
-        # Few warps for each of an SM's schedulers do not hide latency.
-        factor = {1: 1.3, 2: 1.03}.get(min(each, tile.residents) * (tile.warps // 4), 1.0)
-        if programs % tiles and tiles % programs and not tile.specialized:
-            # Most programs write partial sums twice.
-            factor *= 1.5
-        if programs <= tiles:
-            return work * factor
-        # Partial sums are written, and read again one tile after the other.
-        return work * factor + SPLIT + SPLIT_SUM * tile.tokens * tile.outputs * (1 + programs / tiles) / 2
-
-    if rows < 1:
-        return []
     tiles = specialized_tiles(rows, outputs, inputs, bits, itemsize, processors, shared, group)
-    return sorted(tiles, key=cycles)
+    return sorted(tiles, key=partial(_cycles, (rows, outputs, inputs), itemsize, processors))
+
+
+def _cycles(shape: tuple[int, int, int], itemsize: int, processors: int, tile: MatmulTile) -> float:
+    """Return the predicted cycles of the busiest SM."""
+    _, tiles, blocks, programs = tile.launch(*shape)
+    each = ceil_div(programs, processors)
+    units = ceil_div(tiles, programs) * blocks if tile.specialized else ceil_div(tiles * blocks, programs)
+    # Copies of the input from the L2 cache take some of the time.
+    work = each * units * tile.inputs * (tile.outputs * CYCLES[tile.tokens] + 0.2 * tile.tokens * itemsize)
+    # Few warps for each of an SM's schedulers do not hide latency.
+    factor = {1: 1.3, 2: 1.03}.get(min(each, tile.residents) * (tile.warps // 4), 1.0)
+    if programs % tiles and tiles % programs and not tile.specialized:
+        # Most programs write partial sums twice.
+        factor *= 1.5
+    if programs <= tiles:
+        return work * factor
+    # Partial sums are written, and read again one tile after the other.
+    return work * factor + SPLIT + SPLIT_SUM * tile.tokens * tile.outputs * (1 + programs / tiles) / 2
 
 
 def specialized_tiles(

@@ -28,7 +28,6 @@ from dovetail.core.ops.expert_choice import (
 )
 from dovetail.core.ops.expert_tiles import (
     LEAST_ROWS,
-    MOST_ROWS,
     ExpertTile,
     direct,
     expert_tile,
@@ -93,9 +92,8 @@ class ExpertTunable(Tunable):
     def candidates(self) -> Iterable[Choice]:
         """Yield the rule's tiles, and those that differ least from them; the usual number of rows first, and then twice
         and half as many in turn."""
-        usual = rows_of_tile(self.rows * self.active, self.experts) if self.sorts else LEAST_ROWS
-        near = (usual, 2 * usual, usual // 2) if self.tile_rows is None else (self.tile_rows,)
-        by_rows = [list(self._of_rows(rows)) for rows in near if fits(rows, self.sorts)]
+        near = _tile_rows(self.rows, self.active, self.experts) if self.tile_rows is None else [self.tile_rows]
+        by_rows = [list(self._of_rows(rows)) for rows in near]
         return (choice for choice in chain.from_iterable(zip_longest(*by_rows)) if choice is not None)
 
     def _of_rows(self, rows: int) -> Iterator[Choice]:
@@ -223,14 +221,16 @@ def expert_tunables(
     kind = KIND_OF.get(weights.up.dtype)
     if kind not in KINDS or rows not in TUNED_TOKENS:
         return ()
-    usual = LEAST_ROWS
-    if not direct(rows, active, len(weights.down)):
-        usual = rows_of_tile(rows * active, len(weights.down))
-    of_tile = sorted({min(MOST_ROWS, max(LEAST_ROWS, each)) for each in (usual // 2, usual, 2 * usual)})
-    if direct(rows, active, len(weights.down)):
-        of_tile = [LEAST_ROWS]
     # Values would be sent to the processes that compile.
     names = ("up", "down", "up_scale", "down_scale")
     shapes: dict[str, Any] = {name: x.to("meta") for name in names if (x := getattr(weights, name)) is not None}
     make = partial(ExpertTunable, replace(weights, **shapes), rows, active, always, fmt, dtype)
-    return [make(), *(make(tile_rows=each) for each in of_tile)]
+    return [make(), *(make(tile_rows=each) for each in _tile_rows(rows, active, len(weights.down)))]
+
+
+def _tile_rows(tokens: int, active: int, experts: int) -> list[int]:
+    """Return the numbers of rows that tiles may have: the rule's first, and then twice and half as many."""
+    if direct(tokens, active, experts):
+        return [LEAST_ROWS]
+    usual = rows_of_tile(tokens * active, experts)
+    return [rows for rows in (usual, 2 * usual, usual // 2) if fits(rows, sorts=True)]

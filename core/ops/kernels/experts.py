@@ -11,7 +11,8 @@ output, I input.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 import triton
@@ -19,6 +20,7 @@ import triton.language as tl
 
 from dovetail.core.interfaces.activation import ActFormat, Activation
 from dovetail.core.interfaces.expert import ExpertBias, GatedActivation, Routing
+from dovetail.core.ops.choices import Choices, installed
 from dovetail.core.ops.expert_choice import DOWN, UP, divides, fits, listed_tile
 from dovetail.core.ops.expert_tiles import (
     GROUPED,
@@ -336,63 +338,79 @@ def _multiply_pairs(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """Facts by which tiles are chosen."""
+
+    gpu: tuple[str, int, bool, int] | None
+    """device_facts; None = Triton's interpreter."""
+    shape: tuple[int, int, int]
+    """experts, hidden, channels"""
+    dtype: torch.dtype
+    """The weights'."""
+    block: tuple[int, int]
+    """Inputs of the first and of the second product that share a scale; 0 = all."""
+    alike: bool
+    """Whether x has the weights' dtype."""
+
+
 def tiles_for(
     tokens: int, active: int, x: Activation, weights: ExpertWeights, rows: int | None = None
 ) -> tuple[Order, tuple[ExpertTile, ExpertTile]]:
     """Return how pairs are sorted, and the tiles of the two products: those of installed entries, or else of the rule.
-    `rows`: rows of a tile; None = those of the first product's entry or of the rule. `x`: as in tiles_of."""
+    `x`: in the format of the step's; the number of its rows does not matter. `rows`: rows of a tile; None = those of
+    the first product's entry or of the rule."""
+    device, dtype = x.values.device, weights.up.dtype
+    gpu = device_facts(device) if device.type == "cuda" else None
     experts, hidden, channels = weights.down.shape
+    facts = _Facts(gpu, (experts, hidden, channels), dtype, weights.block or (0, 0), x.values.dtype is dtype)
+    return _tiles_for(installed(), tokens, active, facts, rows)
+
+
+@lru_cache(maxsize=1 << 14)
+def _tiles_for(
+    choices: Choices, tokens: int, active: int, facts: _Facts, rows: int | None
+) -> tuple[Order, tuple[ExpertTile, ExpertTile]]:
+    """Every layer of a step asks for the same."""
+    experts, hidden, channels = facts.shape
     order = order_of(tokens, active, experts)
-    if x.values.device.type != "cuda" or (kind := KINDS.get(weights.up.dtype)) is None:  # Triton's interpreter, float32
+    if facts.gpu is None or (kind := KINDS.get(facts.dtype)) is None:  # float32
         order = order if rows is None else order_of(tokens, active, experts, rows)
-        return order, tiles_of(order, x, weights)
-    name, _, _, shared = device_facts(x.values.device)
-    facts = "fp8_block" if weights.block else kind, experts, active, hidden, channels
-    first = listed_tile(UP, name, facts, tokens) if rows is None else None
+        return order, _ruled_tiles(order, facts)
+    name, _, _, shared = facts.gpu
+    of_key = "fp8_block" if any(facts.block) else kind, experts, active, hidden, channels
+    first = listed_tile(choices, UP, name, of_key, tokens) if rows is None else None
     if first is not None and not fits(first.rows, bool(order.block)):
         first = None
     if order.block and (wanted := rows if first is None else first.rows) is not None:
         order = order_of(tokens, active, experts, wanted)
-    ruled = tiles_of(order, x, weights)
-    second = listed_tile(DOWN, name, facts, tokens, order.rows)
-    of_c, of_f = weights.block or (0, 0)
-    size = weights.up.element_size()
+    second = listed_tile(choices, DOWN, name, of_key, tokens, order.rows)
 
     def chosen(listed: ExpertTile | None, one: ExpertTile, gated: bool, group: int) -> ExpertTile:
         """Return the entry's tile if this rank's weights can have it, or else the rule's."""
         if listed is None or not divides(listed, group):
             return one
         # Hopper's kernel reads gathered rows in whole boxes.
-        runs = one.residents if listed.residents else listed.shared_bytes(size, gated) <= shared
+        runs = one.residents if listed.residents else listed.shared_bytes(facts.dtype.itemsize, gated) <= shared
         return listed if runs else one
 
-    return order, (chosen(first, ruled[0], True, of_c), chosen(second, ruled[1], False, of_f))
+    ruled = _ruled_tiles(order, facts)
+    return order, (chosen(first, ruled[0], True, facts.block[0]), chosen(second, ruled[1], False, facts.block[1]))
 
 
-def tiles_of(order: Order, x: Activation, weights: ExpertWeights) -> tuple[ExpertTile, ExpertTile]:
-    """Return the tiles of the two products by the rule. `x`: rows in the format of the step's; their number does not
-    matter."""
-    device, of_c, of_f = x.values.device, *(weights.block or (0, 0))
-    if _specializes(order, x, weights):
-        return (specialized_expert_tile(order.rows, weights.up.element_size(), device_facts(device)[3]),) * 2
-    return _tile(order, weights.up, True, of_c, device), _tile(order, weights.down, False, of_f, device)
-
-
-def _specializes(order: Order, x: Activation, weights: ExpertWeights) -> bool:
-    """Whether Hopper's kernel runs: sorted pairs, and rows and scales that suit its boxes."""
-    if x.values.device.type != "cuda" or not device_facts(x.values.device)[2] or not order.block:
-        return False
-    _, hidden, channels = weights.down.shape
-    return x.values.dtype is weights.up.dtype and specialized(
-        order.rows, hidden, channels, weights.up.element_size(), weights.block
+def _ruled_tiles(order: Order, facts: _Facts) -> tuple[ExpertTile, ExpertTile]:
+    """Return the tiles of the two products by the rule."""
+    size, (_, hidden, channels) = facts.dtype.itemsize, facts.shape
+    processors, hopper, shared = (132, False, 64 << 10) if facts.gpu is None else facts.gpu[1:]
+    block = facts.block if any(facts.block) else None
+    # Hopper's kernel multiplies sorted pairs.
+    if hopper and order.block and facts.alike and specialized(order.rows, hidden, channels, size, block):
+        return (specialized_expert_tile(order.rows, size, shared),) * 2
+    first, second = (
+        expert_tile(order.rows, order.tiles, *sides, size, gated, processors, shared, group)
+        for sides, gated, group in (
+            ((channels, hidden), True, facts.block[0]),
+            ((hidden, channels), False, facts.block[1]),
+        )
     )
-
-
-def _tile(order: Order, weight_EOI: torch.Tensor, gated: bool, group: int, device: torch.device) -> ExpertTile:
-    """`group`: inputs that share a scale of the weight; 0 = all."""
-    _, outputs, inputs = weight_EOI.shape
-    facts = order.rows, order.tiles, outputs // (1 + gated), inputs, weight_EOI.element_size(), gated
-    if device.type != "cuda":  # Triton's interpreter
-        return expert_tile(*facts, processors=132, shared=64 << 10, group=group)
-    _, processors, _, shared = device_facts(device)
-    return expert_tile(*facts, processors, shared, group)
+    return first, second

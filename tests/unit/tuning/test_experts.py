@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -69,6 +70,7 @@ def test_candidates_can_be_launched_and_the_rule_is_first(shape, active, tokens,
 def test_the_second_product_is_tuned_for_each_number_of_rows_of_the_first():
     up, *down = tunables(QWEN, 64, 8)
     rows = {choice["rows"] for choice in up.candidates()}
+    assert {choice["rows"] for choice in islice(up.candidates(), 2)} == rows, "few candidates have each of them"
     assert rows == {one.tile_rows for one in down} == {16, 32} and rows_of_tile(512, 128) == 16
     assert [one.op for one in (up, *down)] == [UP, DOWN, DOWN]
     up, *down = tunables(QWEN, 1, 8)
@@ -235,3 +237,13 @@ def test_a_model_lists_its_experts_with_shared_ones_among_them():
     (up,) = (one for one in found if one.op == UP)
     assert up.key == expert_key("fp8", 66, 8, 2048, 1408) and up.always == 2 and up.rows == 64
     assert {one.tile_rows for one in found if one.op == DOWN} == {16, 32}
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_experts_whose_rows_go_to_other_ranks_are_not_tuned(ep):
+    """Their number of rows is not that of the step. A rank with some channels of each expert has all rows."""
+    placed = [] if ep == 1 else ["experts=whole", "engine.ep=2"]
+    words = ["model=qwen3_30b_a3b", "quant=fp8", "engine.dtype=bfloat16", "engine.max_len=1024", "engine.tp=2", *placed]
+    found = distinct(tunables_without_weights(compose(words), torch.device("cpu"), [64]))
+    ups = [dict(one.key) for one in found if one.op == UP]
+    assert [key["channels"] for key in ups] == ([384] if ep == 1 else [])
