@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 from protocol import Request, Requests, Run, serve
@@ -59,7 +60,8 @@ def load(settings: dict[str, Any]) -> Iterator[tuple[Run, dict[str, Any]]]:
     import vllm
 
     args = engine_args(settings)
-    llm = vllm.LLM(**args)
+    # vLLM writes its own objects into these options.
+    llm = vllm.LLM(**deepcopy(args))
 
     def run(requests: Requests) -> dict[str, Any]:
         llm.reset_prefix_cache()  # as app=bench does between runs

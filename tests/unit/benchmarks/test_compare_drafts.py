@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
+from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,3 +124,22 @@ def test_runs_with_drafts_and_without_are_not_the_same_settings(compare: ModuleT
     plain, drafts = equal(), equal("spec_decode=ngram")
     assert plain["drafting"] is None and plain != drafts
     assert equal("spec_decode=eagle3")["drafting"].keys() == {"method", "drafts", "rates", "quantization"}
+
+
+def test_what_vllm_writes_into_its_options_is_not_reported(
+    compare: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.24 adds its ModelConfig to the options of drafts, which JSON cannot hold."""
+
+    def engine(**options: Any) -> None:
+        options["speculative_config"]["target_model_config"] = object()
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=engine, __version__="0.24.0"))
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "peers"))
+    peer = importlib.import_module("vllm_peer")
+    monkeypatch.setattr(peer, "simulates_acceptance", lambda: True)
+    composition = compose([*TINY, "spec_decode=ngram"], app="bench")
+    settings = asdict(compare.shared_settings(composition, "vllm", tmp_path)) | {"engine_args": {}}
+    with peer.load(settings) as (_, about):
+        options = json.loads(json.dumps(about))["engine_args"]["speculative_config"]
+    assert options["method"] == "ngram" and "target_model_config" not in options
