@@ -62,6 +62,10 @@ MOST_SUBTRACTED = 32
 """Tokens of a tile up to which matrix instructions subtract the shifts of codes in E4M3. With more they take longer
 than decoding to signed numbers, as they do in 16 bits with any number of tokens."""
 
+MOST_IN_FLIGHT = gl.constexpr(64)
+"""Tokens of a tile up to which matrix instructions of a run stay in flight while the sums of the one before are scaled.
+With more, threads lack registers for two sums beside the result."""
+
 
 @gluon.jit
 def _write(acc, row_o, row_t, epilogue, tokens, outputs, GROUP_O: gl.constexpr, BLOCK_T: gl.constexpr):
@@ -152,6 +156,7 @@ def _consume(rings, work, begin, split, weight, epilogue, size, GROUP_O: gl.cons
     BY_ZERO: gl.constexpr = BY_SUM if SUBTRACTS else BY_CODE
     # A wait counts to 7 at most.
     IN_RUN: gl.constexpr = min(RUN * (2 if SUBTRACTS else 1), 7)
+    FLIGHT: gl.constexpr = BLOCK_T <= MOST_IN_FLIGHT
     # With FACTORS, four scales are loaded in a word.
     IN_WORD: gl.constexpr = 4 if FACTORS else 1
     o_sum = gl.arange(0, GROUP_O, SCALED)
@@ -207,15 +212,18 @@ def _consume(rings, work, begin, split, weight, epilogue, size, GROUP_O: gl.cons
                                 of_x = multiply(less, x_IT, of_x, nothing, at == run * RUN)
                     else:
                         acc = warpgroup_mma(w_OI, x_IT, acc, is_async=True)
-                if SUMS:
+                if SUMS and FLIGHT:
                     if run > 0:
                         # This run's instructions stay in flight.
                         zero = None if zero_ptr is None else zeros[run - 1]
                         acc += scaled(before, x_before, scales[run - 1], zero, IN_RUN, SUBTRACTS, SHIFT, UNIT)
-            if SUMS:
+                elif SUMS:
+                    zero = None if zero_ptr is None else zeros[run]
+                    acc += scaled(sums, of_x, scales[run], zero, 0, SUBTRACTS, SHIFT, UNIT)
+            if SUMS and FLIGHT:
                 zero = None if zero_ptr is None else zeros[RUNS - 1]
                 acc += scaled(sums, of_x, scales[RUNS - 1], zero, 0, SUBTRACTS, SHIFT, UNIT)
-            else:
+            elif not SUMS:
                 acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(empty.index(place))
             place, phase = advance(place, phase, PLACES)
