@@ -54,6 +54,8 @@ decoded for the library."""
 MOST_EXACT_ROWS = 384
 """The same for inputs in E4M3, if the weight may be rounded to E4M3 with one scale per output: no library multiplies it
 with scales of groups."""
+LIKE = {"int4": "uint4"}
+"""Formats that take another one's entries where tables have none of theirs: the same codes, without zeros."""
 SCRATCH = 4 << 10
 """Shared memory in which a consumer of specialized_packed rearranges outputs of float32."""
 
@@ -74,9 +76,10 @@ def choose_packed(
 ) -> MatmulTile | None:
     """Return the kernel's tile for x [rows, inputs], or None if the whole weight is decoded for the library.
 
-    The installed entry with the next higher number of rows applies, and the rule where there is none. `device` and
-    `processors` are the GPU's name and number of SMs. `shared`: shared memory of a program in bytes. `hopper`:
-    whether Hopper's kernel can run. `rounds`: whether the weight may be rounded for the library."""
+    The installed entry with the next higher number of rows applies, that of a format that is alike (LIKE) if this one
+    has none at all, and else the rule. `device` and `processors` are the GPU's name and number of SMs. `shared`: shared
+    memory of a program in bytes. `hopper`: whether Hopper's kernel can run. `rounds`: whether the weight may be rounded
+    for the library."""
     return _choose(installed(), rows, key, device, processors, shared, hopper, rounds)
 
 
@@ -87,6 +90,8 @@ def _choose(
     facts: Mapping[str, Any] = dict(key)
     shape = rows, facts["outputs"], facts["inputs"]
     how = facts["bits"], facts["itemsize"], processors, shared
+    if not choices.tuned(OP, device, key) and facts["format"] in LIKE:
+        key = make_key(**{**facts, "format": LIKE[facts["format"]]})
     if choices.serves(OP, device, key, rows):
         choice = choices.find(OP, device, key, rows)
         tile = None if choice is None else tile_of(choice)

@@ -159,8 +159,9 @@ class GraphTimer:
         return found
 
     def _choosing(self, choice: Choice | None) -> AbstractContextManager[None]:
-        rows = {} if choice is None else {self._tunable.rows: choice}
-        return temporarily(Choices({(self._tunable.op, self.gpu, self._tunable.key): rows}))
+        # As a table would say it. An operation may run something else than its default where there is no entry.
+        entry = {self._tunable.rows: choice}
+        return temporarily(Choices({(self._tunable.op, self.gpu, self._tunable.key): entry}))
 
     def _brief(self, choice: Choice | None, alone: float) -> float | None:
         graph = self._captured(choice)

@@ -28,7 +28,9 @@ from dovetail.core.ops.tile_choice import choice_of, tile_of
 from dovetail.core.ops.weight_formats import BITSANDBYTES_FP4, E2M1, INT4, UINT4, UINT8
 from dovetail.core.tuning.cache import CHECKS
 from dovetail.core.tuning.gpu import Gpu
+from dovetail.core.tuning.packages import builtin_table
 from dovetail.core.tuning.packed_matmul import PackedMatmulTunable, packed_tunables
+from dovetail.core.tuning.timing import GraphTimer
 
 
 def weight(fmt: WeightFormat, group: int = 128, outputs: int = 4096, inputs: int = 4096) -> PackedWeight:
@@ -100,6 +102,37 @@ def test_installed_choices_apply():
     with temporarily(Choices({(OP, "a GPU", key): {16: hopper}})):
         assert choice_of(choose_packed(3, key, *facts, True)) == hopper
         assert choose_packed(3, key, *facts) == packed_tile(3, 4096, 4096, 4, 2, *facts[1:])
+
+
+def test_a_search_times_the_default_as_a_table_would_choose_it():
+    """Without an entry the rule picks a tile, where an entry without a choice means the library."""
+    timer, key, facts = GraphTimer("a GPU", 1), key_of(weight(INT4), 2), ("a GPU", 132, 227 << 10, True)
+    timer._tunable = PackedMatmulTunable(weight(INT4), 16, torch.bfloat16, gpu=Gpu())
+    assert choose_packed(16, key, *facts) is not None
+    with timer._choosing(None):
+        assert choose_packed(16, key, *facts) is None
+    tile = choice_of(specialized_tile(16, 4096, 4096, 4, 2, 132, 227 << 10)) | {"stages": 2}
+    with timer._choosing(tile):
+        assert choice_of(choose_packed(16, key, *facts)) == tile
+
+
+def test_no_shipped_table_decodes_whole_weights_for_few_rows():
+    """That moves five times the bytes of the codes."""
+    entries = {at: choice for at, choice in builtin_table(CHECKS).flat().items() if at[0].op == OP}
+    assert len(entries) > 200
+    assert {(subject, rows) for (subject, rows), choice in entries.items() if choice is None and rows <= 64} == set()
+
+
+def test_a_format_without_entries_takes_those_of_one_that_is_alike():
+    facts, mine, other = ("a GPU", 132, 227 << 10), key_of(weight(INT4), 2), key_of(weight(UINT4), 2)
+    tile, ours = ({"tokens": 16, "outputs": 128, "inputs": 512, "split": split} for split in (2, 4))
+    ruled = packed_tile(17, 4096, 4096, 4, 2, *facts[1:])
+    with temporarily(Choices({(OP, "a GPU", other): {16: tile}})):
+        assert choice_of(choose_packed(3, mine, *facts)) == tile and choose_packed(17, mine, *facts) == ruled
+    with temporarily(Choices({(OP, "a GPU", other): {64: tile}, (OP, "a GPU", mine): {16: ours}})):
+        assert choice_of(choose_packed(3, mine, *facts)) == ours and choose_packed(17, mine, *facts) == ruled
+    with temporarily(Choices({(OP, "a GPU", mine): {16: ours}})):
+        assert choose_packed(3, other, *facts) == packed_tile(3, 4096, 4096, 4, 2, *facts[1:])
 
 
 def test_weights_that_hoppers_kernel_cannot_read_go_to_the_kernel_for_all_gpus():
