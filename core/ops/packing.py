@@ -109,7 +109,9 @@ def scales_to_round(packed: PackedWeight) -> torch.Tensor:
         largest_OG = torch.maximum(high, zero_OG.amax(1, keepdim=True).clamp(min=(1 << fmt.bits) - 1) - low)
     else:
         largest_OG = torch.maximum(high - zero_OG.float(), zero_OG.float() - low)
-    unit_OG = torch.exp2(torch.floor(torch.log2(MOST_E4M3 / largest_OG.clamp(min=TINY))))
+    # The power of two of a float32 is its exponent's bits. torch.exp2 would be compiled first, in each process.
+    bits_OG = (MOST_E4M3 / largest_OG.float().clamp(min=TINY)).view(torch.int32)
+    unit_OG = (bits_OG & 0x7F800000).view(torch.float32)
     scale_O = (scales_of(packed).float().abs() / unit_OG).amax(1)
     if packed.row_scale is not None:
         scale_O = scale_O * packed.row_scale.abs()

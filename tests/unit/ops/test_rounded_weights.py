@@ -123,3 +123,12 @@ def test_without_counters_nothing_is_rounded() -> None:
     exact = packed_matmul(x_TI, replace(weight, rounded_scale=None), *given, COUNTS)
     assert torch.equal(packed_matmul(x_TI, weight, *given, None), exact)
     assert not torch.equal(packed_matmul(x_TI, weight, *given, COUNTS), exact)
+
+
+@pytest.mark.parametrize("whole_power", [2.0**-30, 3.5, 7.0, 448.0, 2.0**60])
+def test_the_unit_is_the_largest_power_of_two_that_fits(whole_power):
+    """Also next to where it changes: the logarithm of the number before a power of two is rounded to a whole one."""
+    exact = torch.tensor(whole_power)
+    for largest in (exact, torch.nextafter(exact, exact * 2), torch.nextafter(exact, exact / 2)):
+        unit = 1 / made(codebook(largest.item())).rounded_scale.double()
+        assert (unit * largest <= 448).all() and (2 * unit * largest > 448).all()

@@ -12,7 +12,7 @@ from dovetail.core.interfaces import Activation, LinearShape
 from dovetail.plugins.quant.config import FP8Config
 from dovetail.plugins.quant.fp8.blocks import BlockFP8Linear, SpreadBlockFP8Linear, rounded_blocks, stored_blocks
 from dovetail.plugins.quant.fp8.checkpoint import MXFP8, Stored
-from dovetail.plugins.quant.fp8.format import FP8_TOKEN, quantize_blocks, quantize_rows
+from dovetail.plugins.quant.fp8.format import FP8_TOKEN, decode_e8m0, quantize_blocks, quantize_rows
 
 CPU = torch.device("cpu")
 WHOLE = Stored(block=(128, 128), scale="weight_scale_inv")
@@ -67,3 +67,11 @@ def test_scales_that_differ_within_a_block_are_refused():
     with pytest.raises(TensorError, match="differs within 128 outputs"):
         tensors = {"weight": values_OI, "weight_scale_inv": scale.repeat_interleave(64, 0)}
         method.load(method.create(shape, CPU), slice(0, 128), tensors)
+
+
+def test_exponents_of_8_bits_are_powers_of_two():
+    """The least one is subnormal, and codes may lie in any order in memory."""
+    codes = torch.arange(255, dtype=torch.uint8).view(5, 51).t()
+    assert torch.equal(decode_e8m0("scale", codes).double(), torch.exp2(codes.double() - 127))
+    with pytest.raises(TensorError, match="not numbers"):
+        decode_e8m0("scale", torch.tensor([3, 255], dtype=torch.uint8))
