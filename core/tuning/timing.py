@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from dovetail.core.errors import one_line
-from dovetail.core.interfaces.tuning import Choice, Trials, Tunable
+from dovetail.core.interfaces.tuning import Choice, Key, Trials, Tunable
 from dovetail.core.ops.choices import Choices, temporarily
 from dovetail.core.ops.compile_ahead import compile_ahead
 from dovetail.core.ops.compile_server import pack, unpack
@@ -160,8 +160,9 @@ class GraphTimer:
 
     def _choosing(self, choice: Choice | None) -> AbstractContextManager[None]:
         # As a table would say it. An operation may run something else than its default where there is no entry.
-        entry = {self._tunable.rows: choice}
-        return temporarily(Choices({(self._tunable.op, self.gpu, self._tunable.key): entry}))
+        at = self._tunable.op, self.gpu, self._tunable.key
+        entries: dict[tuple[str, str, Key], Any] = {at: {self._tunable.rows: choice}}
+        return temporarily(Choices(entries))
 
     def _brief(self, choice: Choice | None, alone: float) -> float | None:
         graph = self._captured(choice)
