@@ -14,10 +14,10 @@ A model is one or two runs of `compare.py vllm`, which gets the options after `-
 and servers under load (`--parts` chooses). A run has its GPUs to itself and an equal share of the cores. With
 --together N, so many runs share a GPU if they fit: their engines start at the same time, but only one of them runs
 requests (compare.py --lock). Runs of several GPUs go first, then the longest; the rest wait for a GPU. peers/runs.py
-has all models; without --models, those of the README run. vLLM's ranks fuse all-reduce and norm, and models with
-experts route uniformly on both sides. Each run starts with empty caches of compiled kernels. The output of a run goes
-to NAME.log next to its result; the tables are printed last, for models with drafters also how much faster each engine
-is with drafts than without. A run that fails is named, and the others continue.
+has all models and runs; --models takes names of both, and without it those of the README run. vLLM's ranks fuse all-
+reduce and norm, and models with experts route uniformly on both sides. Each run starts with empty caches of compiled
+kernels. The output of a run goes to NAME.log next to its result; the tables are printed last, for models with drafters
+also how much faster each engine is with drafts than without. A run that fails is named, and the others continue.
 """
 
 from __future__ import annotations
@@ -186,13 +186,13 @@ def main(argv: Sequence[str]) -> int:
         prog="compare.py table", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--gpus", default="0", help="indices, separated by commas")
-    parser.add_argument("--models", default=",".join(README), help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--models", default=",".join(README), help=f"of {', '.join(MODELS)}, or single runs")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--together", type=int, default=1, metavar="N", help="runs that share a GPU if they fit")
     parser.add_argument("--out", type=Path, required=True, help="folder for results and logs")
     args = parser.parse_args(argv[:cut])
     models = args.models.split(",")
-    if unknown := [name for name in models if name not in MODELS]:
+    if unknown := [name for name in models if name not in MODELS and name not in RUNS]:
         parser.error(f"--models {','.join(unknown)}: there are {', '.join(MODELS)}")
     parts = args.parts.split(",")
     if unknown := [name for name in parts if name not in PARTS]:
