@@ -14,9 +14,9 @@ A model is one or two runs of `compare.py vllm`, which gets the options after `-
 and servers under load (`--parts` chooses). A run has its GPUs to itself and an equal share of the cores. With
 --together N, so many runs share a GPU if they fit: their engines start at the same time, but only one of them runs
 requests (compare.py --lock). Runs of several GPUs go first, then the longest; the rest wait for a GPU. peers/runs.py
-has all models and runs; --models takes names of both, and without it those of the README run. vLLM's ranks fuse all-
-reduce and norm, and models with experts route uniformly on both sides. Each run starts with empty caches of compiled
-kernels. The output of a run goes to NAME.log next to its result; the tables are printed last, for models with drafters
+has all models and runs; --models takes names of both, and without it those of the README run. vLLM's ranks fuse
+all-reduce and norm, and models with experts route uniformly on both sides. Each run starts with empty caches of
+compiled kernels. The output of a run goes to NAME.log next to its result; the tables are printed last, for models with drafters
 also how much faster each engine is with drafts than without. A run that fails is named, and the others continue.
 """
 
