@@ -16,8 +16,9 @@ and servers under load (`--parts` chooses). A run has its GPUs to itself and an 
 requests (compare.py --lock). Runs of several GPUs go first, then the longest; the rest wait for a GPU. peers/runs.py
 has all models and runs; --models takes names of both, and without it those of the README run. vLLM's ranks fuse
 all-reduce and norm, and models with experts route uniformly on both sides. Each run starts with empty caches of
-compiled kernels. The output of a run goes to NAME.log next to its result; the tables are printed last, for models with drafters
-also how much faster each engine is with drafts than without. A run that fails is named, and the others continue.
+compiled kernels. The output of a run goes to NAME.log next to its result; the tables are printed last, for models with
+drafters also how much faster each engine is with drafts than without. A run that fails is named, and the others
+continue.
 """
 
 from __future__ import annotations
