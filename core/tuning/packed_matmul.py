@@ -24,10 +24,10 @@ from dovetail.core.ops.packed_tiles import (
     OP,
     WORDS,
     check_packed,
+    choose_packed,
     packed_shared,
     packed_tile,
     ranked_tiles,
-    ruled_tile,
     specialized_tile,
 )
 from dovetail.core.ops.packing import pack_scales, scales_to_round
@@ -78,8 +78,9 @@ class PackedMatmulTunable(Tunable):
         return map(choice_of, dict.fromkeys(tile for tile in ruled if self.admits(choice_of(tile))))
 
     def unlisted(self) -> Choice | None:
-        rounds = self.packed.rounded_scale is not None
-        tile = ruled_tile(*self.shape, *self._facts, self.packed.group, self._hopper, rounds)
+        # The rule's, or that of an installed entry of a format that is alike.
+        gpu, rounds = self.gpu, self.packed.rounded_scale is not None
+        tile = choose_packed(self.rows, self.key, gpu.name, gpu.processors, gpu.shared, self._hopper, rounds)
         return None if tile is None else choice_of(tile)
 
     def _ruled(self) -> Iterator[MatmulTile]:

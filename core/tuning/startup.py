@@ -14,7 +14,7 @@ import torch
 from dovetail.core.arithmetic import ceil_div
 from dovetail.core.errors import ConfigError, shown
 from dovetail.core.interfaces.tuning import Key, Tunable
-from dovetail.core.ops.choices import Choices, install
+from dovetail.core.ops.choices import Choices, install, temporarily
 from dovetail.core.ops.compile_ahead import compile_workers
 from dovetail.core.startup_notes import note
 from dovetail.core.tuning.cache import CACHED, CHECKS, Cache, this_machine
@@ -132,7 +132,9 @@ def predicted_table(tunables: Iterable[Tunable], known: TuningTable, gpu: str) -
             seconds = tunable.predicted(choice)
             found[subject, tunable.rows] = choice if seconds is not None and seconds < default else None
         elif tunable.rows < most:
-            found[subject, tunable.rows] = None
+            # An entry of nothing may mean something else than none, such as the library for packed weights.
+            with temporarily(Choices()):
+                found[subject, tunable.rows] = tunable.unlisted()
     return TuningTable.of(found, PREDICTED)
 
 

@@ -26,10 +26,12 @@ from dovetail.core.ops.packed_tiles import (
 from dovetail.core.ops.packing import by_group, pack_scales, scales_of, words_of_row
 from dovetail.core.ops.tile_choice import choice_of, tile_of
 from dovetail.core.ops.weight_formats import BITSANDBYTES_FP4, E2M1, INT4, UINT4, UINT8
-from dovetail.core.tuning.cache import CHECKS
+from dovetail.core.tuning.cache import CACHED, CHECKS
 from dovetail.core.tuning.gpu import Gpu
 from dovetail.core.tuning.packages import builtin_table
 from dovetail.core.tuning.packed_matmul import PackedMatmulTunable, packed_tunables
+from dovetail.core.tuning.startup import choices_of, predicted_table
+from dovetail.core.tuning.table import Subject, TuningTable, merged
 from dovetail.core.tuning.timing import GraphTimer
 
 
@@ -133,6 +135,34 @@ def test_a_format_without_entries_takes_those_of_one_that_is_alike():
         assert choice_of(choose_packed(3, mine, *facts)) == ours and choose_packed(17, mine, *facts) == ruled
     with temporarily(Choices({(OP, "a GPU", mine): {16: ours}})):
         assert choose_packed(3, other, *facts) == packed_tile(3, 4096, 4096, 4, 2, *facts[1:])
+
+
+@pytest.mark.parametrize("origin", [CACHED, "acme"])
+def test_far_fewer_rows_than_the_least_entry_has_follow_the_rule(origin):
+    """An entry of nothing would decode the whole weight for one row."""
+    gpu, sizes = Gpu(), (1, 8, 32, 64)
+    tunables = [PackedMatmulTunable(weight(INT4), rows, torch.bfloat16, gpu=gpu) for rows in sizes]
+    tile = choice_of(specialized_tile(64, 4096, 4096, 4, 2, gpu.processors, gpu.shared)) | {"split": 1}
+    known = TuningTable.of({(Subject(OP, gpu.name, tunables[0].key), 64): tile}, origin)
+    # Those of an earlier engine in this process do not count.
+    with temporarily(choices_of(TuningTable.of({(Subject(OP, gpu.name, tunables[0].key), 32): None}, origin))):
+        predicted = predicted_table(tunables, known, gpu.name)
+    facts = gpu.name, gpu.processors, gpu.shared, True
+    with temporarily(choices_of(merged([known, predicted]))):
+        found = [choose_packed(rows, tunables[0].key, *facts) for rows in (*sizes[:3], 33, 64)]
+    ruled = [specialized_tile(rows, 4096, 4096, 4, 2, gpu.processors, gpu.shared) for rows in sizes[:3]]
+    assert found == [*ruled, tile_of(tile), tile_of(tile)]
+
+
+def test_a_search_compares_with_the_entry_of_a_format_that_is_alike():
+    """That is what runs without entries of this format."""
+    gpu = Gpu()
+    mine, other = (PackedMatmulTunable(weight(fmt), 16, torch.bfloat16, gpu=gpu) for fmt in (INT4, UINT4))
+    tile = {**(mine.unlisted() or {}), "stages": 2}
+    with temporarily(Choices({(OP, gpu.name, other.key): {16: tile}})):
+        assert mine.unlisted() == tile
+    with temporarily(Choices({(OP, gpu.name, other.key): {16: None}})):
+        assert mine.unlisted() is None
 
 
 def test_weights_that_hoppers_kernel_cannot_read_go_to_the_kernel_for_all_gpus():
