@@ -163,7 +163,9 @@ def tunables_without_weights(composition: Composition, device: torch.device, siz
     """Return the tunable operations of rank 0. The model may be larger than the GPU. `device`: the GPU. `sizes`:
     numbers of rows; none = those of the engine's graphs."""
     engine = composition.engine
-    build = model_without_weights(composition, build_quantizer(composition), device, 0, engine.tp).build
+    model = model_without_weights(composition, build_quantizer(composition), device, 0, engine.tp)
     graph_tokens = min(engine.graph_tokens, engine.token_budget)
     drafter = composition.build("spec_decode")
-    return list(tunables_of(build, list(sizes) or tuned_sizes(engine.max_seqs, graph_tokens, drafter)))
+    # Layers that a drafter builds to compare its files with register their operations beside the model's.
+    drafter.check_files(target_view(composition, model))
+    return list(tunables_of(model.build, list(sizes) or tuned_sizes(engine.max_seqs, graph_tokens, drafter)))
