@@ -12,6 +12,15 @@ from dataclasses import dataclass, field
 
 from dovetail.core.interfaces.tuning import Choice, Key
 
+FEW_ROWS = 16
+"""Rows up to which a choice serves all smaller numbers, since the tensor cores multiply no fewer."""
+
+
+def far_below(rows: int, least: int) -> bool:
+    """Whether the least entry of a shape, for `least` rows, is for too many rows to serve `rows`. Start-up gives them a
+    choice of their own (core.tuning.startup.predicted_table)."""
+    return least > FEW_ROWS and 2 * rows <= least
+
 
 @dataclass(frozen=True, eq=False)
 class Choices:

@@ -11,7 +11,7 @@ from typing import Any
 from dovetail.core.arithmetic import ceil_div
 from dovetail.core.errors import shown
 from dovetail.core.interfaces.tuning import Choice, Key, make_key
-from dovetail.core.ops.choices import Choices, installed
+from dovetail.core.ops.choices import Choices, far_below, installed
 from dovetail.core.ops.tile_choice import check_fields, tile_of
 from dovetail.core.ops.tiles import HOPPER_SHARED, MOST_SHARED_TILES, RESERVED, SM_SHARED, MatmulTile
 
@@ -91,7 +91,10 @@ def _choose(
     shape = rows, facts["outputs"], facts["inputs"]
     how = facts["bits"], facts["itemsize"], processors, shared
     if not choices.tuned(OP, device, key) and facts["format"] in LIKE:
-        key = make_key(**{**facts, "format": LIKE[facts["format"]]})
+        alike = make_key(**{**facts, "format": LIKE[facts["format"]]})
+        entries = choices.entries.get((OP, device, alike), ())
+        # Start-up knows nothing of this shape, so has no choices for rows far below the least entry.
+        key = key if entries and far_below(rows, min(entries)) else alike
     if choices.serves(OP, device, key, rows):
         choice = choices.find(OP, device, key, rows)
         tile = None if choice is None else tile_of(choice)

@@ -14,7 +14,7 @@ import torch
 from dovetail.core.arithmetic import ceil_div
 from dovetail.core.errors import ConfigError, shown
 from dovetail.core.interfaces.tuning import Key, Tunable
-from dovetail.core.ops.choices import Choices, install, temporarily
+from dovetail.core.ops.choices import Choices, far_below, install, temporarily
 from dovetail.core.ops.compile_ahead import compile_workers
 from dovetail.core.startup_notes import note
 from dovetail.core.tuning.cache import CACHED, CHECKS, Cache, this_machine
@@ -31,9 +31,6 @@ PREDICTED = "prediction"
 """Origin of predicted entries."""
 MOST_ROWS = 512
 """Rows up to which operations are tuned. Larger matmuls are bound by the tensor cores, which the library uses well."""
-
-FEW_ROWS = 16
-"""Rows up to which a choice serves all smaller numbers, since the tensor cores multiply no fewer."""
 
 
 def install_choices(
@@ -144,7 +141,7 @@ def serves(table: TuningTable, tunable: Tunable, gpu: str) -> bool:
     entries = table.entries.get(Subject(tunable.op, gpu, tunable.key), {})
     if not entries or tunable.rows > max(entries):
         return False
-    return min(entries) <= FEW_ROWS or 2 * tunable.rows > min(entries)
+    return not far_below(tunable.rows, min(entries))
 
 
 # Search at start-up.

@@ -131,6 +131,10 @@ def test_a_format_without_entries_takes_those_of_one_that_is_alike():
     ruled = packed_tile(17, 4096, 4096, 4, 2, *facts[1:])
     with temporarily(Choices({(OP, "a GPU", other): {16: tile}})):
         assert choice_of(choose_packed(3, mine, *facts)) == tile and choose_packed(17, mine, *facts) == ruled
+    with temporarily(Choices({(OP, "a GPU", other): {64: tile}})):
+        # A tile for so many rows would be slow with one.
+        assert choose_packed(1, mine, *facts) == packed_tile(1, 4096, 4096, 4, 2, *facts[1:])
+        assert choice_of(choose_packed(33, mine, *facts)) == tile
     with temporarily(Choices({(OP, "a GPU", other): {64: tile}, (OP, "a GPU", mine): {16: ours}})):
         assert choice_of(choose_packed(3, mine, *facts)) == ours and choose_packed(17, mine, *facts) == ruled
     with temporarily(Choices({(OP, "a GPU", mine): {16: ours}})):
