@@ -164,6 +164,7 @@ def test_the_reference_has_every_option(hooks: Any) -> None:
     assert all(f"| `engine.{name}` |" in page for name in EngineConfig.model_fields)
 
 
+@pytest.mark.nightly  # composes 117 times
 def test_the_matrix_has_every_demand(hooks: Any) -> None:
     page = hooks.compatibility_page()
     assert "| `attention=sdpa`" in page and "## model and attention" in page

@@ -87,11 +87,14 @@ def test_a_row_too_long_for_the_room_is_absorbed(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("value", "first"),
-    [(torch.nan, 0), (torch.inf, 0), (torch.inf, SMALL.kv_rank), (-torch.inf, SMALL.kv_rank)],
-    ids=["NaN", "infinite", "infinite rotated columns", "negative infinite rotated columns"],
+    ("heads", "value", "first"),
+    [
+        # Tiles of several tokens.
+        *((2, torch.nan, 0), (2, torch.inf, 0), (2, torch.inf, SMALL.kv_rank), (2, -torch.inf, SMALL.kv_rank)),
+        # Tiles of one.
+        *((16, torch.nan, 0), (16, torch.inf, SMALL.kv_rank)),
+    ],
 )
-@pytest.mark.parametrize("heads", [2, 16], ids=["tiles of several tokens", "tiles of one"])
 def test_nan_and_infinity_of_a_sequence_reach_no_other(heads, value, first):
     """The ranges of all tokens are joined by one matrix product."""
     made = arena(SMALL, heads)
