@@ -201,6 +201,8 @@ def main(argv: Sequence[str]) -> int:
     if args.together < 1:
         parser.error(f"--together {args.together}: at least 1")
     names = runs_of(models, parts)
+    if not names:
+        parser.error(f"--models {args.models} --parts {args.parts}: no run is of these parts")
     if args.together > 1 and any(name.endswith("_online") for name in names):
         parser.error(f"--together {args.together}: servers have a GPU to themselves; add --parts offline")
     gpus = args.gpus.split(",")

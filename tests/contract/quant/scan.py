@@ -15,4 +15,4 @@ class Scan(Tunable):
         return []
 
     def trials(self, count: int) -> Trials:
-        raise NotImplementedError
+        raise AssertionError("the suite times nothing")

@@ -141,6 +141,8 @@ def test_too_few_gpus_are_refused_before_anything_runs(
 def test_a_single_run_of_a_model(table: ModuleType, tmp_path: Path) -> None:
     assert table.main(["--out", str(tmp_path), "--models", "8b_fp8_drafts_eagle3,8b_fp8", "--parts", "offline"]) == 0
     assert set(results(tmp_path)) == {"8b_fp8_drafts_eagle3", "8b_fp8"}
+    with pytest.raises(SystemExit):
+        table.main(["--out", str(tmp_path), "--models", "8b_fp8_online", "--parts", "offline"])
 
 
 def test_an_unknown_model_is_refused(table: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

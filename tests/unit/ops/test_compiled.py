@@ -30,9 +30,11 @@ from dovetail.core.ops.kernels import prefetch_matmul
 from dovetail.core.ops.kernels.formats import warps
 from dovetail.core.ops.kernels.launch import dependent, wait
 from dovetail.core.ops.kernels.matmul import matmul_triton
+from dovetail.core.ops.kernels.packed_matmul import packed_matmul_triton
 from dovetail.core.ops.matmul import _has_prefetch_kernel, device_facts, matmul, unscaled_matmul
 from dovetail.core.ops.padding import readable_rows
 from dovetail.core.ops.tiles import HOPPER_SHARED, MOST_SHARED_TILES, MatmulTile
+from dovetail.core.ops.weight_formats import UINT4
 from dovetail.core.testing.compiling import H200, SHARED_BYTES, compiled_for, compiled_for_hopper, resources
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 
@@ -40,6 +42,7 @@ from ..nowhere import lone_copies, lone_reducer
 from .early_access import CONSTANTS, touched_before_waiting
 from .emulated import BF16, E4M3, EVERYTHING, FP32, INT32, INT64, cuda
 from .launches import CASES, jit_functions, more_functions, spilling
+from .packed_launches import packed_weight
 from .shipped import SHIPPED, TILES
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("kernel_cache")]
@@ -172,6 +175,16 @@ def test_inputs_of_matmuls_have_memory_for_whole_tiles():
             for fmt in emit:
                 assert readable_rows(bundle[fmt].values, 128) == 128, name
         assert readable_rows(encoded.values, 128) == readable_rows(encoded.scale, 128) == 128
+
+
+def test_sums_of_a_packed_weight_with_many_tokens_fit_into_registers():
+    """A second set for a run in flight would be spilled, which cost up to a quarter of the time."""
+    tile = MatmulTile(128, 128, 256, warps=8, stages=4, programs=132, tma=True)
+    with compiled_for_hopper() as compiled:
+        weight, counts = packed_weight(UINT4, 8192, 8192, 128, BF16), cuda(MOST_SHARED_TILES, dtype=INT32)
+        packed_matmul_triton(cuda(128, 8192, dtype=E4M3), weight, tile, counts, None, cuda(128, 1, dtype=FP32), BF16)
+    (kernel,) = (kernel for name, kernel in compiled.kernels if name.endswith(":packed_specialized"))
+    assert resources(kernel).stack == 0
 
 
 @pytest.mark.nightly
