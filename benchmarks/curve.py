@@ -6,7 +6,8 @@
 
 Writes OUT.json and OUT.png, and prints a line for each CUDA graph size. Exits with status 1 if a step takes more than
 1.03 times the step at the next greater graph size; such a point is measured again first. Without rows, each graph size
-up to --most is measured, one row more, and the middle to the next size.
+up to --most is measured, one row more, and the middle to the next size. OUT.json is written after each point
+("complete": false until all is measured), so that an interrupted run keeps its points.
 
 The limit is that of the cost model of the composition (cost=h200, h100, ...) without overheads: the weights at the
 device's bandwidth or the matmuls at its rate, whichever takes longer, then keys and values at the bandwidth. The notes
@@ -60,6 +61,8 @@ NO_OVERHEAD = {"kernels": 0.0, "step_us": 0.0, "link_us": 0.0} | dict.fromkeys(
 
 Measure = Callable[[int], float]
 """Milliseconds of a decode step of so many rows."""
+Products = dict[int, dict[str, dict[str, float]]]
+"""Rows -> name of a matmul -> its time, limit and efficiency."""
 
 
 def graph_sizes(most: int) -> list[int]:
@@ -186,10 +189,10 @@ def product_bound_us(layer: Linear, rows: int, rates: RooflineConfig, product: s
     return max(nbytes / rates.bandwidth, flops / rate) * 1e-6
 
 
-def efficiencies(engine: Engine, sizes: Sequence[int], rates: RooflineConfig) -> dict[int, dict[str, dict[str, float]]]:
-    """Return rows -> name of a matmul -> its time, limit and efficiency."""
+def efficiencies(engine: Engine, sizes: Sequence[int], rates: RooflineConfig) -> Products:
+    """Measure the matmuls of a layer."""
     stated = formats(engine.composition, engine.info.spec, str(engine.info.device))
-    found: dict[int, dict[str, dict[str, float]]] = {size: {} for size in sizes}
+    found: Products = {size: {} for size in sizes}
     for name, layers in linears(engine).items():
         for size in sizes:
             us = product_us(layers, size)
@@ -205,7 +208,7 @@ def points(
     times: dict[int, float],
     sizes: Sequence[int],
     bounds: dict[int, float],
-    products: dict[int, dict[str, dict[str, float]]],
+    products: Products,
 ) -> list[dict[str, Any]]:
     """Return the record of each number of rows, for the JSON file."""
     relative = ratios(times, sizes)
@@ -323,21 +326,31 @@ def main(argv: Sequence[str]) -> int:
         cost = without_overhead(composition, engine)
         dtype = formats(composition, engine.info.spec, str(engine.info.device)).dtype
 
+        about = describe(composition) | {"schema": SCHEMA, "choices": dict(composition.choices), "dtype": dtype}
+        about |= {"notes": list(engine.info.notes), "context": args.context, "sampling": sampling, "rule": RULE}
+        about |= {"graph_sizes": sizes}
+        middle = args.context + WARM + STEPS // 2
+        times: dict[int, float] = {}
+
+        def save(products: Products | None) -> list[dict[str, Any]]:
+            """Write what was measured so far. `products`: None = they are still to come."""
+            found = points(times, sizes, {n: 1e3 * cost.decode_seconds(n, middle) for n in times}, products or {})
+            result = about | {"complete": products is not None, "points": found}
+            files[0].write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            return found
+
         def measure(rows: int) -> float:
             ms = 1e3 * decode_seconds(engine, rows, args.context, sampling)
             print(f"{rows} rows: {ms:.3f} ms", file=sys.stderr, flush=True)
+            times[rows] = min(ms, times.get(rows, ms))
+            # A run that is interrupted keeps its points.
+            save(None)
             return ms
 
         times = step_times(args.rows or default_rows(sizes), sizes, measure)
-        products = efficiencies(engine, [size for size in sizes if size in times], rates)
+        found = save(efficiencies(engine, [size for size in sizes if size in times], rates))
     finally:
         engine.shutdown()
-    middle = args.context + WARM + STEPS // 2
-    found = points(times, sizes, {n: 1e3 * cost.decode_seconds(n, middle) for n in times}, products)
-    about = describe(composition) | {"schema": SCHEMA, "choices": dict(composition.choices), "dtype": dtype}
-    settings = {"notes": list(engine.info.notes), "context": args.context, "sampling": sampling, "rule": RULE}
-    result = about | {**settings, "graph_sizes": sizes, "points": found}
-    files[0].write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     draw_one(files[1], found, RULE, " ".join(overrides) or "default composition")
     print("\n".join([*table(found), *verdict(found)]))
     for line in engine.info.notes:

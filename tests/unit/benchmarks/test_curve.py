@@ -59,6 +59,7 @@ def test_a_run_on_the_cpu(curve: dict[str, Any], tmp_path: Path, capsys: pytest.
     status = curve["main"](["1", "--context", "8", "--out", str(tmp_path / "tiny"), *WORDS])
     result = json.loads((tmp_path / "tiny.json").read_text())
     (point,) = result["points"]
+    assert result["complete"] is True
     assert status == 0 and result["schema"] == "dovetail.curve/1" and result["graph_sizes"] == [1]
     assert 0 < point["limit_ms"] < point["ms"]
     assert list(point["products"]) == ["attn.qkv", "attn.o", "mlp.gate_up", "mlp.down"]
@@ -69,6 +70,21 @@ def test_a_run_on_the_cpu(curve: dict[str, Any], tmp_path: Path, capsys: pytest.
     cells = capsys.readouterr().out.splitlines()[-1].split(" | ")
     assert cells[:2] == ["| tiny", "fp32"] and cells[-2:] == ["-", "PASS |"]
     assert cells[2] == f"{point['ms']:#.3g} ({point['ms'] / point['limit_ms']:.2f})"
+
+
+def test_an_interrupted_run_keeps_its_points(
+    curve: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(engine: object, rows: int, *rest: object) -> float:
+        if rows == 2:
+            raise KeyboardInterrupt
+        return 0.004
+
+    monkeypatch.setitem(curve["main"].__globals__, "decode_seconds", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        curve["main"](["1", "2", "--context", "8", "--out", str(tmp_path / "tiny"), *WORDS])
+    result = json.loads((tmp_path / "tiny.json").read_text())
+    assert result["complete"] is False and [(one["rows"], one["ms"]) for one in result["points"]] == [(1, 4.0)]
 
 
 def a_file(folder: Path, name: str, model: str, quant: str, gpu: str = "NVIDIA H200") -> str:
