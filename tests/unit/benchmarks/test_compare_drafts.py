@@ -15,7 +15,7 @@ import pytest
 from dovetail.core.compose import compose
 from dovetail.core.errors import ConfigError
 
-from .conftest import BENCHMARKS, TINY
+from .conftest import BENCHMARKS, TINY, results_page
 
 pytestmark = pytest.mark.nightly
 
@@ -143,3 +143,11 @@ def test_what_vllm_writes_into_its_options_is_not_reported(
     with peer.load(settings) as (_, about):
         options = json.loads(json.dumps(about))["engine_args"]["speculative_config"]
     assert options["method"] == "ngram" and "target_model_config" not in options
+
+
+@pytest.mark.parametrize("simulated", [True, False])
+def test_the_page_says_that_acceptance_was_simulated(simulated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes = ["SIMULATED acceptance: drafts are accepted by a coin"] * simulated
+    engines = {"dovetail": {"engine": "dovetail", "startup_s": 2, "slower_paths": notes}}
+    started, _ = results_page({"engines": engines, "comparisons": []}, monkeypatch)
+    assert started == "dovetail (start-up 2 s)" + ", SIMULATED acceptance" * simulated
