@@ -83,9 +83,9 @@ class PackedWeight:
     """int32 [O, W], see dovetail.core.ops.packing."""
     scale: torch.Tensor
     """[O, G], any floating-point dtype, in any order in memory: kernels read fastest what
-    dovetail.core.ops.packing.empty_by_group allocates. Of a weight without zeros also int32 [O, ceil(G / 4)], words of
-    four scales in E4M3 (dovetail.core.ops.packing.pack_scales), which are read faster than their bytes. In E4M3 none is
-    negative or NaN."""
+    dovetail.core.ops.packing.empty_by_group allocates, and Hopper's kernel reads nothing else. Of a weight without
+    zeros also int32 [O, ceil(G / 4)], words of four scales in E4M3 (dovetail.core.ops.packing.pack_scales), which are
+    read faster than their bytes. In E4M3 none is negative or NaN."""
     zero: torch.Tensor | None = None
     """[O, G], uint8 or floating point, in the same order as `scale`; None = 0."""
     row_scale: torch.Tensor | None = None

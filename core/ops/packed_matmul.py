@@ -19,7 +19,7 @@ from dovetail.core.interfaces.tuning import Key
 from dovetail.core.interfaces.weight import PackedWeight
 from dovetail.core.ops.matmul import device_facts, matmul_reference, scaled_matmul
 from dovetail.core.ops.packed_tiles import MOST_EXACT_ROWS, OP, choose_packed, packed_key
-from dovetail.core.ops.packing import LANES, dequantize, rounded
+from dovetail.core.ops.packing import LANES, dequantize, maps_groups, rounded
 from dovetail.core.ops.rehearsal import rehearsing, report_kernel
 from dovetail.core.ops.tiles import kernel_of
 
@@ -103,11 +103,12 @@ def multiplies_e4m3(packed: PackedWeight) -> bool:
 
 def specializes(packed: PackedWeight, dtype: torch.dtype) -> bool:
     """Return whether Hopper's kernel can multiply x of this dtype: words that can be decoded, whole zeros, strips of
-    LANES inputs or half as many that share a scale, and rows of x that a tensor map can read."""
+    LANES inputs or half as many that share a scale, and x, scales and zeros that tensor maps can read."""
     whole_zeros = packed.zero is None or packed.zero.dtype is torch.uint8
     whole_strips = packed.group % LANES == 0 or (packed.group == LANES // 2 and dtype is not E4M3)
     strips = packed.format.decode_words is not None and whole_strips
-    return whole_zeros and strips and dtype is not torch.float32 and packed.inputs * dtype.itemsize % 16 == 0
+    mapped = packed.inputs * dtype.itemsize % 16 == 0 and maps_groups(packed)
+    return whole_zeros and strips and dtype is not torch.float32 and mapped
 
 
 def multiplied_dtype(dtype: torch.dtype, packed: PackedWeight) -> torch.dtype:

@@ -229,6 +229,13 @@ def packed_shared(tile: MatmulTile, bits: int, itemsize: int) -> int:
     return (tile.tokens * itemsize * 8 + tile.outputs * bits) * tile.inputs * tile.stages // 8 + RESERVED + scratch
 
 
+def places_that_fit(tile: MatmulTile, block: int, fixed: int) -> int:
+    """Return how many of specialized_packed's blocks a program has room for: at most those of the tile, which was
+    chosen without knowing the size of scales. `block`: bytes of a block. `fixed`: bytes that a program needs beside."""
+    room = min(HOPPER_SHARED, SM_SHARED // tile.residents - RESERVED) - fixed
+    return min(tile.stages, max(1, room // block))
+
+
 def check_packed(key: Key, rows: int, choice: Choice) -> None:
     """Raise ValueError if an entry of a table cannot be the tile of this product."""
     facts: Mapping[str, Any] = dict(key)

@@ -24,20 +24,40 @@ MOST_E4M3 = 448.0
 """The largest number in E4M3."""
 SCALES = 4
 """Scales in E4M3 of a word."""
+MAPPED = 16
+"""Outputs of which a row of scales or zeros has a multiple in memory, so that it has a multiple of 16 bytes."""
 TINY = 2.0**-100
 """Least scale to round with, whose inverse is finite."""
 
 
 def empty_by_group(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return an uninitialized tensor [.., O, G] of scales or zeros in which outputs are next to each other in memory:
-    a kernel's block has one or two groups of many outputs, and reads whole sectors of them so."""
+    a kernel's block has one or two groups of many outputs, and reads whole sectors of them so. Groups begin at
+    multiples of MAPPED outputs, for tensor maps (`maps_groups`)."""
     *experts, outputs, groups = shape
-    return torch.empty(*experts, groups, outputs, dtype=dtype, device=device).transpose(-1, -2)
+    stored = ceil_div(outputs, MAPPED) * MAPPED
+    return torch.empty(*experts, groups, stored, dtype=dtype, device=device).narrow(-1, 0, outputs).transpose(-1, -2)
+
+
+def empty_alike(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return an uninitialized tensor in the same order in memory, with as many spare elements between rows."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
 
 
 def by_group(x_OG: torch.Tensor) -> torch.Tensor:
     """Return a copy in which outputs are next to each other in memory."""
     return empty_by_group(*x_OG.shape, dtype=x_OG.dtype, device=x_OG.device).copy_(x_OG)
+
+
+def maps_groups(packed: PackedWeight) -> bool:
+    """Return whether tensor maps can read scales and zeros of a matrix: outputs are next to each other in memory, and
+    groups begin at multiples of 16 bytes."""
+    return all(
+        (one.shape[0] == 1 or one.stride(0) == 1)
+        and (one.shape[1] == 1 or one.stride(1) * one.element_size() % 16 == 0)
+        for one in (packed.scale, packed.zero)
+        if one is not None
+    )
 
 
 def pack_scales(scale_OG: torch.Tensor) -> torch.Tensor:

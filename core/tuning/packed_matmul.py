@@ -30,7 +30,7 @@ from dovetail.core.ops.packed_tiles import (
     ranked_tiles,
     specialized_tile,
 )
-from dovetail.core.ops.packing import pack_scales, scales_to_round
+from dovetail.core.ops.packing import empty_alike, pack_scales, scales_to_round
 from dovetail.core.ops.padding import empty_rows
 from dovetail.core.ops.tile_choice import choice_of, tile_of
 from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
@@ -151,12 +151,12 @@ class PackedMatmulTunable(Tunable):
         if packed.format.stored_bits == 8:
             codes &= -0x40404041
         # In the same order in memory.
-        scale = torch.empty_like(packed.scale, device=device)
+        scale = empty_alike(packed.scale, device)
         scale_OG = torch.rand(len(scale), packed.groups, device=device) + 0.5
         scale.copy_(pack_scales(scale_OG.to(torch.float8_e4m3fn)) if scale.dtype is torch.int32 else scale_OG)
         zero, row_scale = packed.zero, packed.row_scale
         if zero is not None:
-            zero = torch.empty_like(zero, device=device)
+            zero = empty_alike(zero, device)
             zero.copy_(torch.randint(2**packed.format.bits, zero.shape, device=device))
         if row_scale is not None:
             row_scale = torch.rand(row_scale.shape, device=device) + 0.5
@@ -172,5 +172,6 @@ def packed_tunables(
         return []
     # Values would be sent to the processes that compile.
     names = ("codes", "scale", "zero", "row_scale", "rounded_scale")
-    shapes: dict[str, Any] = {name: x.to("meta") for name in names if (x := getattr(packed, name)) is not None}
+    meta = torch.device("meta")
+    shapes: dict[str, Any] = {name: empty_alike(x, meta) for name in names if (x := getattr(packed, name)) is not None}
     return [PackedMatmulTunable(replace(packed, **shapes), rows, dtype, e4m3=e4m3)]

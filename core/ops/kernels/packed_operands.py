@@ -13,34 +13,38 @@ from dovetail.core.ops.kernels.packed_ring import LANES
 
 
 @gluon.jit
-def of_block(source_ptr, o, outputs, groups, steps, first, GROUP: gl.constexpr, STEP: gl.constexpr,
-             COUNT: gl.constexpr, IN_WORD: gl.constexpr = 1):  # fmt: skip
-    """Return the scales or zeros of a block whose first input is `first`: [O] for each of COUNT runs of STEP inputs, or
-    the word that has them. `groups`: those of a row, or its words of IN_WORD groups. `steps`: strides of outputs and
-    groups or words."""
-    at = source_ptr + o.to(gl.int64) * steps[0]
+def of_block(ring, place, block, LAYOUT: gl.constexpr, INPUTS: gl.constexpr, SPAN: gl.constexpr, STEP: gl.constexpr,
+             ROWS: gl.constexpr, GROUPS: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
+    """Return the scales or zeros of a block in the ring: [O] for every STEP inputs, or the word that has them. INPUTS:
+    those of a block. SPAN: those of a scale or word. ROWS: scales of an output in the ring's block."""
     values = ()
-    for run in gl.static_range(COUNT):
-        group = (first + run * STEP) // GROUP // IN_WORD
-        values += (gl.load(at + group * steps[1], mask=(o < outputs) & (group < groups), other=0.0),)  # type: ignore[assignment]
+    for at in gl.static_range(INPUTS // STEP):
+        if INPUTS % SPAN == 0 or SPAN % INPUTS == 0:
+            row = at * STEP // SPAN
+        else:
+            # Scales or words begin and end within blocks.
+            row = (block * INPUTS + at * STEP) // SPAN - block * INPUTS // SPAN
+        values += (ring.index((place * ROWS + row) * GROUPS + WHICH).load(LAYOUT),)  # type: ignore[assignment]
     return values
 
 
 @gluon.jit
-def scales_of_block(source_ptr, o, outputs, groups, steps, first, GROUP: gl.constexpr, STEP: gl.constexpr,
-                    COUNT: gl.constexpr, FACTORS: gl.constexpr):  # fmt: skip
-    """Return the scales of each run of a block, as of_block does. FACTORS: words, each with the scales of four runs."""
+def scales_of_block(ring, place, block, LAYOUT: gl.constexpr, INPUTS: gl.constexpr, SPAN: gl.constexpr,
+                    STEP: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, WHICH: gl.constexpr,
+                    FACTORS: gl.constexpr):  # fmt: skip
+    """Return the scales of each run of STEP inputs of a block, as of_block does. FACTORS: words, each with the scales
+    of four runs."""
     if FACTORS:
-        return of_block(source_ptr, o, outputs, groups, steps, first, GROUP, 4 * STEP, COUNT // 4, 4)
-    elif source_ptr.dtype.element_ty == gl.int32:
-        words = of_block(source_ptr, o, outputs, groups, steps, first, GROUP, STEP, COUNT, 4)
+        return of_block(ring, place, block, LAYOUT, INPUTS, SPAN, 4 * STEP, ROWS, GROUPS, WHICH)
+    elif ring.dtype == gl.int32:
+        words = of_block(ring, place, block, LAYOUT, INPUTS, SPAN, STEP, ROWS, GROUPS, WHICH)
         values = ()
-        for run in gl.static_range(COUNT):
-            bits = words[run] >> ((first + run * STEP) // GROUP % 4 * 8)
+        for run in gl.static_range(INPUTS // STEP):
+            bits = words[run] >> ((block * INPUTS + run * STEP) // (SPAN // 4) % 4 * 8)
             values += (bits.to(gl.int8).to(gl.float8e4nv, bitcast=True),)  # type: ignore[assignment]
         return values
     else:
-        return of_block(source_ptr, o, outputs, groups, steps, first, GROUP, STEP, COUNT)
+        return of_block(ring, place, block, LAYOUT, INPUTS, SPAN, STEP, ROWS, GROUPS, WHICH)
 
 
 @gluon.jit

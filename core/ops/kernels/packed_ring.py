@@ -1,5 +1,6 @@
 """Ring of blocks in shared memory from which core.ops.kernels.specialized_packed multiplies: one warp fills it, across
-tiles. A block has boxes of codes for each consumer warp group, and boxes of x."""
+tiles. A block has boxes of codes for each consumer warp group, boxes of x, and the scales and zeros of its groups.
+These are in the ring since a consumer that loads them itself waits for memory once in each block."""
 
 from __future__ import annotations
 
@@ -28,14 +29,22 @@ def following(unit, blocks, t_tiles):
 
 
 @gluon.jit
-def fetch_codes(source, ring, full, place, unit, BOXES: gl.constexpr, GROUPS: gl.constexpr, wanted):
-    """Start the copy of a block of codes, one box of LANES words for each warp group and box of inputs."""
+def fetch_weight(sources, rings, place, unit, INPUTS: gl.constexpr, SPAN: gl.constexpr, BOXES: gl.constexpr,
+                 GROUPS: gl.constexpr, wanted):  # fmt: skip
+    """Start the copy of a block of the weight: one box of LANES words for each warp group and box of inputs, and the
+    scales and zeros of all warp groups. INPUTS: those of a block. SPAN: those of a scale, or of a word of scales."""
+    source, scale_source, zero_source = sources
+    x, codes, scales, zeros, full, empty = rings
     o_tile, t_tile, block = unit
     for box in gl.static_range(BOXES):
         for group in gl.static_range(GROUPS):
             at = [(o_tile * GROUPS + group) * source.block_type.shape[0], (block * BOXES + box) * LANES]
-            to = ring.index((place * BOXES + box) * GROUPS + group)
+            to = codes.index((place * BOXES + box) * GROUPS + group)
             tma.async_copy_global_to_shared(source, at, full.index(place), to, pred=wanted)
+    at = [block * INPUTS // SPAN, o_tile * scale_source.block_type.shape[1]]
+    tma.async_copy_global_to_shared(scale_source, at, full.index(place), scales.index(place), pred=wanted)
+    if zero_source is not None:
+        tma.async_copy_global_to_shared(zero_source, at, full.index(place), zeros.index(place), pred=wanted)
 
 
 @gluon.jit
@@ -49,17 +58,17 @@ def fetch_x(source, ring, full, place, unit, X_BOXES: gl.constexpr, wanted):
 
 
 @gluon.jit
-def fill(x_source, source, rings, work, begin, BOXES: gl.constexpr, X_BOXES: gl.constexpr, GROUPS: gl.constexpr,
-          PLACES: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
-    """Start the copies of the ring's first round, from the unit `begin`: those of codes before the preceding kernel has
-    ended. Return the unit after them."""
-    x, codes, full, empty = rings
+def fill(x_source, sources, rings, work, begin, INPUTS: gl.constexpr, SPAN: gl.constexpr, BYTES: gl.constexpr,
+         BOXES: gl.constexpr, X_BOXES: gl.constexpr, GROUPS: gl.constexpr, PLACES: gl.constexpr,
+         PDL: gl.constexpr):  # fmt: skip
+    """Start the copies of the ring's first round, from the unit `begin`: those of the weight before the preceding
+    kernel has ended. Return the unit after them. BYTES: those of a block in shared memory."""
+    x, codes, scales, zeros, full, empty = rings
     lo, hi, blocks, t_tiles = work
-    BYTES: gl.constexpr = BOXES * GROUPS * source.block_type.nbytes + X_BOXES * x_source.block_type.nbytes
     unit = begin
     for i in gl.static_range(PLACES):
         mbarrier.expect(full.index(i), BYTES, pred=lo + i < hi)
-        fetch_codes(source, codes, full, i, unit, BOXES, GROUPS, lo + i < hi)
+        fetch_weight(sources, rings, i, unit, INPUTS, SPAN, BOXES, GROUPS, lo + i < hi)
         unit = following(unit, blocks, t_tiles)
     if PDL:
         gdc_wait()
@@ -71,20 +80,35 @@ def fill(x_source, source, rings, work, begin, BOXES: gl.constexpr, X_BOXES: gl.
 
 
 @gluon.jit
-def produce(x_source, source, rings, work, unit, BOXES: gl.constexpr, X_BOXES: gl.constexpr, GROUPS: gl.constexpr,
-             PLACES: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+def produce(x_source, sources, rings, work, unit, INPUTS: gl.constexpr, SPAN: gl.constexpr, BYTES: gl.constexpr,
+            BOXES: gl.constexpr, X_BOXES: gl.constexpr, GROUPS: gl.constexpr, PLACES: gl.constexpr,
+            PDL: gl.constexpr):  # fmt: skip
     """Fetch the blocks from `unit` on, which follow the first round, as consumers release places."""
-    x, codes, full, empty = rings
+    x, codes, scales, zeros, full, empty = rings
     lo, hi, blocks, t_tiles = work
-    BYTES: gl.constexpr = BOXES * GROUPS * source.block_type.nbytes + X_BOXES * x_source.block_type.nbytes
     place, phase = 0, 0
     for _ in range(lo + PLACES, hi):
         mbarrier.wait(empty.index(place), phase)
         mbarrier.expect(full.index(place), BYTES)
-        fetch_codes(source, codes, full, place, unit, BOXES, GROUPS, True)
+        fetch_weight(sources, rings, place, unit, INPUTS, SPAN, BOXES, GROUPS, True)
         fetch_x(x_source, x, full, place, unit, X_BOXES, True)
         place, phase = advance(place, phase, PLACES)
         unit = following(unit, blocks, t_tiles)
     # The codes have been requested, so the next kernel may launch while the sums are reduced and written.
     if PDL:
         gdc_launch_dependents()
+
+
+@gluon.constexpr_function
+def group_rows(inputs, span, width, bits):
+    """Number of scales, or of words of scales, in each column of a block's box, for blocks of so many inputs and scales
+    for `span` inputs: whatever block it is. A box has a power of two rows, and at least the 128 bytes to which tensor
+    maps copy. `width`: outputs; `bits`: those of a scale."""
+    if inputs % span == 0:
+        rows = inputs // span
+    elif span % inputs == 0:
+        rows = 1
+    else:
+        rows = -(-inputs // span) + 1
+    rows = max(rows, 1024 // (width * bits))
+    return 1 << (rows - 1).bit_length()

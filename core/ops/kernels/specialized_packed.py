@@ -3,7 +3,8 @@
 Decoding takes about as long as reading the codes, and the tensor cores as long again with some tens of rows, so none of
 the three may wait for another. A producer warp keeps a ring of blocks in shared memory filled, across tiles. Each
 consumer warp group has some rows of the weight: it decodes them into the registers of the left operand, and decodes the
-next strip while the tensor cores multiply this one. The first codes are fetched before the preceding kernel has ended.
+next strip while the tensor cores multiply this one. The first codes and scales are fetched before the preceding kernel
+has ended.
 
 The work is divided as in matmul.py (Stream-K), scales are applied as in packed_matmul.py.
 
@@ -12,7 +13,7 @@ Shapes: T tokens, I inputs of a strip, O outputs of a warp group, G groups.
 
 from __future__ import annotations
 
-from math import gcd
+from math import gcd, prod
 
 import torch
 from triton.experimental import gluon
@@ -23,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dovetail.core.interfaces.weight import PackedWeight
 from dovetail.core.ops.kernels.decoders import scaled_e2m1_words
@@ -36,6 +38,7 @@ from dovetail.core.ops.kernels.gluon import (
     tensor_map,
 )
 from dovetail.core.ops.kernels.launch import dependent
+from dovetail.core.ops.kernels.packed_end import reduce_split, write
 from dovetail.core.ops.kernels.packed_operands import (
     decode,
     factor_of_scale,
@@ -47,15 +50,18 @@ from dovetail.core.ops.kernels.packed_operands import (
     scaled,
     scales_of_block,
 )
-from dovetail.core.ops.kernels.packed_ring import LANES, fill, following, produce
+from dovetail.core.ops.kernels.packed_ring import LANES, fill, following, group_rows, produce
+from dovetail.core.ops.packed_tiles import SCRATCH, places_that_fit
+from dovetail.core.ops.packing import SCALES, maps_groups
 from dovetail.core.ops.padding import readable_rows
 from dovetail.core.ops.tiles import MatmulTile
 from dovetail.core.ops.weight_formats import E2M1
 
 WHOLE = 1 << 30
-"""GROUP of a matrix with one scale for each row: a multiple of every block."""
-TOGETHER = gl.constexpr(4)
-"""Partial sums that are loaded together."""
+"""SPAN of a matrix with one scale for each row: a multiple of every block."""
+VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+BARRIERS = 128
+"""Upper estimate of a consumer's share of the shared memory for barriers, in bytes."""
 ONE = 0x38
 """Bits of 1 in E4M3."""
 MOST_SUBTRACTED = 32
@@ -68,75 +74,15 @@ With more, threads lack registers for two sums beside the result."""
 
 
 @gluon.jit
-def _write(acc, row_o, row_t, epilogue, tokens, outputs, GROUP_O: gl.constexpr, BLOCK_T: gl.constexpr):
-    """Scale acc_OT, add the bias, round once and store."""
-    x_scale_ptr, x_scale_st, row_scale_ptr, bias_ptr, out_ptr = epilogue
-    o = row_o + gl.arange(0, GROUP_O, gl.SliceLayout(1, acc.type.layout))
-    t = row_t + gl.arange(0, BLOCK_T, gl.SliceLayout(0, acc.type.layout))
-    if x_scale_ptr is not None:
-        acc = acc * gl.load(x_scale_ptr + t * x_scale_st, mask=t < tokens, other=0.0)[None, :]
-    if row_scale_ptr is not None:
-        acc = acc * gl.load(row_scale_ptr + o, mask=o < outputs, other=0.0)[:, None]
-    if bias_ptr is not None:
-        acc += gl.load(bias_ptr + o, mask=o < outputs, other=0.0).to(gl.float32)[:, None]
-    # Each warp stores the 16 rows of its matrix instructions, 16 bytes per thread.
-    WIDE: gl.constexpr = gl.BlockedLayout([8, 1], [2, 16], [4, 1], [0, 1])
-    values = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), WIDE)
-    to_o = row_o + gl.arange(0, GROUP_O, gl.SliceLayout(1, WIDE))
-    to_t = row_t + gl.arange(0, BLOCK_T, gl.SliceLayout(0, WIDE))
-    at = out_ptr + to_t.to(gl.int64)[None, :] * outputs + to_o[:, None]
-    gl.store(at, values, mask=(to_t < tokens)[None, :] & (to_o < outputs)[:, None])
-
-
-@gluon.jit
-def _reduce_split(acc, tile, done, cut, part_ptr, count_ptr, GROUP_O: gl.constexpr, BLOCK_T: gl.constexpr,
-                  GROUPS: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
-    """Store this program's sum over `done` units of a split tile. Return the sum of all programs, and whether this one
-    arrived last."""
-    units, blocks = cut
-    programs = gl.num_programs(0)
-    mine = gl.program_id(0)
-    start = tile * blocks
-    ACC: gl.constexpr = acc.type.layout
-    SIZE: gl.constexpr = GROUP_O * BLOCK_T
-    o = gl.arange(0, GROUP_O, gl.SliceLayout(1, ACC))
-    t = gl.arange(0, BLOCK_T, gl.SliceLayout(0, ACC))
-    at = part_ptr + WHICH * SIZE + o[:, None] * BLOCK_T + t[None, :]
-    # Only the first and the last tile of a program can be split.
-    slot = 2 * mine + (start > mine * units // programs).to(gl.int32)
-    gl.store(at + slot.to(gl.int64) * (GROUPS * SIZE), acc)
-    counter = count_ptr + tile * GROUPS + WHICH
-    barrier()
-    arrived = gl.atomic_add(counter, done, sem="acq_rel") + done
-    barrier()
-    is_last = arrived == blocks
-    total = gl.zeros([GROUP_O, BLOCK_T], gl.float32, ACC)
-    if is_last:
-        gl.store(counter, 0)
-        first = ((start + 1) * programs - 1) // units
-        last = ((start + blocks) * programs - 1) // units
-        # Several loads at a time, since each takes as long as all of them.
-        for some in range(first, last + 1, TOGETHER):
-            sums = ()
-            for more in gl.static_range(TOGETHER):
-                program = some + more
-                slot = 2 * program + (start > program * units // programs).to(gl.int32)
-                there = at + slot.to(gl.int64) * (GROUPS * SIZE)
-                sums += (gl.load(there, mask=program <= last, other=0.0, cache_modifier=".cg"),)  # type: ignore[assignment]
-            for more in gl.static_range(TOGETHER):
-                total += sums[more]
-    return total, is_last
-
-
-@gluon.jit
-def _consume(rings, work, begin, split, weight, epilogue, size, GROUP_O: gl.constexpr,
+def _consume(rings, work, begin, split, less, epilogue, size, GROUP_O: gl.constexpr,
              BLOCK_T: gl.constexpr, BOXES: gl.constexpr, X_BOXES: gl.constexpr, GROUPS: gl.constexpr,
-             PLACES: gl.constexpr, BITS: gl.constexpr, GROUP: gl.constexpr, RUN: gl.constexpr, SUMS: gl.constexpr,
+             PLACES: gl.constexpr, BITS: gl.constexpr, SPAN: gl.constexpr, RUN: gl.constexpr, SUMS: gl.constexpr,
              STRIP: gl.constexpr, DECODE: gl.constexpr, NARROW: gl.constexpr, SHIFT: gl.constexpr, UNIT: gl.constexpr,
-             FACTORS: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
+             FACTORS: gl.constexpr, SCALE_ROWS: gl.constexpr, ZERO_ROWS: gl.constexpr,
+             WHICH: gl.constexpr):  # fmt: skip
     """Consumer warp group for outputs [GROUP_O * WHICH, GROUP_O * (WHICH + 1)) of each tile."""
-    x, codes, full, empty = rings
-    scale_ptr, zero_ptr, less, groups, steps = weight
+    x, codes, scale_ring, zero_ring, full, empty = rings
+    ZERO: gl.constexpr = zero_ring is not None
     lo, hi, blocks, t_tiles = work
     part_ptr, count_ptr, units = split
     tokens, outputs = size
@@ -145,6 +91,7 @@ def _consume(rings, work, begin, split, weight, epilogue, size, GROUP_O: gl.cons
     PIECES: gl.constexpr = LANES // STRIP
     RUNS: gl.constexpr = STRIPS * BOXES * PIECES // RUN
     STEP: gl.constexpr = RUN * STRIP
+    INPUTS: gl.constexpr = RUNS * STEP
     X_STRIPS: gl.constexpr = STRIPS * BOXES // X_BOXES
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_T, 256 // DTYPE.primitive_bitwidth])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 32 // DTYPE.primitive_bitwidth)
@@ -159,8 +106,6 @@ def _consume(rings, work, begin, split, weight, epilogue, size, GROUP_O: gl.cons
     FLIGHT: gl.constexpr = BLOCK_T <= MOST_IN_FLIGHT
     # With FACTORS, four scales are loaded in a word.
     IN_WORD: gl.constexpr = 4 if FACTORS else 1
-    o_sum = gl.arange(0, GROUP_O, SCALED)
-    o_zero = gl.arange(0, GROUP_O, BY_ZERO)
     place, phase = 0, 0
     o_tile, t_tile, first = begin
     unit = lo
@@ -168,21 +113,14 @@ def _consume(rings, work, begin, split, weight, epilogue, size, GROUP_O: gl.cons
         last = gl.minimum(first + hi - unit, blocks)
         row_o = (o_tile * GROUPS + WHICH) * GROUP_O
         acc = gl.zeros([GROUP_O, BLOCK_T], gl.float32, ACC)
-        column = first * (RUNS * STEP)
-        scales = scales_of_block(scale_ptr, row_o + o_sum, outputs, groups, steps, column, GROUP, STEP, RUNS, FACTORS)
-        zeros = ()
-        if zero_ptr is not None:
-            zeros = of_block(zero_ptr, row_o + o_zero, outputs, groups, steps, column, GROUP, STEP, RUNS)
         for block in range(first, last):
             mbarrier.wait(full.index(place), phase)
-            # Those of the next block, whose latency overlaps with this one.
-            column = (block + 1) * (RUNS * STEP)
-            next_scales = scales_of_block(
-                scale_ptr, row_o + o_sum, outputs, groups, steps, column, GROUP, STEP, RUNS, FACTORS
+            scales = scales_of_block(
+                scale_ring, place, block, SCALED, INPUTS, SPAN, STEP, SCALE_ROWS, GROUPS, WHICH, FACTORS
             )
-            next_zeros = ()
-            if zero_ptr is not None:
-                next_zeros = of_block(zero_ptr, row_o + o_zero, outputs, groups, steps, column, GROUP, STEP, RUNS)
+            zeros = ()
+            if ZERO:
+                zeros = of_block(zero_ring, place, block, BY_ZERO, INPUTS, SPAN, STEP, ZERO_ROWS, GROUPS, WHICH)
             sums, of_x = acc, acc
             nothing = gl.zeros([GROUP_O, BLOCK_T], gl.float32, ACC)
             for run in gl.static_range(RUNS):
@@ -191,7 +129,7 @@ def _consume(rings, work, begin, split, weight, epilogue, size, GROUP_O: gl.cons
                     if at % (STRIPS * PIECES) == 0:
                         box = codes.index((place * BOXES + at // (STRIPS * PIECES)) * GROUPS + WHICH)
                         words = load_words(box, LEFT, PIECES)
-                    zero = None if zero_ptr is None or SUBTRACTS else zeros[run]
+                    zero = zeros[run] if ZERO and not SUBTRACTS else None
                     scale = None if SUMS else scales[run // IN_WORD]
                     strip_words = words[at % PIECES]
                     if FACTORS:
@@ -206,7 +144,7 @@ def _consume(rings, work, begin, split, weight, epilogue, size, GROUP_O: gl.cons
                     if SUMS:
                         sums = multiply(w_OI, x_IT, sums, nothing, at == run * RUN)
                         if SUBTRACTS:
-                            if zero_ptr is None:
+                            if not ZERO:
                                 sums = warpgroup_mma(less, x_IT, sums, is_async=True)
                             else:
                                 of_x = multiply(less, x_IT, of_x, nothing, at == run * RUN)
@@ -215,32 +153,31 @@ def _consume(rings, work, begin, split, weight, epilogue, size, GROUP_O: gl.cons
                 if SUMS and FLIGHT:
                     if run > 0:
                         # This run's instructions stay in flight.
-                        zero = None if zero_ptr is None else zeros[run - 1]
+                        zero = zeros[run - 1] if ZERO else None
                         acc += scaled(before, x_before, scales[run - 1], zero, IN_RUN, SUBTRACTS, SHIFT, UNIT)
                 elif SUMS:
-                    zero = None if zero_ptr is None else zeros[run]
+                    zero = zeros[run] if ZERO else None
                     acc += scaled(sums, of_x, scales[run], zero, 0, SUBTRACTS, SHIFT, UNIT)
             if SUMS and FLIGHT:
-                zero = None if zero_ptr is None else zeros[RUNS - 1]
+                zero = zeros[RUNS - 1] if ZERO else None
                 acc += scaled(sums, of_x, scales[RUNS - 1], zero, 0, SUBTRACTS, SHIFT, UNIT)
             elif not SUMS:
                 acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(empty.index(place))
             place, phase = advance(place, phase, PLACES)
-            scales, zeros = next_scales, next_zeros
         row_t = t_tile * BLOCK_T
         if FACTORS:
             acc = acc * restore(DTYPE)
         if part_ptr is None:
-            _write(acc, row_o, row_t, epilogue, tokens, outputs, GROUP_O, BLOCK_T)
+            write(acc, row_o, row_t, epilogue, tokens, outputs, GROUP_O, BLOCK_T)
         elif last - first == blocks:
-            _write(acc, row_o, row_t, epilogue, tokens, outputs, GROUP_O, BLOCK_T)
+            write(acc, row_o, row_t, epilogue, tokens, outputs, GROUP_O, BLOCK_T)
         else:
             tile = o_tile * t_tiles + t_tile
-            total, is_last = _reduce_split(acc, tile, last - first, (units, blocks), part_ptr, count_ptr, GROUP_O,
-                                           BLOCK_T, GROUPS, WHICH)  # fmt: skip
+            total, is_last = reduce_split(acc, tile, last - first, (units, blocks), part_ptr, count_ptr, GROUP_O,
+                                          BLOCK_T, GROUPS, WHICH)  # fmt: skip
             if is_last:
-                _write(total, row_o, row_t, epilogue, tokens, outputs, GROUP_O, BLOCK_T)
+                write(total, row_o, row_t, epilogue, tokens, outputs, GROUP_O, BLOCK_T)
         unit += last - first
         o_tile, t_tile, first = following((o_tile, t_tile, blocks - 1), blocks, t_tiles)
 
@@ -249,8 +186,8 @@ def _consume(rings, work, begin, split, weight, epilogue, size, GROUP_O: gl.cons
 def packed_specialized(
     x_source,
     source,
-    scale_ptr,
-    zero_ptr,
+    scale_source,
+    zero_source,
     x_scale_ptr,
     row_scale_ptr,
     bias_ptr,
@@ -259,9 +196,6 @@ def packed_specialized(
     count_ptr,
     tokens,
     outputs,
-    groups,
-    scale_so,
-    scale_sg,
     x_scale_st,
     t_tiles,
     blocks,
@@ -271,7 +205,7 @@ def packed_specialized(
     X_BOXES: gl.constexpr,
     PLACES: gl.constexpr,
     BITS: gl.constexpr,
-    GROUP: gl.constexpr,
+    SPAN: gl.constexpr,
     RUN: gl.constexpr,
     SUMS: gl.constexpr,
     STRIP: gl.constexpr,
@@ -285,13 +219,27 @@ def packed_specialized(
     PDL: gl.constexpr,
 ):
     """A block has BOXES boxes of LANES words and X_BOXES of x. GROUPS: consumer warp groups, 1, 2 or 4. PLACES:
-    blocks in the ring. GROUP: inputs of a scale. STRIP: inputs that are decoded together, LANES or half as many. RUN:
-    strips that are summed together. LESS: bits of a number in E4M3 that multiplies sums of x, or None."""
+    blocks in the ring. SPAN: inputs of a scale, or of a word of scales. STRIP: inputs that are decoded together, LANES
+    or half as many. RUN: strips that are summed together. LESS: bits of a number in E4M3 that multiplies sums of x, or
+    None."""
     GROUP_O: gl.constexpr = source.block_type.shape[0]
     BLOCK_T: gl.constexpr = x_source.block_type.shape[0]
     codes = gl.allocate_shared_memory(gl.int32, [PLACES * BOXES * GROUPS, GROUP_O, LANES], source.layout)
     x = gl.allocate_shared_memory(x_source.dtype, [PLACES * X_BOXES, BLOCK_T, x_source.block_type.shape[1]],
                                   x_source.layout)  # fmt: skip
+    INPUTS: gl.constexpr = BOXES * LANES * (32 // BITS)
+    SCALE_ROWS: gl.constexpr = scale_source.block_type.shape[0]
+    scales = gl.allocate_shared_memory(scale_source.dtype, [PLACES, SCALE_ROWS, GROUPS * GROUP_O], scale_source.layout)
+    scale_ring = scales._reinterpret(scales.dtype, [PLACES * SCALE_ROWS * GROUPS, GROUP_O], VECTOR)
+    zeros, zero_ring = None, None
+    ZERO_ROWS: gl.constexpr = 0 if zero_source is None else zero_source.block_type.shape[0]
+    OF_ZEROS: gl.constexpr = 0 if zero_source is None else zero_source.block_type.nbytes
+    OF_CODES: gl.constexpr = BOXES * GROUPS * source.block_type.nbytes
+    OF_X: gl.constexpr = X_BOXES * x_source.block_type.nbytes
+    BYTES: gl.constexpr = OF_CODES + OF_X + scale_source.block_type.nbytes + OF_ZEROS
+    if zero_source is not None:
+        zeros = gl.allocate_shared_memory(zero_source.dtype, [PLACES, ZERO_ROWS, GROUPS * GROUP_O], zero_source.layout)
+        zero_ring = zeros._reinterpret(zeros.dtype, [PLACES * ZERO_ROWS * GROUPS, GROUP_O], VECTOR)
     less = x
     if LESS is not None:
         less = filled(GROUP_O, STRIP, LESS)
@@ -311,20 +259,22 @@ def packed_specialized(
     work = (lo, hi, blocks, t_tiles)
     tile = lo // blocks
     begin = (tile // t_tiles, tile % t_tiles, lo - tile * blocks)
-    rings = (x, codes, full, empty)
-    weight = (scale_ptr, zero_ptr, less, groups, (scale_so, scale_sg))
+    copied, rings = (x, codes, scales, zeros, full, empty), (x, codes, scale_ring, zero_ring, full, empty)
+    sources = (source, scale_source, zero_source)
     epilogue = (x_scale_ptr, x_scale_st, row_scale_ptr, bias_ptr, out_ptr)
     size = (tokens, outputs)
     split = (part_ptr, count_ptr, units)
-    unit = fill(x_source, source, rings, work, begin, BOXES, X_BOXES, GROUPS, PLACES, PDL)
+    unit = fill(x_source, sources, copied, work, begin, INPUTS, SPAN, BYTES, BOXES, X_BOXES, GROUPS, PLACES, PDL)
     # The partitions start after the wait, so all of them see what earlier kernels wrote.
     REGISTERS: gl.constexpr = consumer_registers(GROUPS, RESIDENTS)
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (_consume, (rings, work, begin, split, weight, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES,
-                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, STRIP, DECODE, NARROW, SHIFT, UNIT, FACTORS, 0)),
-                (produce, (x_source, source, rings, work, unit, BOXES, X_BOXES, GROUPS, PLACES, PDL)),
+                (_consume, (rings, work, begin, split, less, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES, GROUPS,
+                            PLACES, BITS, SPAN, RUN, SUMS, STRIP, DECODE, NARROW, SHIFT, UNIT, FACTORS, SCALE_ROWS,
+                            ZERO_ROWS, 0)),
+                (produce, (x_source, sources, copied, work, unit, INPUTS, SPAN, BYTES, BOXES, X_BOXES, GROUPS, PLACES,
+                           PDL)),
             ],
             [1],
             [PRODUCER_REGISTERS],
@@ -332,11 +282,14 @@ def packed_specialized(
     elif GROUPS == 2:
         gl.warp_specialize(
             [
-                (_consume, (rings, work, begin, split, weight, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES,
-                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, STRIP, DECODE, NARROW, SHIFT, UNIT, FACTORS, 0)),
-                (_consume, (rings, work, begin, split, weight, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES,
-                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, STRIP, DECODE, NARROW, SHIFT, UNIT, FACTORS, 1)),
-                (produce, (x_source, source, rings, work, unit, BOXES, X_BOXES, GROUPS, PLACES, PDL)),
+                (_consume, (rings, work, begin, split, less, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES, GROUPS,
+                            PLACES, BITS, SPAN, RUN, SUMS, STRIP, DECODE, NARROW, SHIFT, UNIT, FACTORS, SCALE_ROWS,
+                            ZERO_ROWS, 0)),
+                (_consume, (rings, work, begin, split, less, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES, GROUPS,
+                            PLACES, BITS, SPAN, RUN, SUMS, STRIP, DECODE, NARROW, SHIFT, UNIT, FACTORS, SCALE_ROWS,
+                            ZERO_ROWS, 1)),
+                (produce, (x_source, sources, copied, work, unit, INPUTS, SPAN, BYTES, BOXES, X_BOXES, GROUPS, PLACES,
+                           PDL)),
             ],
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
@@ -344,19 +297,36 @@ def packed_specialized(
     else:
         gl.warp_specialize(
             [
-                (_consume, (rings, work, begin, split, weight, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES,
-                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, STRIP, DECODE, NARROW, SHIFT, UNIT, FACTORS, 0)),
-                (_consume, (rings, work, begin, split, weight, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES,
-                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, STRIP, DECODE, NARROW, SHIFT, UNIT, FACTORS, 1)),
-                (_consume, (rings, work, begin, split, weight, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES,
-                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, STRIP, DECODE, NARROW, SHIFT, UNIT, FACTORS, 2)),
-                (_consume, (rings, work, begin, split, weight, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES,
-                            GROUPS, PLACES, BITS, GROUP, RUN, SUMS, STRIP, DECODE, NARROW, SHIFT, UNIT, FACTORS, 3)),
-                (produce, (x_source, source, rings, work, unit, BOXES, X_BOXES, GROUPS, PLACES, PDL)),
+                (_consume, (rings, work, begin, split, less, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES, GROUPS,
+                            PLACES, BITS, SPAN, RUN, SUMS, STRIP, DECODE, NARROW, SHIFT, UNIT, FACTORS, SCALE_ROWS,
+                            ZERO_ROWS, 0)),
+                (_consume, (rings, work, begin, split, less, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES, GROUPS,
+                            PLACES, BITS, SPAN, RUN, SUMS, STRIP, DECODE, NARROW, SHIFT, UNIT, FACTORS, SCALE_ROWS,
+                            ZERO_ROWS, 1)),
+                (_consume, (rings, work, begin, split, less, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES, GROUPS,
+                            PLACES, BITS, SPAN, RUN, SUMS, STRIP, DECODE, NARROW, SHIFT, UNIT, FACTORS, SCALE_ROWS,
+                            ZERO_ROWS, 2)),
+                (_consume, (rings, work, begin, split, less, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES, GROUPS,
+                            PLACES, BITS, SPAN, RUN, SUMS, STRIP, DECODE, NARROW, SHIFT, UNIT, FACTORS, SCALE_ROWS,
+                            ZERO_ROWS, 3)),
+                (produce, (x_source, sources, copied, work, unit, INPUTS, SPAN, BYTES, BOXES, X_BOXES, GROUPS, PLACES,
+                           PDL)),
             ],
             [4, 4, 4, 1],
             [REGISTERS, REGISTERS, REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
+
+
+def group_map(x_OG: torch.Tensor, tile: MatmulTile, span: int) -> TensorDescriptor:
+    """Tensor map of scales, words of them or zeros, with boxes of all that a block needs."""
+    outputs, groups = x_OG.shape
+    bits = 8 * x_OG.element_size()
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=bits, rank=2)
+    # A dimension of one has any stride.
+    step = x_OG.stride(1) if groups > 1 else 128
+    return TensorDescriptor(
+        x_OG, [groups, outputs], [step, 1], [group_rows(tile.inputs, span, tile.outputs, bits), tile.outputs], layout
+    )
 
 
 def launch_packed(
@@ -371,11 +341,18 @@ def launch_packed(
 ) -> None:
     """Launch the kernel. Arguments as in core.ops.kernels.packed_matmul."""
     tokens, inputs = x_TI.shape
-    outputs, groups = packed.scale.shape
+    outputs = len(packed.codes)
+    if not maps_groups(packed):
+        raise ValueError(
+            f"scales have the strides {packed.scale.stride()}: the kernel for Hopper reads those that "
+            "dovetail.core.ops.packing.empty_by_group allocates"
+        )
     warp_groups = tile.warps // 4
     t_tiles, tiles, blocks, programs = tile.launch(tokens, outputs, inputs)
     fp8 = x_TI.dtype is torch.float8_e4m3fn
     strip = min(packed.group or LANES.value, LANES.value)
+    span = min(WHOLE, (packed.group or WHOLE) * (SCALES if packed.scale.dtype is torch.int32 else 1))
+    maps = [None if one is None else group_map(one, tile, span) for one in (packed.scale, packed.zero)]
     # More FP8 products than a line has would lose bits in the tensor core's accumulator.
     run = min(gcd(packed.group, tile.inputs) // strip, LINE.value // strip if fp8 else tile.inputs)
     sums = fp8 or 4 * tile.tokens <= strip * run
@@ -387,11 +364,16 @@ def launch_packed(
     elif packed.zero is not None:
         # One instruction subtracts both the shift and the zero.
         shifted = packed.format.shifted.get(torch.float16 if fp8 else x_TI.dtype)
+    of_groups = sum(prod(one.block_shape) * one.base.element_size() for one in maps if one is not None)
+    inputs_bits = 8 * tile.tokens * x_TI.element_size() + tile.outputs * packed.format.stored_bits
+    block = tile.inputs * inputs_bits // 8 + of_groups
+    group_o = tile.outputs // warp_groups
+    scratch = min(SCRATCH, group_o * tile.tokens * out_TO.element_size()) + BARRIERS
+    fixed = warp_groups * scratch + (0 if less is None else group_o * strip)
     packed_specialized[(programs,)](
         tensor_map(x_TI, tile.tokens, readable_rows(x_TI, tile.tokens)),
         tensor_map(packed.codes, tile.outputs // warp_groups, outputs),
-        packed.scale,
-        packed.zero,
+        *maps,
         x_scale_T1,
         packed.row_scale,
         bias_O,
@@ -400,8 +382,6 @@ def launch_packed(
         counts,
         tokens,
         outputs,
-        groups,
-        *packed.steps,
         0 if x_scale_T1 is None or x_scale_T1.numel() == 1 else x_scale_T1.stride(0),
         t_tiles,
         blocks,
@@ -409,9 +389,9 @@ def launch_packed(
         GROUPS=warp_groups,
         BOXES=tile.inputs * packed.format.stored_bits // (32 * LANES.value),
         X_BOXES=tile.inputs * x_TI.element_size() // LINE.value,
-        PLACES=tile.stages,
+        PLACES=places_that_fit(tile, block, fixed),
         BITS=packed.format.stored_bits,
-        GROUP=packed.group or WHOLE,
+        SPAN=span,
         RUN=run,
         SUMS=sums,
         STRIP=strip,

@@ -13,7 +13,7 @@ from dovetail.core.ops import weight_formats
 from dovetail.core.ops.kernels import decoders
 from dovetail.core.ops.kernels.packed_matmul import packed_matmul_triton
 from dovetail.core.ops.packed_matmul import multiplies_e4m3, packed_matmul, packed_rows
-from dovetail.core.ops.packing import SCALES, words_of_row
+from dovetail.core.ops.packing import SCALES, empty_by_group, words_of_row
 from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
 
 from .emulated import BF16, E4M3, EVERYTHING, FP16, FP32, INT32, INT64, cuda, has_fp8
@@ -28,8 +28,8 @@ def packed_weight(fmt: WeightFormat, outputs: int, inputs: int, group: int, scal
         inputs,
         group,
         cuda(outputs, words_of_row(inputs, fmt.stored_bits), dtype=INT32),
-        cuda(columns, outputs, dtype=scale).t(),
-        cuda(groups, outputs, dtype=torch.uint8).t() if fmt.zero else None,
+        empty_by_group(outputs, columns, dtype=scale, device=torch.device("cuda")),
+        empty_by_group(outputs, groups, dtype=torch.uint8, device=torch.device("cuda")) if fmt.zero else None,
     )
 
 

@@ -124,11 +124,25 @@ if not INTERPRETED and torch.cuda.get_device_capability() == (9, 0):
         weight = drawn(E2M1, 200, inputs, 16, FP8, rows=True)
         scale = torch.randint(0x7F, weight.scale.shape, dtype=torch.uint8, device=DEVICE).view(FP8)
         weight = dataclasses.replace(weight, scale=scale)
-        # Words of an output next to each other, too.
-        words = dataclasses.replace(weight, scale=pack_scales(scale).contiguous())
-        for n, tile in enumerate(specialized_tiles(rows, 200, inputs, 4, 2, 7, HOPPER_SHARED, 16)):
+        for tile in specialized_tiles(rows, 200, inputs, 4, 2, 7, HOPPER_SHARED, 16):
             assert_multiplies(as_kept(weight), rows, tile, dtype)
-            assert_multiplies((weight, by_group(weight), words)[n % 3], rows, tile, dtype)
+            assert_multiplies(by_group(weight), rows, tile, dtype)
+
+    @pytest.mark.parametrize(("group", "inputs"), [(96, 1088), (384, 1344), (512, 1536), (160, 4096), (0, 704)])
+    @pytest.mark.parametrize("scale", [torch.bfloat16, FP8])
+    def test_groups_that_blocks_cut(group, inputs, scale):
+        """Groups, and words of four of them, that end within blocks, or last for several."""
+        for fmt, itemsize in product((INT4, UINT4), (1, 2)):
+            for n, tile in enumerate(specialized_tiles(24, 200, inputs, 4, itemsize, 7, HOPPER_SHARED, group)):
+                if n % 5 == 0 or EVERYTHING:
+                    weight = packed(fmt, 200, inputs, group, scale)
+                    assert_multiplies(weight, 24, tile, FP8 if itemsize == 1 else WIDE)
+
+    def test_hoppers_kernel_refuses_scales_in_another_order():
+        weight = drawn(INT4, 200, 4096, 128, FP16)
+        tile = next(specialized_tiles(8, 200, 4096, 4, 2, 7, HOPPER_SHARED, 128))
+        with pytest.raises(ValueError, match="strides \\(32, 1\\): the kernel for Hopper reads"):
+            packed_matmul_triton(torch.randn(8, 4096, device=DEVICE, dtype=WIDE), weight, tile, None)
 
 
 SHAPES = ((16, 3, 300), (32, 1, 300), (64, 17, 688), (128, 64, 256), (0, 130, 260), (8, 5, 260))

@@ -23,7 +23,7 @@ from dovetail.core.ops.packed_tiles import (
     ruled_tile,
     specialized_tile,
 )
-from dovetail.core.ops.packing import by_group, pack_scales, scales_of, words_of_row
+from dovetail.core.ops.packing import by_group, empty_by_group, pack_scales, scales_of, words_of_row
 from dovetail.core.ops.tile_choice import choice_of, tile_of
 from dovetail.core.ops.weight_formats import BITSANDBYTES_FP4, E2M1, INT4, UINT4, UINT8
 from dovetail.core.tuning.cache import CACHED, CHECKS
@@ -38,7 +38,12 @@ from dovetail.core.tuning.timing import GraphTimer
 def weight(fmt: WeightFormat, group: int = 128, outputs: int = 4096, inputs: int = 4096) -> PackedWeight:
     codes = torch.empty(outputs, words_of_row(inputs, fmt.stored_bits), dtype=torch.int32, device="meta")
     groups = -(-inputs // group) if group else 1
-    return PackedWeight(fmt, inputs, group, codes, torch.empty(outputs, groups, dtype=torch.bfloat16, device="meta"))
+    scale_OG = empty_by_group(outputs, groups, dtype=torch.bfloat16, device=torch.device("meta"))
+    return PackedWeight(fmt, inputs, group, codes, scale_OG)
+
+
+def by_output(packed: PackedWeight) -> PackedWeight:
+    return replace(packed, scale=packed.scale.contiguous())
 
 
 @pytest.mark.parametrize("fmt", [INT4, UINT8], ids=lambda fmt: fmt.name)
@@ -176,16 +181,21 @@ def test_weights_that_hoppers_kernel_cannot_read_go_to_the_kernel_for_all_gpus()
     assert not specializes(weight(INT4, group=16), torch.float8_e4m3fn)
     assert not specializes(weight(INT4, group=8), torch.bfloat16)
     assert not specializes(weight(INT4, inputs=4100), torch.float16)
+    # Tensor maps read scales whose outputs are next to each other.
+    assert specializes(weight(INT4, outputs=40), torch.bfloat16) and specializes(weight(INT4, group=0), torch.bfloat16)
+    assert not specializes(by_output(weight(INT4)), torch.bfloat16)
 
 
 def test_trials_have_scales_in_the_order_of_the_weight():
-    by_output = weight(UINT4, outputs=48, inputs=320, group=32)
-    zero_OG = torch.empty(48, 10, dtype=torch.uint8, device="meta")
-    grouped = replace(by_output, scale=by_group(by_output.scale), zero=by_group(zero_OG))
-    words = replace(by_output, format=E2M1, scale=pack_scales(by_output.scale.to(torch.float8_e4m3fn)))
+    given, zero_OG = (
+        weight(UINT4, outputs=48, inputs=320, group=32),
+        torch.empty(48, 10, dtype=torch.uint8, device="meta"),
+    )
+    grouped = replace(given, zero=by_group(zero_OG))
+    words = replace(given, format=E2M1, scale=pack_scales(given.scale.to(torch.float8_e4m3fn)))
     choice = {"tokens": 16, "outputs": 64, "inputs": 256}
     kernels = set()
-    for packed in (replace(by_output, zero=zero_OG), grouped, words):
+    for packed in (replace(by_output(given), zero=zero_OG), grouped, words):
         tunable = PackedMatmulTunable(packed, 1, torch.bfloat16, gpu=Gpu())
         found = tunable._random_weight(torch.device("cpu"))
         assert (found.scale.dtype, found.scale.shape, found.steps) == (
