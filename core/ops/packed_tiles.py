@@ -46,7 +46,7 @@ RULED = (1, 2, 4)
 inputs leave registers: with four, the matrix instructions of 16 bits wait for each other (ptxas)."""
 CYCLES = {8: 0.92, 16: 1.0, 32: 1.1, 64: 1.4, 128: 2.1}
 """Relative time to decode a weight and to multiply it with so many tokens."""
-SPLIT, SPLIT_SUM = 32 << 10, 8
+SPLIT, SPLIT_SUM = 32 << 10, 16
 """Cost of splitting a tile, and of each of its sums, in the same unit as a decoded weight."""
 MOST_DECODED_ROWS = 512
 """Number of rows up to which the rule decodes weights in the kernel for 16-bit inputs. Above it, the whole weight is

@@ -13,8 +13,10 @@ from dovetail.core.ops.tiles import HOPPER_SHARED
 TIMINGS = Path(__file__).with_name("h100_eight_bits.timings.jsonl")
 """From searches on an H100: shapes of Llama 3 8B and DeepSeek-V3, about ten tiles each."""
 PACKED = Path(__file__).with_name("h200_packed.timings.jsonl")
-"""From searches on an H200: shapes of Llama 3 8B and 70B in W4A16 and W4A8, of 8B in NVFP4, about 15 tiles each. The
-rule's constants are older."""
+"""From searches on an H200: shapes of Llama 3 8B and 70B in W4A16 and W4A8, of 8B in NVFP4, about 15 tiles each, before
+scales came through the kernel's ring. Of the rule's constants, the cost of partial sums is younger."""
+IN_RING = Path(__file__).with_name("h200_packed_ring.timings.jsonl")
+"""From a search on an H200 with that kernel: two shapes of 70B in W4A8, five tiles each."""
 CLOSE = 1.13
 """Tiles of 32 rows and 576 outputs are that far behind."""
 
@@ -38,17 +40,24 @@ def test_the_rules_tiles_are_near_the_fastest():
     assert sum(ratio <= 1.03 for ratio in timed.values()) > 0.8 * len(timed)
 
 
-def test_the_rule_for_packed_weights_is_near_the_fastest_tiles():
+def behind_the_fastest(file: Path) -> list[float]:
+    """Return the time of the rule's tile over the fastest one's, where it was timed."""
     behind = []
-    for line in map(json.loads, PACKED.read_text().splitlines()):
+    for line in map(json.loads, file.read_text().splitlines()):
         key, rows = line["key"], line["rows"]
         facts = key["bits"], key["itemsize"], 132, HOPPER_SHARED, key["group"]
         tile = choice_of(specialized_tile(rows, key["outputs"], key["inputs"], *facts))
-        (same,) = [us for us, choice in line["times"] if choice == tile]
-        behind.append(same / line["times"][0][0])
+        behind += [us / line["times"][0][0] for us, choice in line["times"] if choice == tile]
+    return behind
+
+
+def test_the_rule_for_packed_weights_is_near_the_fastest_tiles():
+    behind = behind_the_fastest(PACKED)
     # Those further behind have 16 to 256 rows and few outputs. A table has tiles for all of these shapes.
-    assert len(behind) == 100 and max(behind) < 1.27
-    assert sum(ratio <= 1.03 for ratio in behind) >= 54 and sum(ratio > 1.1 for ratio in behind) <= 8
+    assert len(behind) >= 97 and max(behind) < 1.27
+    assert sum(ratio <= 1.03 for ratio in behind) >= 68 and sum(ratio > 1.1 for ratio in behind) <= 6
+    behind = behind_the_fastest(IN_RING)
+    assert len(behind) >= 10 and max(behind) < 1.08 and sum(behind) / len(behind) < 1.02
 
 
 def test_the_fastest_tiles_for_packed_weights_are_among_the_first_candidates():
