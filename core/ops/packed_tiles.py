@@ -37,7 +37,7 @@ SHAPES = (
 )
 """Tokens of a tile, consumer warp groups, and programs of an SM for which threads of specialized_packed have enough
 registers."""
-SPILLING = {(64, 2, 2), (128, 1, 2)}
+SPILLING = {(32, 2, 2), (64, 2, 2), (128, 1, 2)}
 """Those where E4M3, which keeps the sums of groups apart, needs more registers, and so do the scales of groups smaller
 than a strip. The latter leave room for two programs of an SM at most, two warp groups of a program, and one box of a
 block."""

@@ -136,6 +136,7 @@ def look_up_triton(
         RING=0 if corpus is None else len(corpus.ring_N),
         BLOCK=BLOCK,
         DRAFTS=triton.next_power_of_2(k),
-        num_warps=4,
+        # Three texts take more values than threads of four warps have registers for.
+        num_warps=4 if corpus is None else 8,
     )
     return drafts_BK, count_B
