@@ -94,6 +94,7 @@ def _stacked_expert_matmul(
     inputs,
     words,
     groups,
+    scale_se,
     scale_so,
     scale_sg,
     alpha,
@@ -156,11 +157,11 @@ def _stacked_expert_matmul(
     code_at = codes_ptr + (first_O + o)[:, None] * words + i[None, :]
     up_codes = outputs.to(tl.int64) * words
     steps = (scale_so, scale_sg)
-    # Scales of an expert are one block of memory, in either order.
-    scale_at = scale_ptr + first_O * groups
+    first_scale = expert.to(tl.int64) * scale_se
+    scale_at = scale_ptr + first_scale
     up_groups = outputs.to(tl.int64) * scale_so
     if zero_ptr is not None:
-        zero_at = zero_ptr + first_O * groups
+        zero_at = zero_ptr + first_scale
     x_at = x_ptr + row_T[None, :] * inputs + i[:, None]
     acc = tl.zeros((BLOCK_O, ROWS), tl.float32)
     acc_up = acc
@@ -311,6 +312,7 @@ def _multiply_pairs(
         packed.inputs,
         packed.codes.shape[2],
         packed.scale.shape[2],
+        packed.scale.stride(0),
         *packed.steps,
         1.0 if activation is None else activation.alpha,
         0.0 if limit is None else limit,

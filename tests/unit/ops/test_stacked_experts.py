@@ -126,6 +126,7 @@ def test_the_kernel_is_near_the_exact_sum(tokens, experts, active, hidden, chann
 
 
 @kernels
+@pytest.mark.parametrize(("hidden", "channels"), [(80, 48), (88, 52)], ids=["multiples of 16", "others"])
 @pytest.mark.parametrize(
     ("tokens", "up", "down"),
     [
@@ -136,10 +137,11 @@ def test_the_kernel_is_near_the_exact_sum(tokens, experts, active, hidden, chann
         (3, (UINT4, 16, FP8), (UINT4, 32, FP8)),
     ],
 )
-def test_scales_are_in_any_order_in_memory(tokens, up, down):
+def test_scales_are_in_any_order_in_memory(tokens, up, down, hidden, channels):
+    """Rows of scales are filled up to multiples of 16 outputs where outputs are next to each other."""
     from dovetail.core.ops.kernels.stacked_experts import stacked_experts_triton
 
-    x_TC, routing, weights, *_ = stacked_case(tokens, 3, 2, 80, 48, "random", FP16, up, down)
+    x_TC, routing, weights, *_ = stacked_case(tokens, 3, 2, hidden, channels, "random", FP16, up, down)
     at = Routing(routing.experts_TK.to(DEVICE), routing.weights_TK.to(DEVICE))
     given, results = Activation(PLAIN, x_TC.to(DEVICE)), []
     for order in (lambda weight: weight, by_group, as_kept):
