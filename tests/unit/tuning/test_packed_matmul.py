@@ -23,7 +23,7 @@ from dovetail.core.ops.packed_tiles import (
     ruled_tile,
     specialized_tile,
 )
-from dovetail.core.ops.packing import by_group, empty_by_group, pack_scales, scales_of, words_of_row
+from dovetail.core.ops.packing import by_group, empty_by_group, maps_groups, pack_scales, scales_of, words_of_row
 from dovetail.core.ops.tile_choice import choice_of, tile_of
 from dovetail.core.ops.weight_formats import BITSANDBYTES_FP4, E2M1, INT4, UINT4, UINT8
 from dovetail.core.tuning.cache import CACHED, CHECKS
@@ -184,13 +184,17 @@ def test_weights_that_hoppers_kernel_cannot_read_go_to_the_kernel_for_all_gpus()
     # Tensor maps read scales whose outputs are next to each other.
     assert specializes(weight(INT4, outputs=40), torch.bfloat16) and specializes(weight(INT4, group=0), torch.bfloat16)
     assert not specializes(by_output(weight(INT4)), torch.bfloat16)
+    # They begin at multiples of 16 bytes.
+    grouped = by_group(torch.ones(64, 32, dtype=torch.bfloat16))
+    for first in (0, 4, 8):
+        part = replace(weight(INT4), scale=grouped[first:])
+        assert specializes(part, torch.bfloat16) == (first != 4)
 
 
 def test_trials_have_scales_in_the_order_of_the_weight():
-    given, zero_OG = (
-        weight(UINT4, outputs=48, inputs=320, group=32),
-        torch.empty(48, 10, dtype=torch.uint8, device="meta"),
-    )
+    """With as many spare elements between rows: 40 outputs are no multiple of 16."""
+    given = weight(UINT4, outputs=40, inputs=320, group=32)
+    zero_OG = torch.empty(40, 10, dtype=torch.uint8, device="meta")
     grouped = replace(given, zero=by_group(zero_OG))
     words = replace(given, format=E2M1, scale=pack_scales(given.scale.to(torch.float8_e4m3fn)))
     choice = {"tokens": 16, "outputs": 64, "inputs": 256}
@@ -203,19 +207,21 @@ def test_trials_have_scales_in_the_order_of_the_weight():
             packed.scale.shape,
             packed.steps,
         )
+        assert maps_groups(found) == maps_groups(packed)
         scale_OG = scales_of(found).float()
-        assert scale_OG.shape == (48, 10) and scale_OG.min() >= 0.5 and scale_OG.max() <= 1.5
+        assert scale_OG.shape == (40, 10) and scale_OG.min() >= 0.5 and scale_OG.max() <= 1.5
         kernels.add(tunable.kernel(choice))
     assert len(kernels) == 3
 
 
 def test_values_of_a_weight_are_not_sent_to_other_processes():
-    scale, zero = by_group(torch.ones(48, 10)), by_group(torch.zeros(48, 10, dtype=torch.uint8))
-    codes = torch.zeros(48, words_of_row(320, 4), dtype=torch.int32)
+    scale, zero = by_group(torch.ones(40, 10)), by_group(torch.zeros(40, 10, dtype=torch.uint8))
+    codes = torch.zeros(40, words_of_row(320, 4), dtype=torch.int32)
     given = PackedWeight(UINT4, 320, 32, codes, scale, zero)
     (sent,) = packed_tunables(given, 1, torch.bfloat16)
     got = unpack(pack(sent))
     assert got.packed.codes.is_meta and got.packed.scale.is_meta and got.packed.steps == given.steps
+    assert maps_groups(got.packed) and got.packed.zero is not None and got.packed.zero.stride() == zero.stride()
     assert got.key == sent.key and got.nbytes == codes.nbytes + scale.nbytes
 
 
