@@ -57,7 +57,11 @@ with scales of groups."""
 LIKE = {"int4": "uint4"}
 """Formats that take another one's entries where tables have none of theirs: the same codes, without zeros."""
 SCRATCH = 4 << 10
-"""Shared memory in which a consumer of specialized_packed rearranges outputs of float32."""
+"""Shared memory in which a consumer of specialized_packed rearranges outputs of float32. Those of 16 bits take half."""
+MOST_MAPPED = 256
+"""Outputs of a box of scales: tensor maps have boxes of so many numbers in each dimension."""
+BARRIERS = 128
+"""Upper estimate of a consumer's share of the shared memory for what is no block, barrier or output, in bytes."""
 
 
 def packed_key(name: str, bits: int, group: int, outputs: int, inputs: int, itemsize: int) -> Key:
@@ -229,10 +233,19 @@ def packed_shared(tile: MatmulTile, bits: int, itemsize: int) -> int:
     return (tile.tokens * itemsize * 8 + tile.outputs * bits) * tile.inputs * tile.stages // 8 + RESERVED + scratch
 
 
-def places_that_fit(tile: MatmulTile, block: int, fixed: int) -> int:
+def packed_beside(tile: MatmulTile, itemsize: int) -> int:
+    """Upper estimate of the shared memory that a program of specialized_packed needs beside its blocks, in bytes.
+    `itemsize`: bytes of an output."""
+    groups = tile.warps // 4
+    scratch = min(SCRATCH // 4, tile.outputs // groups * tile.tokens) * itemsize
+    return groups * (scratch + BARRIERS) + 16 * tile.stages
+
+
+def places_that_fit(tile: MatmulTile, block: int, operand: int, itemsize: int) -> int:
     """Return how many of specialized_packed's blocks a program has room for: at most those of the tile, which was
-    chosen without knowing the size of scales. `block`: bytes of a block. `fixed`: bytes that a program needs beside."""
-    room = min(HOPPER_SHARED, SM_SHARED // tile.residents - RESERVED) - fixed
+    chosen without knowing the size of scales. `block`: bytes of a block. `operand`: bytes of an operand that is no
+    block. `itemsize`: bytes of an output."""
+    room = min(HOPPER_SHARED, SM_SHARED // tile.residents - RESERVED) - operand - packed_beside(tile, itemsize)
     return min(tile.stages, max(1, room // block))
 
 
@@ -251,6 +264,8 @@ def check_packed(key: Key, rows: int, choice: Choice) -> None:
     tile = tile_of(choice)
     if tile.tma and (tile.warps % 4 or tile.outputs % (16 * tile.warps) or tile.inputs * facts["itemsize"] % 128):
         raise ValueError(f"warps={tile.warps} are not whole warp groups of 64 or 128 of {tile.outputs} outputs")
+    if tile.tma and tile.outputs > MOST_MAPPED:
+        raise ValueError(f"outputs is {tile.outputs}; a tensor map copies the scales of {MOST_MAPPED} at most")
     if tile.specialized and not tile.tma:
         raise ValueError("specialized is true and tma is not; only the kernel for Hopper computes whole tiles")
     if tile.tma and facts["inputs"] * facts["itemsize"] % 16:

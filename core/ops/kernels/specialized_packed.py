@@ -51,7 +51,7 @@ from dovetail.core.ops.kernels.packed_operands import (
     scales_of_block,
 )
 from dovetail.core.ops.kernels.packed_ring import LANES, fill, following, group_rows, produce
-from dovetail.core.ops.packed_tiles import SCRATCH, places_that_fit
+from dovetail.core.ops.packed_tiles import places_that_fit
 from dovetail.core.ops.packing import SCALES, maps_groups
 from dovetail.core.ops.padding import readable_rows
 from dovetail.core.ops.tiles import MatmulTile
@@ -60,8 +60,6 @@ from dovetail.core.ops.weight_formats import E2M1
 WHOLE = 1 << 30
 """SPAN of a matrix with one scale for each row: a multiple of every block."""
 VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-BARRIERS = 128
-"""Upper estimate of a consumer's share of the shared memory for barriers, in bytes."""
 ONE = 0x38
 """Bits of 1 in E4M3."""
 MOST_SUBTRACTED = 32
@@ -317,13 +315,13 @@ def packed_specialized(
         )  # fmt: skip
 
 
-def group_map(x_OG: torch.Tensor, tile: MatmulTile, span: int) -> TensorDescriptor:
-    """Tensor map of scales, words of them or zeros, with boxes of all that a block needs."""
+def group_map(x_OG: torch.Tensor, step: int, tile: MatmulTile, span: int) -> TensorDescriptor:
+    """Tensor map of scales, words of them or zeros, with boxes of all that a block needs. `step`: between groups."""
     outputs, groups = x_OG.shape
     bits = 8 * x_OG.element_size()
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=bits, rank=2)
     # A dimension of one has any stride.
-    step = x_OG.stride(1) if groups > 1 else 128
+    step = step if groups > 1 else 128
     return TensorDescriptor(
         x_OG, [groups, outputs], [step, 1], [group_rows(tile.inputs, span, tile.outputs, bits), tile.outputs], layout
     )
@@ -352,7 +350,8 @@ def launch_packed(
     fp8 = x_TI.dtype is torch.float8_e4m3fn
     strip = min(packed.group or LANES.value, LANES.value)
     span = min(WHOLE, (packed.group or WHOLE) * (SCALES if packed.scale.dtype is torch.int32 else 1))
-    maps = [None if one is None else group_map(one, tile, span) for one in (packed.scale, packed.zero)]
+    _, step = packed.steps
+    maps = [None if one is None else group_map(one, step, tile, span) for one in (packed.scale, packed.zero)]
     # More FP8 products than a line has would lose bits in the tensor core's accumulator.
     run = min(gcd(packed.group, tile.inputs) // strip, LINE.value // strip if fp8 else tile.inputs)
     sums = fp8 or 4 * tile.tokens <= strip * run
@@ -367,9 +366,7 @@ def launch_packed(
     of_groups = sum(prod(one.block_shape) * one.base.element_size() for one in maps if one is not None)
     inputs_bits = 8 * tile.tokens * x_TI.element_size() + tile.outputs * packed.format.stored_bits
     block = tile.inputs * inputs_bits // 8 + of_groups
-    group_o = tile.outputs // warp_groups
-    scratch = min(SCRATCH, group_o * tile.tokens * out_TO.element_size()) + BARRIERS
-    fixed = warp_groups * scratch + (0 if less is None else group_o * strip)
+    operand = 0 if less is None else tile.outputs // warp_groups * strip
     packed_specialized[(programs,)](
         tensor_map(x_TI, tile.tokens, readable_rows(x_TI, tile.tokens)),
         tensor_map(packed.codes, tile.outputs // warp_groups, outputs),
@@ -389,7 +386,7 @@ def launch_packed(
         GROUPS=warp_groups,
         BOXES=tile.inputs * packed.format.stored_bits // (32 * LANES.value),
         X_BOXES=tile.inputs * x_TI.element_size() // LINE.value,
-        PLACES=places_that_fit(tile, block, fixed),
+        PLACES=places_that_fit(tile, block, operand, out_TO.element_size()),
         BITS=packed.format.stored_bits,
         SPAN=span,
         RUN=run,

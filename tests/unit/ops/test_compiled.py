@@ -32,9 +32,10 @@ from dovetail.core.ops.kernels.launch import dependent, wait
 from dovetail.core.ops.kernels.matmul import matmul_triton
 from dovetail.core.ops.kernels.packed_matmul import packed_matmul_triton
 from dovetail.core.ops.matmul import _has_prefetch_kernel, device_facts, matmul, unscaled_matmul
+from dovetail.core.ops.packed_tiles import packed_beside
 from dovetail.core.ops.padding import readable_rows
-from dovetail.core.ops.tiles import HOPPER_SHARED, MOST_SHARED_TILES, MatmulTile
-from dovetail.core.ops.weight_formats import UINT4
+from dovetail.core.ops.tiles import HOPPER_SHARED, MOST_SHARED_TILES, RESERVED, SM_SHARED, MatmulTile
+from dovetail.core.ops.weight_formats import INT8, UINT4
 from dovetail.core.testing.compiling import H200, SHARED_BYTES, compiled_for, compiled_for_hopper, resources
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 
@@ -185,6 +186,37 @@ def test_sums_of_a_packed_weight_with_many_tokens_fit_into_registers():
         packed_matmul_triton(cuda(128, 8192, dtype=E4M3), weight, tile, counts, None, cuda(128, 1, dtype=FP32), BF16)
     (kernel,) = (kernel for name, kernel in compiled.kernels if name.endswith(":packed_specialized"))
     assert resources(kernel).stack == 0
+
+
+@pytest.mark.parametrize(
+    ("fmt", "group", "scale", "tile"),
+    [
+        # Scales of one tile leave room for as many blocks as it has, those of the next for one less.
+        (UINT4, 32, FP32, MatmulTile(32, 64, 256, stages=2, programs=132, tma=True, residents=4)),
+        (UINT4, 32, FP32, MatmulTile(8, 256, 256, warps=16, stages=5, programs=132, tma=True)),
+        (INT8, 0, FP32, MatmulTile(8, 64, 128, stages=16, programs=132, tma=True)),
+    ],
+)
+def test_a_ring_of_packed_blocks_fills_shared_memory(fmt, group, scale, tile):
+    """Tiles are chosen without knowing the size of scales."""
+    room = min(HOPPER_SHARED, SM_SHARED // tile.residents - RESERVED)
+    with compiled_for_hopper() as compiled:
+        weight, counts = packed_weight(fmt, 4096, 4096, group, scale), cuda(MOST_SHARED_TILES, dtype=INT32)
+        packed_matmul_triton(cuda(tile.tokens, 4096), weight, tile, counts, None, None, BF16)
+    (kernel,) = (kernel for name, kernel in compiled.kernels if name.endswith(":packed_specialized"))
+    blocks = [int(count) for count in re.findall(r"expect_tx.shared.b64 _, \[%r\d+\], (\d+);", kernel.asm["ptx"])]
+    block, places = blocks[0], len(blocks) - 1
+    assert places * block < kernel.metadata.shared <= places * block + packed_beside(tile, BF16.itemsize)
+    assert kernel.metadata.shared <= room and (places == tile.stages or kernel.metadata.shared + block > room)
+
+
+def test_hoppers_kernel_refuses_zeros_beside_words_of_scales():
+    """The groups of both are not those of one row."""
+    tile = MatmulTile(8, 64, 256, tma=True)
+    with compiled_for_hopper(machine_code=False):
+        weight = packed_weight(UINT4, 4096, 4096, 32, INT32)
+        with pytest.raises(ValueError, match="scales in words have no zeros"):
+            packed_matmul_triton(cuda(8, 4096), weight, tile, None, None, None, BF16)
 
 
 @pytest.mark.nightly

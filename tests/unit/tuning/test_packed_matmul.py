@@ -232,6 +232,7 @@ def test_values_of_a_weight_are_not_sent_to_other_processes():
         ({"tokens": 16, "outputs": 64, "inputs": 256, "swap": False}, "has no 'swap'"),
         ({"tokens": 16, "outputs": 64, "inputs": 256, "warps": 8, "tma": True}, "warps=8 are not whole warp groups"),
         ({"tokens": 16, "outputs": 64, "inputs": 256, "warps": 3}, "warps=3"),
+        ({"tokens": 16, "outputs": 512, "inputs": 256, "warps": 16, "tma": True}, "copies the scales of 256 at most"),
         ({"tokens": 16, "outputs": 16, "inputs": 256, "split": 2, "height": 1}, "has no 'height'"),
     ],
 )
