@@ -101,9 +101,9 @@ def produce(x_source, sources, rings, work, unit, INPUTS: gl.constexpr, SPAN: gl
 
 @gluon.constexpr_function
 def group_rows(inputs, span, width, bits):
-    """Number of scales, or of words of scales, in each column of a block's box, for blocks of so many inputs and scales
-    for `span` inputs: whatever block it is. A box has a power of two rows, and at least the 128 bytes to which tensor
-    maps copy. `width`: outputs; `bits`: those of a scale."""
+    """Return the rows of a block's box of scales, or of words of scales: enough for any block, a power of two, and at
+    least 128 bytes, since tensor maps copy to multiples of these. `inputs`: those of a block. `span`: those of a row.
+    `width`: outputs of a row. `bits`: those of a scale or word."""
     if inputs % span == 0:
         rows = inputs // span
     elif span % inputs == 0:
