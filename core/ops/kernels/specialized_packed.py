@@ -13,6 +13,7 @@ Shapes: T tokens, I inputs of a strip, O outputs of a warp group, G groups.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import gcd, prod
 
 import torch
@@ -315,15 +316,20 @@ def packed_specialized(
         )  # fmt: skip
 
 
+@lru_cache(maxsize=1 << 10)
+def group_box(inputs: int, span: int, outputs: int, bits: int) -> tuple[list[int], gl.NVMMASharedLayout]:
+    """Return box and layout of a block's scales. Making them takes longer than a tensor map, before each launch."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=bits, rank=2)
+    return [group_rows(inputs, span, outputs, bits), outputs], layout
+
+
 def group_map(x_OG: torch.Tensor, step: int, tile: MatmulTile, span: int) -> TensorDescriptor:
     """Tensor map of scales, words of them or zeros, with boxes of all that a block needs. `step`: between groups."""
     outputs, groups = x_OG.shape
-    bits = 8 * x_OG.element_size()
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=bits, rank=2)
     # A dimension of one has any stride.
-    step = step if groups > 1 else 128
+    strides = [step if groups > 1 else 128, 1]
     return TensorDescriptor(
-        x_OG, [groups, outputs], [step, 1], [group_rows(tile.inputs, span, tile.outputs, bits), tile.outputs], layout
+        x_OG, [groups, outputs], strides, *group_box(tile.inputs, span, tile.outputs, 8 * x_OG.element_size())
     )
 
 
