@@ -54,7 +54,7 @@ def maps_groups(packed: PackedWeight) -> bool:
     groups begin at multiples of 16 bytes."""
     return all(
         (one.shape[0] == 1 or one.stride(0) == 1)
-        and (one.shape[1] == 1 or one.stride(1) * one.element_size() % 16 == 0)
+        and (one.shape[1] == 1 or (one.stride(1) >= one.shape[0] and one.stride(1) * one.element_size() % 16 == 0))
         and one.data_ptr() % 16 == 0
         for one in (packed.scale, packed.zero)
         if one is not None

@@ -184,6 +184,9 @@ def test_weights_that_hoppers_kernel_cannot_read_go_to_the_kernel_for_all_gpus()
     # Tensor maps read scales whose outputs are next to each other.
     assert specializes(weight(INT4, outputs=40), torch.bfloat16) and specializes(weight(INT4, group=0), torch.bfloat16)
     assert not specializes(by_output(weight(INT4)), torch.bfloat16)
+    # Each group has some of its own.
+    shared = replace(weight(INT4), scale=torch.ones(4096, 1, dtype=torch.bfloat16, device="meta").expand(-1, 32))
+    assert not specializes(shared, torch.bfloat16)
     # They begin at multiples of 16 bytes.
     grouped = by_group(torch.ones(64, 32, dtype=torch.bfloat16))
     for first in (0, 4, 8):
