@@ -26,13 +26,13 @@ from dovetail.core.interfaces import PLAIN, Activation, LinearShape
 from dovetail.core.layers import PlainLinear
 from dovetail.core.ops import encode, gelu, layer_norm, rms_norm, silu_and_mul
 from dovetail.core.ops.choices import temporarily
-from dovetail.core.ops.kernels import prefetch_matmul
+from dovetail.core.ops.kernels import prefetch_matmul, specialized_packed
 from dovetail.core.ops.kernels.formats import warps
 from dovetail.core.ops.kernels.launch import dependent, wait
 from dovetail.core.ops.kernels.matmul import matmul_triton
 from dovetail.core.ops.kernels.packed_matmul import packed_matmul_triton
 from dovetail.core.ops.matmul import _has_prefetch_kernel, device_facts, matmul, unscaled_matmul
-from dovetail.core.ops.packed_tiles import packed_beside
+from dovetail.core.ops.packed_tiles import packed_beside, places_that_fit
 from dovetail.core.ops.padding import readable_rows
 from dovetail.core.ops.tiles import HOPPER_SHARED, MOST_SHARED_TILES, RESERVED, SM_SHARED, MatmulTile
 from dovetail.core.ops.weight_formats import INT8, UINT4
@@ -197,15 +197,20 @@ def test_sums_of_a_packed_weight_with_many_tokens_fit_into_registers():
         (INT8, 0, FP32, MatmulTile(8, 64, 128, stages=16, programs=132, tma=True)),
     ],
 )
-def test_a_ring_of_packed_blocks_fills_shared_memory(fmt, group, scale, tile):
+def test_a_ring_of_packed_blocks_fills_shared_memory(fmt, group, scale, tile, monkeypatch):
     """Tiles are chosen without knowing the size of scales."""
-    room = min(HOPPER_SHARED, SM_SHARED // tile.residents - RESERVED)
+    room, launched = min(HOPPER_SHARED, SM_SHARED // tile.residents - RESERVED), []
+
+    def noted(tile, block, operand, itemsize):
+        launched.append((block, places_that_fit(tile, block, operand, itemsize)))
+        return launched[-1][1]
+
+    monkeypatch.setattr(specialized_packed, "places_that_fit", noted)
     with compiled_for_hopper() as compiled:
         weight, counts = packed_weight(fmt, 4096, 4096, group, scale), cuda(MOST_SHARED_TILES, dtype=INT32)
         packed_matmul_triton(cuda(tile.tokens, 4096), weight, tile, counts, None, None, BF16)
     (kernel,) = (kernel for name, kernel in compiled.kernels if name.endswith(":packed_specialized"))
-    blocks = [int(count) for count in re.findall(r"expect_tx.shared.b64 _, \[%r\d+\], (\d+);", kernel.asm["ptx"])]
-    block, places = blocks[0], len(blocks) - 1
+    ((block, places),) = launched
     assert places * block < kernel.metadata.shared <= places * block + packed_beside(tile, BF16.itemsize)
     assert kernel.metadata.shared <= room and (places == tile.stages or kernel.metadata.shared + block > room)
 
