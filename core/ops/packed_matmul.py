@@ -22,6 +22,7 @@ from dovetail.core.ops.packed_tiles import MOST_EXACT_ROWS, OP, choose_packed, p
 from dovetail.core.ops.packing import LANES, dequantize, maps_groups, rounded
 from dovetail.core.ops.rehearsal import rehearsing, report_kernel
 from dovetail.core.ops.tiles import kernel_of
+from dovetail.core.startup_notes import note
 
 E4M3 = torch.float8_e4m3fn
 
@@ -50,7 +51,14 @@ def packed_matmul(
     if x_TI.dtype is not torch.float32:
         name, processors, hopper, shared = device_facts(x_TI.device)
         key = key_of(packed, x_TI.element_size())
-        how = key, name, processors, shared, hopper and specializes(packed, x_TI.dtype), rounds
+        special = hopper and specializes(packed, x_TI.dtype)
+        if hopper and not special and not maps_groups(packed):
+            note(
+                f"weights in {packed.format.name} whose scales have the strides {packed.scale.stride()} run by the "
+                "kernel for all GPUs: Hopper's, which is faster, reads scales as "
+                "dovetail.core.ops.packing.empty_by_group allocates them"
+            )
+        how = key, name, processors, shared, special, rounds
         shape = len(packed.codes), packed.inputs
         if rehearsing():
             report_kernel((OP, *how), len(x_TI), lambda rows: kernel_of(choose_packed(rows, *how), rows, *shape))

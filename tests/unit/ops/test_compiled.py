@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -32,10 +33,12 @@ from dovetail.core.ops.kernels.launch import dependent, wait
 from dovetail.core.ops.kernels.matmul import matmul_triton
 from dovetail.core.ops.kernels.packed_matmul import packed_matmul_triton
 from dovetail.core.ops.matmul import _has_prefetch_kernel, device_facts, matmul, unscaled_matmul
+from dovetail.core.ops.packed_matmul import packed_matmul
 from dovetail.core.ops.packed_tiles import packed_beside, places_that_fit
 from dovetail.core.ops.padding import readable_rows
 from dovetail.core.ops.tiles import HOPPER_SHARED, MOST_SHARED_TILES, RESERVED, SM_SHARED, MatmulTile
 from dovetail.core.ops.weight_formats import INT8, UINT4
+from dovetail.core.startup_notes import collect_notes
 from dovetail.core.testing.compiling import H200, SHARED_BYTES, compiled_for, compiled_for_hopper, resources
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 
@@ -222,6 +225,17 @@ def test_hoppers_kernel_refuses_zeros_beside_words_of_scales():
         weight = packed_weight(UINT4, 4096, 4096, 32, INT32)
         with pytest.raises(ValueError, match="scales in words have no zeros"):
             packed_matmul_triton(cuda(8, 4096), weight, tile, None, None, None, BF16)
+
+
+def test_scales_in_an_order_that_hoppers_kernel_cannot_read_are_noted():
+    with compiled_for_hopper(machine_code=False), collect_notes() as notes:
+        weight = packed_weight(UINT4, 4096, 4096, 128, BF16)
+        packed_matmul(cuda(8, 4096), weight, None, BF16)
+        assert not notes
+        other = replace(weight, scale=cuda(4096, 32), zero=cuda(4096, 32, dtype=torch.uint8))
+        packed_matmul(cuda(8, 4096), other, None, BF16)
+    (text,) = notes
+    assert "uint4 whose scales have the strides (32, 1) run by the kernel for all GPUs" in text
 
 
 @pytest.mark.nightly
