@@ -347,11 +347,6 @@ FEW = 16
 SPILLS = {
     # Rows of 8192 values and more: each of 1024 threads has 64 registers, for 16 values.
     "dovetail.core.ops.kernels.activations:_gelu": 64,
-    # Rows of 8192 values: two programs share an SM, so that one runs while the other waits for a rank, and a thread has
-    # 128 registers for 32 values of the weight, the residual and the sum each.
-    "dovetail.plugins.collective.symm_mem.kernels:two_shot": 96,
-    # The codes of bitsandbytes' FP4, which are looked up by comparisons, in tiles of 32 and 128 rows.
-    "dovetail.core.ops.kernels.packed_matmul:_packed_matmul": 64,
     # The words of eight ranks are polled in registers.
     "dovetail.plugins.collective.symm_mem.sharded_kernels:sharded": 128,
     # Scores and sums of a tile of 64 queries and more, most with 71 query heads for one kv head.
