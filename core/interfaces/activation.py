@@ -41,6 +41,10 @@ class ActFormat:
     places: torch.Tensor | None = None
     """int32 [C']: place of each column, then those of the columns of zeros: the inverse of `perm`. With it, kernels
     that encode store each column at its place, unless scales belong to groups of columns."""
+    sums: int = 0
+    """Columns of a run whose encoded values are added up for the consumer (Activation.sums); 0 = none."""
+    base: ActFormat | None = None
+    """The same format without sums, whose consumers take this one, too."""
     encode: Any = None
     reference: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]] | None = None
 
@@ -60,6 +64,10 @@ class Activation:
     format: ActFormat
     values: torch.Tensor
     scale: torch.Tensor | None = None
+    sums: torch.Tensor | None = None
+    """bf16 [T, 8 * ceil(C / format.sums)], the sum of each run's values as eight numbers: three that add up to it, each
+    twice, and two zeros, so that a matrix instruction multiplies it by the parts of a number. None where the producer
+    does not write it, which consumers must allow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +80,9 @@ class Bundle:
         for item in self.items:
             if item.format is fmt:
                 return item
+        for item in self.items:
+            if item.format.base is fmt:
+                return Activation(fmt, item.values, item.scale, item.sums)
         have = ", ".join(item.format.name for item in self.items)
         raise KeyError(
             f"activation format {fmt.name!r} was not emitted (have: {have}): name it in `emit` of the producer"

@@ -98,6 +98,9 @@ class LinearMethod(ABC):
 
     input: ActFormat = PLAIN
     """Input format of apply. Producers emit it."""
+    sums: int = 0
+    """Columns over which `apply` can use sums of the encoded values (`Activation.sums`); 0 = none. Known by the end of
+    `create`. Producers that cannot add up leave them out."""
     tensors: tuple[TensorRecord, ...] = (PLAIN_WEIGHT,)
     """Checkpoint tensors of each part."""
 

@@ -19,6 +19,7 @@ from dovetail.core.interfaces.tensor_record import TensorRecord
 from dovetail.core.interfaces.tuning import Tunable
 from dovetail.core.layers.share import Wanted, below, check_records, fewer_ranks, shares_of, stored_of
 from dovetail.core.layers.weights import Taker, Weight, WeightSet
+from dovetail.core.ops.formats import with_sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +86,8 @@ class Linear:
 
     @property
     def input(self) -> ActFormat:
-        """Input format of the matmul."""
-        return self.method.input
+        """Input format of the matmul, with the sums that it can use."""
+        return with_sums(self.method.input, self.method.sums)
 
     @property
     def inputs(self) -> tuple[ActFormat, ...]:
@@ -102,7 +103,7 @@ class Linear:
         return self._product(x, self.bias)
 
     def _product(self, x: Bundle, bias: torch.Tensor | None) -> torch.Tensor:
-        y_TO = self.method.apply(self.params, x[self.input], bias)
+        y_TO = self.method.apply(self.params, x[self.method.input], bias)
         if self._adapting:
             self._adapter.apply(x[PLAIN].values, y_TO, self.adapters.slots_T)
         return y_TO
@@ -254,7 +255,7 @@ class RowParallel(Linear):
     def __call__(self, x: Bundle) -> Partial:  # type: ignore[override]
         """Multiply. Only rank 0 adds the bias, since the sum over ranks would otherwise count it once per rank."""
         if self.defers and not self._adapting:
-            return self.method.partial(self.params, x[self.input])
+            return self.method.partial(self.params, x[self.method.input])
         return Partial(self._product(x, self.bias if self.adds_bias else None))
 
 

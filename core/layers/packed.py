@@ -11,7 +11,8 @@ from dovetail.core.arithmetic import ceil_div
 from dovetail.core.interfaces import PLAIN, ActFormat, Activation, LinearMethod, LinearShape
 from dovetail.core.interfaces.tuning import Tunable
 from dovetail.core.interfaces.weight import PackedWeight, WeightFormat
-from dovetail.core.ops.packed_matmul import packed_matmul, packed_rows, reserve
+from dovetail.core.ops.matmul import device_facts
+from dovetail.core.ops.packed_matmul import packed_matmul, packed_rows, reserve, sum_width
 from dovetail.core.ops.packing import SCALES, empty_by_group, pack, pack_scales, scales_to_round, words_of_row
 from dovetail.core.ops.tiles import MOST_SHARED_TILES
 from dovetail.core.tuning.packed_matmul import packed_tunables
@@ -43,6 +44,8 @@ class PackedLinear(LinearMethod):
 
     def create(self, shape: LinearShape, device: torch.device) -> dict[str, torch.Tensor]:
         self.prepare(shape, device)
+        if self.input.dtype is torch.float8_e4m3fn and device.type == "cuda" and device_facts(device)[2]:
+            self.sums = sum_width(self.format, self.step)
         self._reserve(device)
         params = self.allocate(device) | {"counts": torch.zeros(MOST_SHARED_TILES, dtype=torch.int32, device=device)}
         if self._rounds:
@@ -131,7 +134,7 @@ class PackedLinear(LinearMethod):
         )
 
     def apply(self, params: dict[str, torch.Tensor], x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return packed_matmul(x.values, self.packed(params), bias, self.dtype, x.scale, params["counts"])
+        return packed_matmul(x.values, self.packed(params), bias, self.dtype, x.scale, params["counts"], x.sums)
 
     def tunables(self, params: dict[str, torch.Tensor], rows: int, *, defers: bool = False) -> Sequence[Tunable]:
         e4m3 = self.input.dtype is torch.float8_e4m3fn

@@ -57,6 +57,7 @@ class StackedLinear(LinearMethod):
             names = " and ".join(sorted(fmt.name for fmt in formats))
             raise CapabilityError([f"{self.path}: its matrices need inputs in {names}, but are merged into one layer"])
         (self.input,) = formats
+        self.sums = next(iter(widths)) if len(widths := {run.method.sums for run in self.runs}) == 1 else 0
         return params
 
     def load(self, params: dict[str, torch.Tensor], part: slice, tensors: Mapping[str, torch.Tensor]) -> None:

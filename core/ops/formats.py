@@ -3,7 +3,8 @@ tokens, C columns, G scale groups of a row."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pkgutil import resolve_name
 from typing import Any
 
@@ -13,6 +14,9 @@ import torch.nn.functional as F
 from dovetail.core.arithmetic import ceil_div
 from dovetail.core.interfaces.activation import PLAIN, ActFormat, Activation, Bundle
 from dovetail.core.startup_notes import note
+
+SUM_COLUMNS = 8
+"""Numbers in bfloat16 of a sum in Activation.sums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +36,14 @@ def why_unfused(fmt: ActFormat) -> str | None:
         return "its column order (`perm`) has no inverse (`places`)"
     if fmt.perm is not None and isinstance(fmt.group, int):
         return "its scales are those of groups in another column order (`perm`)"
+    if fmt.perm is not None and fmt.sums:
+        return "its sums are those of columns in another order (`perm`)"
     if fmt.group == "tensor" and fmt.static_scale is None:
         return "one scale for the whole tensor is known only after the last row"
     if isinstance(fmt.group, int) and fmt.group & (fmt.group - 1):
         return f"its group of {fmt.group} columns is no power of two"
+    if fmt.sums & (fmt.sums - 1):
+        return f"its sums of {fmt.sums} columns are of no power of two"
     return None
 
 
@@ -54,9 +62,23 @@ def scales_of_row(fmt: ActFormat, columns: int) -> int:
     return ceil_div(columns, fmt.group) if isinstance(fmt.group, int) else int(fmt.group == "token")
 
 
+@lru_cache
+def with_sums(fmt: ActFormat, width: int) -> ActFormat:
+    """Return the format with sums of `width` columns, one for all layers: `fmt` itself for 0, PLAIN, and formats whose
+    tensors are those of one layer."""
+    own = any(one is not None for one in (fmt.perm, fmt.pre_scale, fmt.static_scale))
+    return fmt if own or not width or fmt is PLAIN else replace(fmt, sums=width, base=fmt)
+
+
+def distinct(emit: tuple[ActFormat, ...]) -> tuple[ActFormat, ...]:
+    """Return the formats without those that others with sums serve."""
+    bases = {fmt.base for fmt in emit}
+    return tuple(fmt for fmt in emit if fmt not in bases)
+
+
 def plan_emit(emit: tuple[ActFormat, ...]) -> EmitPlan:
     fused, rest = None, []
-    for fmt in emit:
+    for fmt in distinct(emit):
         if fmt is PLAIN:
             continue
         if fused is None and why_unfused(fmt) is None:
@@ -68,7 +90,7 @@ def plan_emit(emit: tuple[ActFormat, ...]) -> EmitPlan:
 
 def encode(x_TC: torch.Tensor, emit: tuple[ActFormat, ...] = (PLAIN,)) -> Bundle:
     """Encode a plain activation in every requested format, for producers without fused encoding."""
-    return Bundle(tuple(Activation(PLAIN, x_TC) if fmt is PLAIN else _encode_one(x_TC, fmt) for fmt in emit))
+    return Bundle(tuple(Activation(PLAIN, x_TC) if fmt is PLAIN else _encode_one(x_TC, fmt) for fmt in distinct(emit)))
 
 
 def encode_reference(x_TC: torch.Tensor, fmt: ActFormat) -> Activation:
@@ -87,7 +109,20 @@ def encode_reference(x_TC: torch.Tensor, fmt: ActFormat) -> Activation:
     values = values.to(fmt.dtype or x_TC.dtype)
     if scale is not None and fmt.scale_layout == "column":
         scale = scale.t().contiguous().t()
-    return Activation(fmt, values, scale)
+    return Activation(fmt, values, scale, sums_of(values, fmt.sums) if fmt.sums else None)
+
+
+def sums_of(values_TC: torch.Tensor, width: int) -> torch.Tensor:
+    """Return Activation.sums of runs of `width` columns."""
+    runs = ceil_div(values_TC.shape[1], width)
+    padded_TC = F.pad(values_TC.float(), (0, runs * width - values_TC.shape[1]))
+    rest_TR = padded_TC.view(len(padded_TC), runs, width).sum(2)
+    sums_TRN = torch.zeros(*rest_TR.shape, SUM_COLUMNS, dtype=torch.bfloat16, device=rest_TR.device)
+    for part in range(3):
+        piece_TR = rest_TR.bfloat16()
+        sums_TRN[:, :, 2 * part] = sums_TRN[:, :, 2 * part + 1] = piece_TR
+        rest_TR = rest_TR - piece_TR.float()
+    return sums_TRN.flatten(1)
 
 
 def _encode_one(x_TC: torch.Tensor, fmt: ActFormat) -> Activation:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from dovetail.core.interfaces.tuning import Key
-from dovetail.core.interfaces.weight import PackedWeight
+from dovetail.core.interfaces.weight import PackedWeight, WeightFormat
 from dovetail.core.ops.matmul import device_facts, matmul_reference, scaled_matmul
 from dovetail.core.ops.packed_tiles import MOST_EXACT_ROWS, OP, choose_packed, packed_key
 from dovetail.core.ops.packing import LANES, dequantize, maps_groups, rounded
@@ -25,6 +25,8 @@ from dovetail.core.ops.tiles import kernel_of
 from dovetail.core.startup_notes import note
 
 E4M3 = torch.float8_e4m3fn
+SUMMED = 128
+"""Products in E4M3 that Hopper's kernel adds up before it scales them."""
 
 
 def packed_matmul(
@@ -34,9 +36,11 @@ def packed_matmul(
     dtype: torch.dtype,
     x_scale_T1: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
+    sums_TS: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x @ weight^T (* x_scale) + bias in `dtype`. With `x_scale`, x is in E4M3.
 
+    `sums`: those of Activation, over `sum_width` columns; None = Hopper's kernel subtracts zeros as it decodes codes.
     `counts`: as in scaled_matmul; None = neither split tiles over programs nor round the weight. x in E4M3 is converted
     to bfloat16, which is exact, if products in E4M3 are not (`multiplies_e4m3`)."""
     rounds = x_TI.dtype is E4M3 and packed.rounded_scale is not None and counts is not None
@@ -66,7 +70,7 @@ def packed_matmul(
     if tile is not None and counts is None and tile.splits_tiles(len(x_TI), len(packed.codes), packed.inputs):
         tile = replace(tile, programs=0, split=1)
     if tile is not None:
-        return packed_matmul_triton(x_TI.contiguous(), packed, tile, counts, bias_O, x_scale_T1, dtype)
+        return packed_matmul_triton(x_TI.contiguous(), packed, tile, counts, bias_O, x_scale_T1, dtype, sums_TS)
     if rounds:
         assert packed.rounded_scale is not None and x_scale_T1 is not None and counts is not None
         weight_OI = decoded(packed, E4M3)
@@ -107,6 +111,13 @@ def multiplies_e4m3(packed: PackedWeight) -> bool:
     strips of LANES inputs share a scale."""
     whole_zeros = packed.zero is None or packed.zero.dtype is torch.uint8
     return packed.format.e4m3 and whole_zeros and packed.group % LANES == 0
+
+
+def sum_width(fmt: WeightFormat, group: int) -> int:
+    """Return over how many columns Hopper's kernel can use sums of x in E4M3. 0 = none: codes have no decoder whose
+    shift and zero are subtracted apart from them, or more scales than one belong to SUMMED columns. `group`: 0 = a
+    whole row."""
+    return SUMMED if torch.float8_e4m3fn in fmt.shifted and group % SUMMED == 0 else 0
 
 
 def specializes(packed: PackedWeight, dtype: torch.dtype) -> bool:

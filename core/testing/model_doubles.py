@@ -22,6 +22,7 @@ from dovetail.core.interfaces import (
     Residual,
     RowShard,
 )
+from dovetail.core.ops.formats import sums_of
 from dovetail.core.testing.model_driver import Alone
 from dovetail.core.testing.reference import build as build_component
 
@@ -115,6 +116,8 @@ class TaggingQuantizer(Quantizer):
         self.inner: Quantizer = build_component("quant", "none")
         self.paths: list[str] = []
         self.applied: set[str] = set()
+        self.summed: set[str] = set()
+        """Layers that got sums of their inputs."""
 
     def linear(self, path: str, shape: LinearShape) -> LinearMethod:
         self.paths.append(path)
@@ -126,6 +129,7 @@ class _Tagging(LinearMethod):
         self.owner, self.path, self.inner = owner, path, inner
         # Halved by the encoder and doubled before the matmul, so that plain input gives another result.
         self.input = ActFormat(f"tagged {path}", reference=lambda x: (x / 2, None))
+        self.sums = 8
 
     def create(self, shape: LinearShape, device: torch.device) -> dict[str, torch.Tensor]:
         return self.inner.create(shape, device)
@@ -139,4 +143,7 @@ class _Tagging(LinearMethod):
     def apply(self, params: dict[str, torch.Tensor], x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
         assert x.format is self.input, f"{self.path} must get format {self.input.name!r}, got {x.format.name!r}"
         self.owner.applied.add(self.path)
+        if x.sums is not None:
+            assert torch.equal(x.sums, sums_of(x.values, self.sums)), f"{self.path} got the sums of other values"
+            self.owner.summed.add(self.path)
         return self.inner.apply(params, Activation(PLAIN, x.values * 2), bias)

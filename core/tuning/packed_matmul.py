@@ -13,12 +13,14 @@ import torch
 from dovetail.core.interfaces.tuning import Choice, Trials, Tunable
 from dovetail.core.interfaces.weight import PackedWeight
 from dovetail.core.ops import rms_norm
+from dovetail.core.ops.formats import sums_of
 from dovetail.core.ops.packed_matmul import (
     key_of,
     multiplied_dtype,
     packed_matmul,
     packed_matmul_reference,
     specializes,
+    sum_width,
 )
 from dovetail.core.ops.packed_tiles import (
     OP,
@@ -130,13 +132,15 @@ class PackedMatmulTunable(Tunable):
         x_TI.copy_(torch.randn(x_TI.shape, device=device).to(self.x_dtype))
         e4m3 = self.x_dtype is torch.float8_e4m3fn
         x_scale_T1 = torch.rand(self.rows, 1, device=device) + 0.5 if e4m3 else None
+        width = sum_width(self.packed.format, self.packed.group) if e4m3 and self._hopper else 0
+        sums_TS = sums_of(x_TI, width) if width else None
         counts = torch.zeros(count, MOST_SHARED_TILES, dtype=torch.int32, device=device)
         hidden = min(self.packed.inputs, MOST_CHANNELS)
         states_TC = torch.randn(self.rows, hidden, device=device, dtype=self.dtype)
         norm_C = torch.randn(hidden, device=device, dtype=self.dtype)
         return Trials(
             runs=[
-                partial(packed_matmul, x_TI, weight, None, self.dtype, x_scale_T1, counts[n])
+                partial(packed_matmul, x_TI, weight, None, self.dtype, x_scale_T1, counts[n], sums_TS)
                 for n, weight in enumerate(weights)
             ],
             exact=partial(packed_matmul_reference, x_TI, weights[0], None, torch.float32, x_scale_T1),

@@ -9,13 +9,17 @@ import pytest
 import torch
 
 from dovetail.core.interfaces import PLAIN, Activation, LinearShape
+from dovetail.core.layers.packed import PackedLinear
 from dovetail.core.ops import encode, rms_norm
 from dovetail.core.ops.choices import Choices, temporarily
+from dovetail.core.ops.formats import with_sums
 from dovetail.core.ops.kernels.matmul import matmul_triton
 from dovetail.core.ops.matmul import block_scaled_reference, matmul, matmul_reference, scaled_matmul, unscaled_matmul
+from dovetail.core.ops.packed_matmul import packed_matmul_reference
 from dovetail.core.ops.padding import empty_rows
 from dovetail.core.ops.tile_choice import LIBRARY_ROWS, OP, matmul_key, runs
 from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile, specialized_tiles
+from dovetail.core.ops.weight_formats import INT4, UINT4
 from dovetail.core.tuning.matmul import tiles_of
 from dovetail.core.tuning.packages import builtin_table
 from dovetail.plugins.quant.config import FP8Config, Int8Config
@@ -122,6 +126,37 @@ def test_plain_inputs_of_fp8_weights_equal_the_reference(tokens, inp, out, dtype
     assert method.input is PLAIN and got.dtype is dtype
     assert (got.float() - expected).norm() / expected.norm() < 5e-3
     assert torch.equal(got, method.apply(params, x, bias_O)) and not params["counts"].any()
+
+
+class Stored(PackedLinear):
+    """With tensors from `store` alone."""
+
+    def load(self, params, part, tensors):
+        raise NotImplementedError
+
+
+@on_hopper
+@pytest.mark.parametrize("tokens", [1, 40, 64, 130, 300])
+@pytest.mark.parametrize(("inp", "out", "group"), [(4096, 6144, 128), (688, 1376, 32), (14336, 4096, 0)])
+@pytest.mark.parametrize("fmt", [INT4, UINT4], ids=lambda fmt: fmt.name)
+def test_packed_weights_multiply_inputs_of_which_the_norm_wrote_sums(fmt, inp, out, group, tokens):
+    torch.seed()
+    method = Stored(fmt, group, activations=FP8_TOKEN)
+    params = method.create(LinearShape(inp, out, (out,), dtype=torch.bfloat16), GPU)
+    scale_OG = torch.rand(params["scale"].shape, device=GPU) + 0.5
+    zero_OG = torch.randint(16, scale_OG.shape, device=GPU) if fmt.zero else None
+    method.store(params, slice(None), torch.randint(16, (out, inp), dtype=torch.uint8), scale_OG, zero_OG)
+    method.finish(params)
+    # Inputs whose mean is not 0.
+    x_TI, bias_O = torch.randn(tokens, inp, device=GPU).bfloat16() + 0.5, torch.randn(out, device=GPU).bfloat16()
+    emit = (with_sums(FP8_TOKEN, method.sums),)
+    x = rms_norm(x_TI, None, torch.ones(inp, device=GPU).bfloat16(), 1e-5, emit)[0][method.input]
+    assert x.format is method.input is FP8_TOKEN and (x.sums is None) == (group == 32)
+    expected = packed_matmul_reference(x.values, method.packed(params), bias_O, torch.float32, x.scale)
+    for given in (x, replace(x, sums=None)):
+        got = method.apply(params, given, bias_O)
+        assert error_of(got, expected) < 5e-3 and not params["counts"].any()
+        assert torch.equal(got, method.apply(params, given, bias_O))
 
 
 @pytest.mark.parametrize("key", TILES, ids=str)

@@ -28,9 +28,11 @@ def _gelu(
     width,
     scale_st,
     scale_sg,
+    sums_ptr,
     TANH: tl.constexpr,
     ENCODE: tl.constexpr,
     GROUP: tl.constexpr,
+    SUMS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -64,8 +66,10 @@ def _gelu(
             width,
             scale_st,
             scale_sg,
+            sums_ptr,
             ENCODE,
             GROUP,
+            SUMS,
             BLOCK,
         )
 

@@ -8,8 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.interfaces.activation import PLAIN, ActFormat, Activation, Bundle
-from dovetail.core.ops.formats import encode, scales_of_row
+from dovetail.core.ops.formats import SUM_COLUMNS, encode, scales_of_row
 from dovetail.core.ops.kernels.launch import announce, dependent, wait
 from dovetail.core.ops.padding import empty_rows
 
@@ -23,23 +24,37 @@ class EncodeTarget:
     """Columns of the values, including those of zeros that `fmt.perm` adds."""
     values: torch.Tensor | None = None
     scale: torch.Tensor | None = None
+    sums: torch.Tensor | None = None
 
     @classmethod
     def allocate(
-        cls, fmt: ActFormat | None, tokens: int, columns: int, dtype: torch.dtype, device: torch.device
+        cls,
+        fmt: ActFormat | None,
+        tokens: int,
+        columns: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        sums: bool = True,
     ) -> EncodeTarget:
+        """`sums`: whether the producer writes those of Activation."""
         if fmt is None:
             return cls(None, columns)
         width = columns if fmt.perm is None else len(fmt.perm)
         values = empty_rows(tokens, width, fmt.dtype or dtype, device)
+        summed = None
+        if fmt.sums and sums:
+            summed = empty_rows(tokens, SUM_COLUMNS * ceil_div(width, fmt.sums), torch.bfloat16, device)
         if fmt.group == "none":
-            return cls(fmt, width, values)
+            return cls(fmt, width, values, None, summed)
         if fmt.group == "tensor":
-            return cls(fmt, width, values, fmt.static_scale)
+            return cls(fmt, width, values, fmt.static_scale, summed)
         groups = scales_of_row(fmt, columns)
         if fmt.scale_layout == "column":
-            return cls(fmt, width, values, torch.empty(groups, tokens, dtype=torch.float32, device=device).t())
-        return cls(fmt, width, values, empty_rows(tokens, groups, torch.float32, device))
+            scale = torch.empty(groups, tokens, dtype=torch.float32, device=device).t()
+        else:
+            scale = empty_rows(tokens, groups, torch.float32, device)
+        return cls(fmt, width, values, scale, summed)
 
     def block(self, whole_row: bool = False) -> int:
         """Columns per program. A scale per row needs a program that reads the whole row."""
@@ -47,7 +62,7 @@ class EncodeTarget:
         block = triton.next_power_of_2(self.width)
         if not whole_row and group != "token":
             block = min(block, 1024)
-        return max(block, group) if isinstance(group, int) else block
+        return max(block, group if isinstance(group, int) else 1, 0 if self.fmt is None else self.fmt.sums)
 
     def arguments(self, block: int) -> dict:
         """Keyword arguments for `encode_row`, for rows in blocks of this many columns."""
@@ -62,12 +77,14 @@ class EncodeTarget:
             "width": self.width,
             "scale_st": self.scale.stride(0) if dynamic else 0,
             "scale_sg": self.scale.stride(1) if dynamic else 0,
+            "sums_ptr": self.sums,
             "ENCODE": None if fmt is None else fmt.encode,
             "GROUP": fmt.group if fmt is not None and isinstance(fmt.group, int) else block,
+            "SUMS": 0 if fmt is None else fmt.sums,
         }
 
     def activation(self) -> Activation:
-        return Activation(self.fmt, self.values, self.scale)
+        return Activation(self.fmt, self.values, self.scale, self.sums)
 
 
 def collect(
@@ -94,8 +111,10 @@ def encode_row(
     width,
     scale_st,
     scale_sg,
+    sums_ptr,
     ENCODE: tl.constexpr,
     GROUP: tl.constexpr,
+    SUMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Encode columns [start, start + BLOCK) of a row. y is float32 [BLOCK] and zero past C, up to `width` columns.
@@ -115,6 +134,25 @@ def encode_row(
     if scale_ptr is not None:
         groups = start // GROUP + tl.arange(0, BLOCK // GROUP)
         tl.store(scale_ptr + row * scale_st + groups * scale_sg, scale, mask=groups * GROUP < C)
+    if sums_ptr is not None:
+        _store_sums(values, row, start, width, sums_ptr, SUMS, BLOCK)
+
+
+@triton.jit
+def _store_sums(values, row, start, width, sums_ptr, SUMS: tl.constexpr, BLOCK: tl.constexpr):
+    """Store the sum of every SUMS values as ActFormat.sums says."""
+    RUNS: tl.constexpr = BLOCK // SUMS
+    sums = tl.sum(tl.reshape(values.to(tl.float32), (RUNS, SUMS)), 1)
+    large = sums.to(tl.bfloat16)
+    rest = sums - large.to(tl.float32)
+    medium = rest.to(tl.bfloat16)
+    small = (rest - medium.to(tl.float32)).to(tl.bfloat16)
+    column = tl.arange(0, 8)[None, :]
+    parts = tl.where(column < 2, large[:, None], tl.where(column < 4, medium[:, None], small[:, None]))
+    parts = tl.where(column < 6, parts, 0.0)
+    runs = start // SUMS + tl.arange(0, RUNS)
+    at = (row * tl.cdiv(width, SUMS) + runs) * 8
+    tl.store(sums_ptr + at[:, None] + column, parts, mask=(runs * SUMS < width)[:, None])
 
 
 @triton.jit
@@ -135,8 +173,10 @@ def _encode(
     width,
     scale_st,
     scale_sg,
+    sums_ptr,
     ENCODE: tl.constexpr,
     GROUP: tl.constexpr,
+    SUMS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -159,8 +199,10 @@ def _encode(
         width,
         scale_st,
         scale_sg,
+        sums_ptr,
         ENCODE,
         GROUP,
+        SUMS,
         BLOCK,
     )
 

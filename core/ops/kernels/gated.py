@@ -37,9 +37,11 @@ def _silu_and_mul(
     width,
     scale_st,
     scale_sg,
+    sums_ptr,
     GELU: tl.constexpr,
     ENCODE: tl.constexpr,
     GROUP: tl.constexpr,
+    SUMS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -75,8 +77,10 @@ def _silu_and_mul(
             width,
             scale_st,
             scale_sg,
+            sums_ptr,
             ENCODE,
             GROUP,
+            SUMS,
             BLOCK,
         )
 

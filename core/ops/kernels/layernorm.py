@@ -32,8 +32,10 @@ def _layer_norm(
     width,
     scale_st,
     scale_sg,
+    sums_ptr,
     ENCODE: tl.constexpr,
     GROUP: tl.constexpr,
+    SUMS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -76,8 +78,10 @@ def _layer_norm(
             width,
             scale_st,
             scale_sg,
+            sums_ptr,
             ENCODE,
             GROUP,
+            SUMS,
             BLOCK,
         )
 

@@ -50,8 +50,10 @@ def _rms_norm(
     width,
     scale_st,
     scale_sg,
+    sums_ptr,
     ENCODE: tl.constexpr,
     GROUP: tl.constexpr,
+    SUMS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -100,8 +102,10 @@ def _rms_norm(
             width,
             scale_st,
             scale_sg,
+            sums_ptr,
             ENCODE,
             GROUP,
+            SUMS,
             BLOCK,
         )
 

@@ -219,6 +219,7 @@ def packed_matmul_triton(
     bias_O: torch.Tensor | None = None,
     x_scale_T1: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
+    sums_TS: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Launch the kernel. `counts`: as in core.ops.kernels.matmul. Other arguments as in core.ops.packed_matmul."""
     tokens, inputs = x_TI.shape
@@ -243,7 +244,7 @@ def packed_matmul_triton(
     if tile.tma:
         from dovetail.core.ops.kernels import specialized_packed
 
-        specialized_packed.launch_packed(x_TI, packed, out_TO, tile, parts, counts, x_scale_T1, bias_O)
+        specialized_packed.launch_packed(x_TI, packed, out_TO, tile, parts, counts, x_scale_T1, bias_O, sums_TS)
         return out_TO
     run = gcd(group, block) // LANES if group % LANES == 0 else 1
     by_words = x_TI.is_cuda and packed.format.decode_words is not None and x_TI.dtype != torch.float32

@@ -91,6 +91,29 @@ def scaled(sums, of_x, scale, zero, LEFT_OVER: gl.constexpr, SUBTRACTS: gl.const
     return sums * scale_O[:, None]
 
 
+@gluon.jit
+def subtract(acc, scales, zeros, sums, PAIR: gl.constexpr, SHIFT: gl.constexpr):
+    """Start acc minus the scaled shifts and zeros of two runs of a block times the sums of x. `sums` has eight columns
+    for each run, of which the first and second, and so on, are alike: the product of scale and shift is split into two
+    numbers in bfloat16, which one matrix instruction multiplies by all parts of the sums."""
+    GROUP_O: gl.constexpr = acc.shape[0]
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    columns = gl.arange(0, 16, gl.SliceLayout(0, LEFT))[None, :]
+    left = gl.zeros([GROUP_O, 16], gl.bfloat16, LEFT)
+    for i in gl.static_range(2):
+        if len(zeros) > 0:
+            shift_O = zeros[2 * PAIR + i].to(gl.float32) + SHIFT
+        else:
+            shift_O = gl.full([GROUP_O], SHIFT, gl.float32, scales[0].type.layout)
+        less_O = gl.convert_layout(-shift_O * scales[2 * PAIR + i].to(gl.float32), gl.SliceLayout(1, LEFT))
+        large_O = less_O.to(gl.bfloat16)
+        small_O = (less_O - large_O.to(gl.float32)).to(gl.bfloat16)
+        both = gl.where(columns % 2 == 0, large_O[:, None], small_O[:, None])
+        left = gl.where(columns // 8 == i, both, left)
+    right = sums.slice(16 * PAIR, 16, 1).permute((1, 0))
+    return warpgroup_mma(left, right, acc, is_async=True)
+
+
 @gluon.constexpr_function
 def restore(DTYPE):
     """Return the divisor of decoded codes of E2M1 with scales in E4M3, with which their factors are finite numbers."""

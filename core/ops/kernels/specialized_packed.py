@@ -13,7 +13,6 @@ Shapes: T tokens, I inputs of a strip, O outputs of a warp group, G groups.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from math import gcd, prod
 
 import torch
@@ -25,9 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dovetail.core.interfaces.weight import PackedWeight
+from dovetail.core.ops.formats import SUM_COLUMNS
 from dovetail.core.ops.kernels.decoders import scaled_e2m1_words
 from dovetail.core.ops.kernels.gluon import (
     LINE,
@@ -50,8 +49,9 @@ from dovetail.core.ops.kernels.packed_operands import (
     restore,
     scaled,
     scales_of_block,
+    subtract,
 )
-from dovetail.core.ops.kernels.packed_ring import LANES, fill, following, group_rows, produce
+from dovetail.core.ops.kernels.packed_ring import LANES, fill, following, group_map, map_of_sums, produce
 from dovetail.core.ops.packed_tiles import places_that_fit
 from dovetail.core.ops.packing import SCALES, maps_groups
 from dovetail.core.ops.padding import readable_rows
@@ -66,7 +66,9 @@ ONE = 0x38
 MOST_SUBTRACTED = 32
 """Tokens of a tile up to which matrix instructions subtract the shifts of codes in E4M3. With more they take longer
 than decoding to signed numbers, as they do in 16 bits with any number of tokens."""
-
+MOST_SUMMED_RUNS = 2
+"""Runs of a block up to which sums of x in memory are used. With more the kernel compiles without spilling, but has not
+run on a GPU."""
 MOST_IN_FLIGHT = gl.constexpr(64)
 """Tokens of a tile up to which matrix instructions of a run stay in flight while the sums of the one before are scaled.
 With more, threads lack registers for two sums beside the result."""
@@ -80,8 +82,10 @@ def _consume(rings, work, begin, split, less, epilogue, size, GROUP_O: gl.conste
              FACTORS: gl.constexpr, SCALE_ROWS: gl.constexpr, ZERO_ROWS: gl.constexpr,
              WHICH: gl.constexpr):  # fmt: skip
     """Consumer warp group for outputs [GROUP_O * WHICH, GROUP_O * (WHICH + 1)) of each tile."""
-    x, codes, scale_ring, zero_ring, full, empty = rings
+    x, codes, scale_ring, zero_ring, sum_ring, full, empty = rings
     ZERO: gl.constexpr = zero_ring is not None
+    # Sums of x are in memory: one matrix instruction for two runs subtracts shifts and zeros.
+    SUMMED: gl.constexpr = sum_ring is not None
     lo, hi, blocks, t_tiles = work
     part_ptr, count_ptr, units = split
     tokens, outputs = size
@@ -94,12 +98,14 @@ def _consume(rings, work, begin, split, less, epilogue, size, GROUP_O: gl.conste
     X_STRIPS: gl.constexpr = STRIPS * BOXES // X_BOXES
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_T, 256 // DTYPE.primitive_bitwidth])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 32 // DTYPE.primitive_bitwidth)
+    # The same order of numbers, but the type of instructions in bfloat16, which subtract.
+    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_T, 16]) if SUMMED else ACC
     BY_SUM: gl.constexpr = gl.SliceLayout(1, ACC)
     BY_CODE: gl.constexpr = gl.SliceLayout(1, LEFT)
     SCALED: gl.constexpr = BY_SUM if SUMS else BY_CODE
     # A second matrix instruction for each strip subtracts shifts from sums of codes.
-    SUBTRACTS: gl.constexpr = NARROW and SHIFT is not None
-    BY_ZERO: gl.constexpr = BY_SUM if SUBTRACTS else BY_CODE
+    SUBTRACTS: gl.constexpr = NARROW and SHIFT is not None and not SUMMED
+    BY_ZERO: gl.constexpr = BY_SUM if SUBTRACTS or SUMMED else BY_CODE
     # A wait counts to 7 at most.
     IN_RUN: gl.constexpr = min(RUN * (2 if SUBTRACTS else 1), 7)
     FLIGHT: gl.constexpr = BLOCK_T <= MOST_IN_FLIGHT
@@ -111,7 +117,7 @@ def _consume(rings, work, begin, split, less, epilogue, size, GROUP_O: gl.conste
     while unit < hi:
         last = gl.minimum(first + hi - unit, blocks)
         row_o = (o_tile * GROUPS + WHICH) * GROUP_O
-        acc = gl.zeros([GROUP_O, BLOCK_T], gl.float32, ACC)
+        acc = gl.zeros([GROUP_O, BLOCK_T], gl.float32, RESULT)
         for block in range(first, last):
             mbarrier.wait(full.index(place), phase)
             scales = scales_of_block(
@@ -120,15 +126,17 @@ def _consume(rings, work, begin, split, less, epilogue, size, GROUP_O: gl.conste
             zeros = ()
             if ZERO:
                 zeros = of_block(zero_ring, place, block, BY_ZERO, INPUTS, SPAN, STEP, ZERO_ROWS, GROUPS, WHICH)
-            sums, of_x = acc, acc
             nothing = gl.zeros([GROUP_O, BLOCK_T], gl.float32, ACC)
+            sums, of_x = nothing, nothing
             for run in gl.static_range(RUNS):
                 before, x_before = sums, of_x
+                if SUMMED and run % 2 == 0:
+                    acc = subtract(acc, scales, zeros, sum_ring.index(place), run // 2, SHIFT)
                 for at in gl.static_range(run * RUN, run * RUN + RUN):
                     if at % (STRIPS * PIECES) == 0:
                         box = codes.index((place * BOXES + at // (STRIPS * PIECES)) * GROUPS + WHICH)
                         words = load_words(box, LEFT, PIECES)
-                    zero = zeros[run] if ZERO and not SUBTRACTS else None
+                    zero = zeros[run] if ZERO and not (SUBTRACTS or SUMMED) else None
                     scale = None if SUMS else scales[run // IN_WORD]
                     strip_words = words[at % PIECES]
                     if FACTORS:
@@ -153,13 +161,19 @@ def _consume(rings, work, begin, split, less, epilogue, size, GROUP_O: gl.conste
                     if run > 0:
                         # This run's instructions stay in flight.
                         zero = zeros[run - 1] if ZERO else None
-                        acc += scaled(before, x_before, scales[run - 1], zero, IN_RUN, SUBTRACTS, SHIFT, UNIT)
+                        if SUMMED and (run == 1 or run % 2 == 0):
+                            before, acc = warpgroup_mma_wait(IN_RUN, deps=[before, acc])
+                        acc += gl.convert_layout(
+                            scaled(before, x_before, scales[run - 1], zero, IN_RUN, SUBTRACTS, SHIFT, UNIT), RESULT
+                        )
                 elif SUMS:
                     zero = zeros[run] if ZERO else None
-                    acc += scaled(sums, of_x, scales[run], zero, 0, SUBTRACTS, SHIFT, UNIT)
+                    if SUMMED and run % 2 == 0:
+                        sums, acc = warpgroup_mma_wait(0, deps=[sums, acc])
+                    acc += gl.convert_layout(scaled(sums, of_x, scales[run], zero, 0, SUBTRACTS, SHIFT, UNIT), RESULT)
             if SUMS and FLIGHT:
                 zero = zeros[RUNS - 1] if ZERO else None
-                acc += scaled(sums, of_x, scales[RUNS - 1], zero, 0, SUBTRACTS, SHIFT, UNIT)
+                acc += gl.convert_layout(scaled(sums, of_x, scales[RUNS - 1], zero, 0, SUBTRACTS, SHIFT, UNIT), RESULT)
             elif not SUMS:
                 acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(empty.index(place))
@@ -187,6 +201,7 @@ def packed_specialized(
     source,
     scale_source,
     zero_source,
+    sum_source,
     x_scale_ptr,
     row_scale_ptr,
     bias_ptr,
@@ -230,15 +245,20 @@ def packed_specialized(
     SCALE_ROWS: gl.constexpr = scale_source.block_type.shape[0]
     scales = gl.allocate_shared_memory(scale_source.dtype, [PLACES, SCALE_ROWS, GROUPS * GROUP_O], scale_source.layout)
     scale_ring = scales._reinterpret(scales.dtype, [PLACES * SCALE_ROWS * GROUPS, GROUP_O], VECTOR)
-    zeros, zero_ring = None, None
+    zeros, zero_ring, sums = None, None, None
     ZERO_ROWS: gl.constexpr = 0 if zero_source is None else zero_source.block_type.shape[0]
     OF_ZEROS: gl.constexpr = 0 if zero_source is None else zero_source.block_type.nbytes
     OF_CODES: gl.constexpr = BOXES * GROUPS * source.block_type.nbytes
     OF_X: gl.constexpr = X_BOXES * x_source.block_type.nbytes
-    BYTES: gl.constexpr = OF_CODES + OF_X + scale_source.block_type.nbytes + OF_ZEROS
+    OF_SUMS: gl.constexpr = 0 if sum_source is None else sum_source.block_type.nbytes
+    BYTES: gl.constexpr = OF_CODES + OF_X + scale_source.block_type.nbytes + OF_ZEROS + OF_SUMS
     if zero_source is not None:
         zeros = gl.allocate_shared_memory(zero_source.dtype, [PLACES, ZERO_ROWS, GROUPS * GROUP_O], zero_source.layout)
         zero_ring = zeros._reinterpret(zeros.dtype, [PLACES * ZERO_ROWS * GROUPS, GROUP_O], VECTOR)
+    if sum_source is not None:
+        sums = gl.allocate_shared_memory(
+            sum_source.dtype, [PLACES, BLOCK_T, sum_source.block_type.shape[1]], sum_source.layout
+        )
     less = x
     if LESS is not None:
         less = filled(GROUP_O, STRIP, LESS)
@@ -258,12 +278,14 @@ def packed_specialized(
     work = (lo, hi, blocks, t_tiles)
     tile = lo // blocks
     begin = (tile // t_tiles, tile % t_tiles, lo - tile * blocks)
-    copied, rings = (x, codes, scales, zeros, full, empty), (x, codes, scale_ring, zero_ring, full, empty)
+    copied = (x, codes, scales, zeros, sums, full, empty)
+    rings = (x, codes, scale_ring, zero_ring, sums, full, empty)
     sources = (source, scale_source, zero_source)
+    x_sources = (x_source, sum_source)
     epilogue = (x_scale_ptr, x_scale_st, row_scale_ptr, bias_ptr, out_ptr)
     size = (tokens, outputs)
     split = (part_ptr, count_ptr, units)
-    unit = fill(x_source, sources, copied, work, begin, INPUTS, SPAN, BYTES, BOXES, X_BOXES, GROUPS, PLACES, PDL)
+    unit = fill(x_sources, sources, copied, work, begin, INPUTS, SPAN, BYTES, BOXES, X_BOXES, GROUPS, PLACES, PDL)
     # The partitions start after the wait, so all of them see what earlier kernels wrote.
     REGISTERS: gl.constexpr = consumer_registers(GROUPS, RESIDENTS)
     if GROUPS == 1:
@@ -272,7 +294,7 @@ def packed_specialized(
                 (_consume, (rings, work, begin, split, less, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES, GROUPS,
                             PLACES, BITS, SPAN, RUN, SUMS, STRIP, DECODE, NARROW, SHIFT, UNIT, FACTORS, SCALE_ROWS,
                             ZERO_ROWS, 0)),
-                (produce, (x_source, sources, copied, work, unit, INPUTS, SPAN, BYTES, BOXES, X_BOXES, GROUPS, PLACES,
+                (produce, (x_sources, sources, copied, work, unit, INPUTS, SPAN, BYTES, BOXES, X_BOXES, GROUPS, PLACES,
                            PDL)),
             ],
             [1],
@@ -287,7 +309,7 @@ def packed_specialized(
                 (_consume, (rings, work, begin, split, less, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES, GROUPS,
                             PLACES, BITS, SPAN, RUN, SUMS, STRIP, DECODE, NARROW, SHIFT, UNIT, FACTORS, SCALE_ROWS,
                             ZERO_ROWS, 1)),
-                (produce, (x_source, sources, copied, work, unit, INPUTS, SPAN, BYTES, BOXES, X_BOXES, GROUPS, PLACES,
+                (produce, (x_sources, sources, copied, work, unit, INPUTS, SPAN, BYTES, BOXES, X_BOXES, GROUPS, PLACES,
                            PDL)),
             ],
             [4, 1],
@@ -308,29 +330,12 @@ def packed_specialized(
                 (_consume, (rings, work, begin, split, less, epilogue, size, GROUP_O, BLOCK_T, BOXES, X_BOXES, GROUPS,
                             PLACES, BITS, SPAN, RUN, SUMS, STRIP, DECODE, NARROW, SHIFT, UNIT, FACTORS, SCALE_ROWS,
                             ZERO_ROWS, 3)),
-                (produce, (x_source, sources, copied, work, unit, INPUTS, SPAN, BYTES, BOXES, X_BOXES, GROUPS, PLACES,
+                (produce, (x_sources, sources, copied, work, unit, INPUTS, SPAN, BYTES, BOXES, X_BOXES, GROUPS, PLACES,
                            PDL)),
             ],
             [4, 4, 4, 1],
             [REGISTERS, REGISTERS, REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
-
-
-@lru_cache(maxsize=1 << 10)
-def group_box(inputs: int, span: int, outputs: int, bits: int) -> tuple[list[int], gl.NVMMASharedLayout]:
-    """Return box and layout of a block's scales. Making them takes longer than a tensor map, before each launch."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=bits, rank=2)
-    return [group_rows(inputs, span, outputs, bits), outputs], layout
-
-
-def group_map(x_OG: torch.Tensor, step: int, tile: MatmulTile, span: int) -> TensorDescriptor:
-    """Tensor map of scales, words of them or zeros, with boxes of all that a block needs. `step`: between groups."""
-    outputs, groups = x_OG.shape
-    # A dimension of one has any stride.
-    strides = [step if groups > 1 else 128, 1]
-    return TensorDescriptor(
-        x_OG, [groups, outputs], strides, *group_box(tile.inputs, span, tile.outputs, 8 * x_OG.element_size())
-    )
 
 
 def launch_packed(
@@ -342,6 +347,7 @@ def launch_packed(
     counts: torch.Tensor | None,
     x_scale_T1: torch.Tensor | None,
     bias_O: torch.Tensor | None,
+    sums_TS: torch.Tensor | None = None,
 ) -> None:
     """Launch the kernel. Arguments as in core.ops.kernels.packed_matmul."""
     tokens, inputs = x_TI.shape
@@ -362,7 +368,12 @@ def launch_packed(
     run = min(gcd(packed.group, tile.inputs) // strip, LINE.value // strip if fp8 else tile.inputs)
     sums = fp8 or 4 * tile.tokens <= strip * run
     narrow, shifted, less = fp8 and packed.format.narrow_words, None, None
-    if fp8 and tile.tokens <= MOST_SUBTRACTED and torch.float8_e4m3fn in packed.format.shifted:
+    sum_map, runs = None, tile.inputs // (strip * run)
+    summed = sums_TS is not None and fp8 and tile.tokens > MOST_SUBTRACTED and runs <= MOST_SUMMED_RUNS
+    if summed and torch.float8_e4m3fn in packed.format.shifted:
+        narrow, shifted = True, packed.format.shifted[torch.float8_e4m3fn]
+        sum_map = map_of_sums(sums_TS, tile.tokens, SUM_COLUMNS * runs)
+    elif fp8 and tile.tokens <= MOST_SUBTRACTED and torch.float8_e4m3fn in packed.format.shifted:
         narrow, shifted = True, packed.format.shifted[torch.float8_e4m3fn]
         # For sums of x times the shift, or sums of x where each group has a zero of its own.
         less = shifted.less if packed.zero is None else ONE
@@ -371,12 +382,14 @@ def launch_packed(
         shifted = packed.format.shifted.get(torch.float16 if fp8 else x_TI.dtype)
     of_groups = sum(prod(one.block_shape) * one.base.element_size() for one in maps if one is not None)
     inputs_bits = 8 * tile.tokens * x_TI.element_size() + tile.outputs * packed.format.stored_bits
-    block = tile.inputs * inputs_bits // 8 + of_groups
+    of_sums = 0 if sum_map is None else prod(sum_map.block_shape) * sums_TS.element_size()
+    block = tile.inputs * inputs_bits // 8 + of_groups + of_sums
     operand = 0 if less is None else tile.outputs // warp_groups * strip
     packed_specialized[(programs,)](
         tensor_map(x_TI, tile.tokens, readable_rows(x_TI, tile.tokens)),
         tensor_map(packed.codes, tile.outputs // warp_groups, outputs),
         *maps,
+        sum_map,
         x_scale_T1,
         packed.row_scale,
         bias_O,

@@ -171,6 +171,7 @@ def finish(
     weight_ptr,
     ENCODE: tl.constexpr,
     GROUP: tl.constexpr,
+    SUMS: tl.constexpr,
     NORM: tl.constexpr,
     VALUES: tl.constexpr,
 ):
@@ -191,7 +192,7 @@ def finish(
             tl.store(plain_ptr + place, y, mask=inside)
         if ENCODE is not None:
             y = y.to(tl.float32)
-            values_ptr, scale_ptr, static_ptr, pre_ptr, place_ptr, width, st, sg = encoding
+            values_ptr, scale_ptr, static_ptr, pre_ptr, place_ptr, width, st, sg, sums_ptr = encoding
             encode_row(
                 y,
                 row,
@@ -205,8 +206,10 @@ def finish(
                 width,
                 st,
                 sg,
+                sums_ptr,
                 ENCODE,
                 GROUP,
+                SUMS,
                 VALUES,
             )
 
@@ -236,8 +239,10 @@ def one_shot(
     width,
     scale_st,
     scale_sg,
+    sums_ptr,
     ENCODE: tl.constexpr,
     GROUP: tl.constexpr,
+    SUMS: tl.constexpr,
     NORM: tl.constexpr,
     WORLD: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -254,7 +259,7 @@ def one_shot(
     row = tl.program_id(0)
     part = tl.program_id(1)
     dtype = out_ptr.dtype.element_ty
-    encoding = (values_ptr, scale_ptr, static_ptr, pre_ptr, place_ptr, width, scale_st, scale_sg)
+    encoding = (values_ptr, scale_ptr, static_ptr, pre_ptr, place_ptr, width, scale_st, scale_sg, sums_ptr)
     columns = tl.arange(0, VALUES)
     inside = (columns < length * PER) & (row * length * PER + columns < size * PER)
     weight = 1.0
@@ -280,7 +285,7 @@ def one_shot(
         C = length * PER
         finish(
             total, row, inside, out_ptr, residual, after_ptr, after_eps, weight, plain_ptr, C, eps, encoding,
-            weight_ptr, ENCODE, GROUP, NORM, VALUES,
+            weight_ptr, ENCODE, GROUP, SUMS, NORM, VALUES,
         )  # fmt: skip
 
 
@@ -366,8 +371,10 @@ def two_shot(
     width,
     scale_st,
     scale_sg,
+    sums_ptr,
     ENCODE: tl.constexpr,
     GROUP: tl.constexpr,
+    SUMS: tl.constexpr,
     NORM: tl.constexpr,
     WORLD: tl.constexpr,
     PER: tl.constexpr,
@@ -383,7 +390,7 @@ def two_shot(
     announce(PDL)
     program = tl.program_id(0)
     dtype = out_ptr.dtype.element_ty
-    encoding = (values_ptr, scale_ptr, static_ptr, pre_ptr, place_ptr, width, scale_st, scale_sg)
+    encoding = (values_ptr, scale_ptr, static_ptr, pre_ptr, place_ptr, width, scale_st, scale_sg, sums_ptr)
     columns = tl.arange(0, VALUES)
     words = tl.arange(0, VALUES // PER)
     part = tl.arange(0, PART)
@@ -412,7 +419,7 @@ def two_shot(
         C = length * PER
         finish(
             total, row, inside, out_ptr, residual, after_ptr, after_eps, weight, plain_ptr, C, eps, encoding,
-            weight_ptr, ENCODE, GROUP, NORM, VALUES,
+            weight_ptr, ENCODE, GROUP, SUMS, NORM, VALUES,
         )  # fmt: skip
         half = 1 - half
     tl.store(half_ptr + program, half)

@@ -136,7 +136,7 @@ class Reducer:
         tokens, columns = x_TC.shape
         rows = shard_rows(tokens, self.size)
         plan, mail = plan_emit(emit), self.mail
-        target = EncodeTarget.allocate(plan.fused, tokens, columns, x_TC.dtype, x_TC.device)
+        target = EncodeTarget.allocate(plan.fused, tokens, columns, x_TC.dtype, x_TC.device, sums=False)
         plain = empty_rows(tokens, columns, x_TC.dtype, x_TC.device) if plan.plain else None
         summed_SC = x_TC.new_empty(rows, columns)
         block = _waited(target.block(whole_row=True), x_TC)

@@ -100,8 +100,10 @@ def sharded(
     width,
     scale_st,
     scale_sg,
+    sums_ptr,
     ENCODE: tl.constexpr,
     GROUP: tl.constexpr,
+    SUMS: tl.constexpr,
     WORLD: tl.constexpr,
     PER: tl.constexpr,
     VALUES: tl.constexpr,
@@ -121,7 +123,7 @@ def sharded(
     announce(PDL)
     program = tl.program_id(0)
     dtype = out_ptr.dtype.element_ty
-    encoding = (values_ptr, scale_ptr, static_ptr, pre_ptr, place_ptr, width, scale_st, scale_sg)
+    encoding = (values_ptr, scale_ptr, static_ptr, pre_ptr, place_ptr, width, scale_st, scale_sg, sums_ptr)
     columns = tl.arange(0, VALUES)
     words = tl.arange(0, VALUES // PER)
     inside = columns < length * PER
@@ -157,7 +159,7 @@ def sharded(
             C = length * PER
             finish(
                 total, row, inside, own_ptr, residual, after_ptr, after_eps, weight, plain_ptr, C, eps, encoding,
-                weight_ptr, ENCODE, GROUP, True, VALUES,
+                weight_ptr, ENCODE, GROUP, SUMS, True, VALUES,
             )  # fmt: skip
             # The sent words are read back from this program's output, whatever its dtype.
             tl.debug_barrier()
@@ -210,8 +212,10 @@ def sum_copies(
     width,
     scale_st,
     scale_sg,
+    sums_ptr,
     ENCODE: tl.constexpr,
     GROUP: tl.constexpr,
+    SUMS: tl.constexpr,
     NORM: tl.constexpr,
     WORLD: tl.constexpr,
     VALUES: tl.constexpr,
@@ -219,7 +223,7 @@ def sum_copies(
     """Sum `rows` rows from every rank in rank order in float32. This rank's own rows are not in the inbox. out and
     residual have `rows` rows; the normalized outputs have the rows of all ranks, of which this rank's are written."""
     row = tl.program_id(0).to(tl.int64)
-    encoding = (values_ptr, scale_ptr, static_ptr, pre_ptr, place_ptr, width, scale_st, scale_sg)
+    encoding = (values_ptr, scale_ptr, static_ptr, pre_ptr, place_ptr, width, scale_st, scale_sg, sums_ptr)
     columns = tl.arange(0, VALUES)
     inside = columns < C
     place = row * C + columns
@@ -239,5 +243,5 @@ def sum_copies(
     own_ptr = out_ptr - rank * shard_size
     finish(
         total, own_row, inside, own_ptr, residual, after_ptr, after_eps, weight, plain_ptr, C, eps, encoding,
-        weight_ptr, ENCODE, GROUP, NORM, VALUES,
+        weight_ptr, ENCODE, GROUP, SUMS, NORM, VALUES,
     )  # fmt: skip

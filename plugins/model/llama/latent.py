@@ -40,7 +40,7 @@ class UpProjection(Linear):
     def finish(self) -> None:
         super().finish()
         identity = torch.eye(self.shape.inp, dtype=self.shape.dtype, device=next(iter(self.params.values())).device)
-        columns_LO = self.method.apply(self.params, encode(identity, (self.input,))[self.input])
+        columns_LO = self.method.apply(self.params, encode(identity, (self.method.input,))[self.method.input])
         self.rows_OL = columns_LO.t().contiguous()
         self.params = {}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -76,7 +77,7 @@ def eight_bits() -> ActFormat:
 def encoded(columns: int) -> tuple[tuple[ActFormat, ...], ...]:
     """Formats that producers emit."""
     token = eight_bits()
-    groups = ActFormat("groups", dtype=token.dtype, group=128, scale_layout="column", encode=encode_groups)
+    groups = ActFormat("groups", dtype=token.dtype, group=128, scale_layout="column", sums=64, encode=encode_groups)
     static = ActFormat(
         "static",
         dtype=token.dtype,
@@ -304,6 +305,7 @@ def more_functions() -> None:
     x, weight = cuda(64, 4096), cuda(4096)
     rms_norm(x, None, weight, 1e-5, (PLAIN, eight_bits()))
     encode(x, (INT8_TOKEN, ordered(4096)[0]))
+    encode(x, (replace(eight_bits(), sums=128),))
     gelu(cuda(64, 1440, dtype=FP16), True, (PLAIN, eight_bits()))
     for rule in RULES[1:]:
         choose(rule)

@@ -73,6 +73,8 @@ def hopper_operands() -> None:
         packed_matmul(cuda(1, 4096), packed_weight(fmt, 4096, 4096, group, scale), None, BF16, counts=counts)
     uint4 = packed_weight(weight_formats.UINT4, 4096, 4096, 128, BF16)
     packed_matmul(cuda(1, 4096, dtype=E4M3), uint4, None, BF16, cuda(1, 1, dtype=FP32), counts)
+    # Sums of x in memory.
+    packed_matmul(cuda(64, 4096, dtype=E4M3), uint4, None, BF16, cuda(64, 1, dtype=FP32), counts, cuda(64, 256))
 
 
 OPERANDS = (

@@ -7,7 +7,7 @@ import torch
 
 from dovetail.core.interfaces import PLAIN, ActFormat
 from dovetail.core.ops import encode
-from dovetail.core.ops.formats import plan_emit, why_unfused
+from dovetail.core.ops.formats import distinct, plan_emit, why_unfused, with_sums
 from dovetail.core.startup_notes import collect_notes, note
 
 FUSABLE = ActFormat("fusable", group="token", encode=object())
@@ -31,6 +31,8 @@ def test_one_encoded_format_is_fused_and_the_rest_come_from_plain():
         (replace(PERMUTED, places=torch.tensor([1, 2, 0]), group=32), "another column order"),
         (ActFormat("dynamic", group="tensor", encode=object()), "whole tensor"),
         (ActFormat("odd", group=48, encode=object()), "48"),
+        (ActFormat("odd sums", group="token", encode=object(), sums=96), "96"),
+        (replace(PERMUTED, places=torch.tensor([1, 2, 0]), sums=64), "in another order"),
     ],
 )
 def test_why_unfused_names_the_obstacle(fmt, reason):
@@ -44,6 +46,34 @@ def test_encode_scales_then_permutes():
     bundle = encode(torch.tensor([[1.0, 2.0, 3.0]]), (PLAIN, fmt))
     assert bundle[fmt].values.tolist() == [[300.0, 1.0, 20.0]]
     assert bundle[PLAIN].values.tolist() == [[1.0, 2.0, 3.0]]
+
+
+def test_parts_add_up_to_sums():
+    """37 columns in runs of 16: of numbers of different sizes, three parts have all bits of a float32."""
+    values_TC = torch.randn(3, 37) * 2.0 ** torch.randint(-9, 9, (3, 37))
+    fmt = ActFormat("summed", sums=16, reference=lambda x: (x, None))
+    sums_TRN = encode(values_TC, (fmt,))[fmt].sums.view(3, 3, 8)
+    assert sums_TRN.dtype is torch.bfloat16 and torch.equal(sums_TRN[:, :, 0:6:2], sums_TRN[:, :, 1:6:2])
+    assert not sums_TRN[:, :, 6:].any()
+    expected_TR = torch.stack([values_TC[:, at : at + 16].double().sum(1) for at in (0, 16, 32)], 1)
+    torch.testing.assert_close(sums_TRN[:, :, ::2].double().sum(2), expected_TR, rtol=1e-6, atol=1e-4)
+    assert encode(values_TC)[PLAIN].sums is None
+
+
+def test_a_format_with_sums_serves_the_same_without():
+    """One encoding serves experts, which need none, and layers beside them."""
+    base = replace(FUSABLE, reference=lambda x: (2 * x, None))
+    summed = with_sums(base, 64)
+    assert summed is with_sums(base, 64) and (summed.sums, summed.base) == (64, base)
+    assert with_sums(base, 0) is base and with_sums(PERMUTED, 64) is PERMUTED and with_sums(PLAIN, 64) is PLAIN
+    assert distinct((base, PLAIN, summed)) == (PLAIN, summed) and distinct((base, PLAIN)) == (base, PLAIN)
+    plan = plan_emit((base, summed))
+    assert (plan.plain, plan.fused, plan.rest) == (False, summed, ())
+    bundle = encode(torch.ones(1, 64), (base, summed))
+    assert len(bundle.items) == 1 and bundle[base].format is base
+    assert bundle[base].values is bundle[summed].values and bundle[base].sums is bundle[summed].sums
+    with pytest.raises(KeyError, match="was not emitted"):
+        encode(torch.ones(1, 64), (base,))[summed]
 
 
 def test_a_format_without_any_encoder_is_refused():

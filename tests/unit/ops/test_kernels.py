@@ -32,7 +32,7 @@ from dovetail.core.interfaces import (  # noqa: E402
 from dovetail.core.memory.pools import make_pools  # noqa: E402
 from dovetail.core.ops.activations import gelu_reference  # noqa: E402
 from dovetail.core.ops.bitmask import apply_bitmask_reference  # noqa: E402
-from dovetail.core.ops.formats import encode_reference, plan_emit  # noqa: E402
+from dovetail.core.ops.formats import encode_reference, plan_emit, sums_of  # noqa: E402
 from dovetail.core.ops.gated import gelu_and_mul_reference, silu_and_mul_reference  # noqa: E402
 from dovetail.core.ops.kernels.activations import gelu_triton  # noqa: E402
 from dovetail.core.ops.kernels.bitmask import apply_bitmask_triton  # noqa: E402
@@ -102,7 +102,7 @@ def formats(columns: int) -> tuple[ActFormat, ...]:
     return (
         ActFormat("ordered", encode=encode_plain, reference=lambda x: (x, None), **ordered),
         replace(INT8_TOKEN, name="ordered_scaled", pre_scale=torch.rand(columns, device=DEVICE) + 0.5, **ordered),
-        ActFormat("group_row", scale_layout="row", **group),
+        ActFormat("group_row", scale_layout="row", sums=64, **group),
         ActFormat("group_column", scale_layout="column", pre_scale=torch.rand(columns, device=DEVICE) + 0.5, **group),
         ActFormat(
             "static",
@@ -131,6 +131,16 @@ def assert_same_bundle(got, expected, emit, dtype: torch.dtype) -> None:
             assert_near(got[fmt].scale, expected[fmt].scale, TOLERANCE[dtype] * 2)
             scale = got[fmt].scale
             assert (scale.t() if fmt.scale_layout == "column" else scale).is_contiguous()
+        if fmt.sums:
+            assert_sums(got[fmt].values, got[fmt].sums, fmt.sums)
+
+
+def assert_sums(values_TC: torch.Tensor, sums_TS: torch.Tensor, width: int) -> None:
+    """Parts may be rounded otherwise, as the interpreter does, but add up to the same, and come in pairs."""
+    got_TRN, expected_TRN = (x.unflatten(1, (-1, 8)) for x in (sums_TS, sums_of(values_TC, width)))
+    assert got_TRN.shape == expected_TRN.shape and torch.equal(got_TRN[:, :, 0:6:2], got_TRN[:, :, 1:6:2])
+    got_TR, expected_TR = (x.double().sum(2) / 2 for x in (got_TRN, expected_TRN))
+    torch.testing.assert_close(got_TR, expected_TR, rtol=1e-5, atol=1e-4)
 
 
 def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -241,10 +251,13 @@ def test_the_order_of_act_order_is_fused(fmt):
 @pytest.mark.parametrize("columns", [24, 1056])
 def test_encode_alone(columns):
     x = random(3, columns, dtype=torch.float32)
-    for fmt in (INT8_TOKEN, FP8_TOKEN, *formats(columns)):
+    summed = replace(FP8_TOKEN, sums=128)
+    for fmt in (INT8_TOKEN, FP8_TOKEN, summed, *formats(columns)):
         got, expected = encode_triton(x, fmt), encode_reference(x, fmt)
         # A value halfway between two 8-bit floats may be rounded either way.
-        assert_near(got.values, expected.values, 2e-2 if fmt is FP8_TOKEN else 5e-3)
+        assert_near(got.values, expected.values, 2e-2 if fmt.dtype is torch.float8_e4m3fn else 5e-3)
+        if fmt.sums:
+            assert_sums(got.values, got.sums, fmt.sums)
         if fmt.group != "none":
             assert_near(got.scale, expected.scale, 1e-6)
 

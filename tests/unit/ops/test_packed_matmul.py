@@ -16,9 +16,10 @@ if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("kernels need a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
 from dovetail.core.interfaces.weight import PackedWeight, WeightFormat  # noqa: E402
+from dovetail.core.ops.formats import sums_of  # noqa: E402
 from dovetail.core.ops.kernels.packed_matmul import packed_matmul_triton  # noqa: E402
 from dovetail.core.ops.kernels.packed_rows import packed_rows_triton  # noqa: E402
-from dovetail.core.ops.packed_matmul import multiplies_e4m3, packed_matmul  # noqa: E402
+from dovetail.core.ops.packed_matmul import multiplies_e4m3, packed_matmul, sum_width  # noqa: E402
 from dovetail.core.ops.packed_tiles import MOST_EXACT_ROWS, specialized_tiles  # noqa: E402
 from dovetail.core.ops.packing import dequantize, pack, pack_scales, rounded, scales_to_round  # noqa: E402
 from dovetail.core.ops.tiles import HOPPER_SHARED, MOST_SHARED_TILES, MatmulTile  # noqa: E402
@@ -80,16 +81,19 @@ def exact(x_TI, weight: PackedWeight, bias_O, x_scale_T1) -> torch.Tensor:
 
 
 def assert_multiplies(weight: PackedWeight, rows: int, tile: MatmulTile, dtype: torch.dtype) -> None:
-    x_TI = torch.randn(rows, weight.inputs, device=DEVICE).to(dtype)
+    """In E4M3 with sums of x in memory, too, where zeros and shifts are subtracted from sums far from zero."""
+    x_TI = (torch.randn(rows, weight.inputs, device=DEVICE) + (rows % 2)).to(dtype)
     bias_O = torch.randn(len(weight.codes), device=DEVICE).to(WIDE) if rows % 2 else None
     x_scale_T1 = torch.rand(rows, 1, device=DEVICE) + 0.5 if dtype is FP8 else None
     counts = torch.zeros(256, dtype=torch.int32, device=DEVICE)
-    got = packed_matmul_triton(x_TI, weight, tile, counts, bias_O, x_scale_T1, FP32)
     expected = exact(x_TI, weight, bias_O, x_scale_T1)
-    # Products of 16 bits with scales, and codebooks, round weights to x's dtype.
-    error = (got.double() - expected).norm() / expected.norm()
-    assert error < (1e-3 if WIDE is FP16 else 5e-3), f"relative error {error:.2e}"  # NaN fails too
-    assert not counts.any()
+    width = sum_width(weight.format, weight.group) if dtype is FP8 and tile.tma else 0
+    for sums_TS in (None, sums_of(x_TI, width)) if width else (None,):
+        got = packed_matmul_triton(x_TI, weight, tile, counts, bias_O, x_scale_T1, FP32, sums_TS)
+        # Products of 16 bits with scales, and codebooks, round weights to x's dtype.
+        error = (got.double() - expected).norm() / expected.norm()
+        assert error < (1e-3 if WIDE is FP16 else 5e-3), f"relative error {error:.2e}"  # NaN fails too
+        assert not counts.any()
 
 
 if not INTERPRETED and torch.cuda.get_device_capability() == (9, 0):
@@ -132,11 +136,11 @@ if not INTERPRETED and torch.cuda.get_device_capability() == (9, 0):
     @pytest.mark.parametrize("scale", [torch.bfloat16, FP8])
     def test_groups_that_blocks_cut(group, inputs, scale):
         """Groups, and words of four of them, that end within blocks, or last for several."""
-        for fmt, itemsize in product((INT4, UINT4), (1, 2)):
-            for n, tile in enumerate(specialized_tiles(24, 200, inputs, 4, itemsize, 7, HOPPER_SHARED, group)):
+        for fmt, (itemsize, rows) in product((INT4, UINT4), ((1, 24), (1, 70), (2, 24))):
+            for n, tile in enumerate(specialized_tiles(rows, 200, inputs, 4, itemsize, 7, HOPPER_SHARED, group)):
                 if n % 5 == 0 or EVERYTHING:
                     weight = packed(fmt, 200, inputs, group, scale)
-                    assert_multiplies(weight, 24, tile, FP8 if itemsize == 1 else WIDE)
+                    assert_multiplies(weight, rows, tile, FP8 if itemsize == 1 else WIDE)
 
     def test_hoppers_kernel_refuses_scales_in_another_order():
         weight = drawn(INT4, 200, 4096, 128, FP16)
