@@ -54,10 +54,10 @@ def with_scale(item: Activation, scale_TG: torch.Tensor) -> Activation:
 
 
 def share_of_bundle(bundle: Bundle, rank: int, ranks: int) -> Bundle:
-    """Return one rank's rows of a bundle of all rows."""
+    """Return one rank's rows of a bundle of all rows, without sums."""
     items = []
     for item in bundle.items:
-        mine = replace(item, values=share_of(item.values.contiguous(), rank, ranks))
+        mine = replace(item, values=share_of(item.values.contiguous(), rank, ranks), sums=None)
         if item.scale is not None and scaled_by_row(item):
             mine = with_scale(mine, share_of(item.scale.contiguous(), rank, ranks, value=1))
         items.append(mine)
@@ -65,8 +65,8 @@ def share_of_bundle(bundle: Bundle, rank: int, ranks: int) -> Bundle:
 
 
 def padded_activation(x: Activation, rows: int) -> Activation:
-    """Append rows of zeros up to `rows`."""
-    more = replace(x, values=padded(x.values.contiguous(), rows))
+    """Append rows of zeros up to `rows`. Sums are left out."""
+    more = replace(x, values=padded(x.values.contiguous(), rows), sums=None)
     if x.scale is not None and scaled_by_row(x):
         more = with_scale(more, padded(x.scale.contiguous(), rows, value=1))
     return more

@@ -90,11 +90,11 @@ def _summed_rows(ranks: Ranks, x_TC: torch.Tensor) -> torch.Tensor:
 
 
 def _gathered(ranks: Ranks, bundle: Bundle, tokens: int) -> Bundle:
-    """Gather a bundle of this rank's rows into one of all rows."""
+    """Gather a bundle of this rank's rows into one of all rows, without sums."""
     mine = [item.values for item in bundle.items]
     mine += [item.scale for item in bundle.items if scaled_by_row(item)]
     found = iter([x[:tokens] for x in ranks.gather_rows(mine)])
-    items = [replace(item, values=next(found)) for item in bundle.items]
+    items = [replace(item, values=next(found), sums=None) for item in bundle.items]
     return Bundle(tuple(with_scale(item, next(found)) if scaled_by_row(item) else item for item in items))
 
 

@@ -122,7 +122,7 @@ def _tensors(x: Activation) -> list[torch.Tensor]:
 
 
 def _with_tensors(x: Activation, tensors: Sequence[torch.Tensor]) -> Activation:
-    moved = replace(x, values=tensors[0])
+    moved = replace(x, values=tensors[0], sums=None)
     return with_scale(moved, tensors[1]) if len(tensors) > 1 else moved
 
 
