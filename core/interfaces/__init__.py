@@ -1,6 +1,6 @@
 """The contracts, one file per component kind, and the records that they share. Importing them loads no torch."""
 
-from dovetail.core.interfaces.activation import PLAIN, ActFormat, Activation, Bundle, Partial
+from dovetail.core.interfaces.activation import PLAIN, ActFormat, Activation, Bundle, Partial, Sums
 from dovetail.core.interfaces.adapter import AdapterFacts, Adapters, LayerAdapters, LinearSite
 from dovetail.core.interfaces.app import App
 from dovetail.core.interfaces.attention import (
@@ -243,6 +243,7 @@ __all__ = [
     "StepResult",
     "StepShape",
     "StepTerms",
+    "Sums",
     "TargetView",
     "TensorHeader",
     "TimedRequest",

@@ -6,12 +6,28 @@ returns a Bundle with one Activation per format. A router, for example, may need
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Sums of a row's encoded values that a consumer can use."""
+
+    columns: int
+    """Values of one sum: a power of two."""
+    least: int = 1
+    most: int = sys.maxsize
+    """Numbers of rows with which it uses them."""
+
+    def of(self, rows: int) -> bool:
+        """Whether they are used with so many rows."""
+        return self.least <= rows <= self.most
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,8 +57,8 @@ class ActFormat:
     places: torch.Tensor | None = None
     """int32 [C']: place of each column, then those of the columns of zeros: the inverse of `perm`. With it, kernels
     that encode store each column at its place, unless scales belong to groups of columns."""
-    sums: int = 0
-    """Columns of a run whose encoded values are added up for the consumer (Activation.sums); 0 = none."""
+    sums: Sums | None = None
+    """Sums that producers write beside the values (Activation.sums)."""
     base: ActFormat | None = None
     """The same format without sums, whose consumers take this one, too."""
     encode: Any = None
@@ -65,9 +81,9 @@ class Activation:
     values: torch.Tensor
     scale: torch.Tensor | None = None
     sums: torch.Tensor | None = None
-    """bf16 [T, 8 * ceil(C / format.sums)], the sum of each run's values as eight numbers: three that add up to it, each
-    twice, and two zeros, so that a matrix instruction multiplies it by the parts of a number. None where the producer
-    does not write it, which consumers must allow."""
+    """bf16 [T, 8 * ceil(C / columns)], as `format.sums` says: the sum of each run's values as eight numbers, three that
+    add up to it, each twice, and two zeros, so that a matrix instruction multiplies it by the parts of a number. None
+    where the producer does not write it, which consumers must allow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +97,11 @@ class Bundle:
             if item.format is fmt:
                 return item
         for item in self.items:
+            # Sums are for those who ask for their format.
             if item.format.base is fmt:
-                return Activation(fmt, item.values, item.scale, item.sums)
+                return Activation(fmt, item.values, item.scale)
+            if item.format is fmt.base:
+                return item
         have = ", ".join(item.format.name for item in self.items)
         raise KeyError(
             f"activation format {fmt.name!r} was not emitted (have: {have}): name it in `emit` of the producer"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from dovetail.core.errors import CapabilityError, TextError, shown
-from dovetail.core.interfaces.activation import PLAIN, ActFormat, Activation, Partial
+from dovetail.core.interfaces.activation import PLAIN, ActFormat, Activation, Partial, Sums
 from dovetail.core.interfaces.tensor_record import PLAIN_WEIGHT, TensorRecord
 from dovetail.core.interfaces.tuning import Tunable
 
@@ -98,9 +98,9 @@ class LinearMethod(ABC):
 
     input: ActFormat = PLAIN
     """Input format of apply. Producers emit it."""
-    sums: int = 0
-    """Columns over which `apply` can use sums of the encoded values (`Activation.sums`); 0 = none. Known by the end of
-    `create`. Producers that cannot add up leave them out."""
+    sums: Sums | None = None
+    """Sums of the encoded values that `apply` can use (`Activation.sums`). Known by the end of `create`. Producers that
+    cannot add up leave them out."""
     tensors: tuple[TensorRecord, ...] = (PLAIN_WEIGHT,)
     """Checkpoint tensors of each part."""
 

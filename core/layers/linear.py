@@ -5,7 +5,7 @@ multiplies the weight."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -13,7 +13,7 @@ import torch
 
 from dovetail.core.checkpoint import LazyTensor
 from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces import PLAIN, ActFormat, BuildContext, Bundle, LinearShape, Partial
+from dovetail.core.interfaces import PLAIN, ActFormat, Activation, BuildContext, Bundle, LinearShape, Partial
 from dovetail.core.interfaces.model import can_share_heads
 from dovetail.core.interfaces.tensor_record import TensorRecord
 from dovetail.core.interfaces.tuning import Tunable
@@ -102,8 +102,13 @@ class Linear:
     def __call__(self, x: Bundle) -> torch.Tensor:
         return self._product(x, self.bias)
 
+    def _given(self, x: Bundle) -> Activation:
+        """Return the matmul's input in the format that its method names, with the sums for it."""
+        given = x[self.input]
+        return given if given.format is self.method.input else replace(given, format=self.method.input)
+
     def _product(self, x: Bundle, bias: torch.Tensor | None) -> torch.Tensor:
-        y_TO = self.method.apply(self.params, x[self.method.input], bias)
+        y_TO = self.method.apply(self.params, self._given(x), bias)
         if self._adapting:
             self._adapter.apply(x[PLAIN].values, y_TO, self.adapters.slots_T)
         return y_TO
@@ -255,7 +260,7 @@ class RowParallel(Linear):
     def __call__(self, x: Bundle) -> Partial:  # type: ignore[override]
         """Multiply. Only rank 0 adds the bias, since the sum over ranks would otherwise count it once per rank."""
         if self.defers and not self._adapting:
-            return self.method.partial(self.params, x[self.method.input])
+            return self.method.partial(self.params, self._given(x))
         return Partial(self._product(x, self.bias if self.adds_bias else None))
 
 

@@ -12,7 +12,7 @@ from dovetail.core.interfaces import PLAIN, ActFormat, Activation, LinearMethod,
 from dovetail.core.interfaces.tuning import Tunable
 from dovetail.core.interfaces.weight import PackedWeight, WeightFormat
 from dovetail.core.ops.matmul import device_facts
-from dovetail.core.ops.packed_matmul import packed_matmul, packed_rows, reserve, sum_width
+from dovetail.core.ops.packed_matmul import packed_matmul, packed_rows, reserve, sums_for
 from dovetail.core.ops.packing import SCALES, empty_by_group, pack, pack_scales, scales_to_round, words_of_row
 from dovetail.core.ops.tiles import MOST_SHARED_TILES
 from dovetail.core.tuning.packed_matmul import packed_tunables
@@ -44,12 +44,12 @@ class PackedLinear(LinearMethod):
 
     def create(self, shape: LinearShape, device: torch.device) -> dict[str, torch.Tensor]:
         self.prepare(shape, device)
-        if self.input.dtype is torch.float8_e4m3fn and device.type == "cuda" and device_facts(device)[2]:
-            self.sums = sum_width(self.format, self.step)
         self._reserve(device)
         params = self.allocate(device) | {"counts": torch.zeros(MOST_SHARED_TILES, dtype=torch.int32, device=device)}
         if self._rounds:
             params["rounded_scale"] = torch.ones(shape.out, dtype=torch.float32, device=device)
+        if self.input.dtype is torch.float8_e4m3fn and device.type == "cuda" and device_facts(device)[2]:
+            self.sums = sums_for(self.packed(params))
         return params
 
     @property

@@ -57,7 +57,8 @@ class StackedLinear(LinearMethod):
             names = " and ".join(sorted(fmt.name for fmt in formats))
             raise CapabilityError([f"{self.path}: its matrices need inputs in {names}, but are merged into one layer"])
         (self.input,) = formats
-        self.sums = next(iter(widths)) if len(widths := {run.method.sums for run in self.runs}) == 1 else 0
+        sums = {run.method.sums for run in self.runs}
+        self.sums = sums.pop() if len(sums) == 1 else None
         return params
 
     def load(self, params: dict[str, torch.Tensor], part: slice, tensors: Mapping[str, torch.Tensor]) -> None:

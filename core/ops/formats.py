@@ -4,7 +4,7 @@ tokens, C columns, G scale groups of a row."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from pkgutil import resolve_name
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from dovetail.core.arithmetic import ceil_div
-from dovetail.core.interfaces.activation import PLAIN, ActFormat, Activation, Bundle
+from dovetail.core.interfaces.activation import PLAIN, ActFormat, Activation, Bundle, Sums
 from dovetail.core.startup_notes import note
 
 SUM_COLUMNS = 8
@@ -42,8 +42,8 @@ def why_unfused(fmt: ActFormat) -> str | None:
         return "one scale for the whole tensor is known only after the last row"
     if isinstance(fmt.group, int) and fmt.group & (fmt.group - 1):
         return f"its group of {fmt.group} columns is no power of two"
-    if fmt.sums & (fmt.sums - 1):
-        return f"its sums of {fmt.sums} columns are of no power of two"
+    if fmt.sums and fmt.sums.columns & (fmt.sums.columns - 1):
+        return f"its sums of {fmt.sums.columns} columns are of no power of two"
     return None
 
 
@@ -62,12 +62,18 @@ def scales_of_row(fmt: ActFormat, columns: int) -> int:
     return ceil_div(columns, fmt.group) if isinstance(fmt.group, int) else int(fmt.group == "token")
 
 
-@lru_cache
-def with_sums(fmt: ActFormat, width: int) -> ActFormat:
-    """Return the format with sums of `width` columns, one for all layers: `fmt` itself for 0, PLAIN, and formats whose
-    tensors are those of one layer."""
+def with_sums(fmt: ActFormat, sums: Sums | None) -> ActFormat:
+    """Return the format with these sums, one for all layers: `fmt` itself for None, PLAIN, and formats whose tensors
+    are those of one layer."""
+    if sums is None or fmt is PLAIN:
+        return fmt
     own = any(one is not None for one in (fmt.perm, fmt.pre_scale, fmt.static_scale))
-    return fmt if own or not width or fmt is PLAIN else replace(fmt, sums=width, base=fmt)
+    return fmt if own else _with_sums(fmt, sums)
+
+
+@cache
+def _with_sums(fmt: ActFormat, sums: Sums) -> ActFormat:
+    return replace(fmt, sums=sums, base=fmt)
 
 
 def distinct(emit: tuple[ActFormat, ...]) -> tuple[ActFormat, ...]:
@@ -109,7 +115,8 @@ def encode_reference(x_TC: torch.Tensor, fmt: ActFormat) -> Activation:
     values = values.to(fmt.dtype or x_TC.dtype)
     if scale is not None and fmt.scale_layout == "column":
         scale = scale.t().contiguous().t()
-    return Activation(fmt, values, scale, sums_of(values, fmt.sums) if fmt.sums else None)
+    added = fmt.sums is not None and fmt.sums.of(len(values))
+    return Activation(fmt, values, scale, sums_of(values, fmt.sums.columns) if fmt.sums and added else None)
 
 
 def sums_of(values_TC: torch.Tensor, width: int) -> torch.Tensor:

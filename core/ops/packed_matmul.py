@@ -9,24 +9,24 @@ Shapes: T tokens, I input, O output.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
 
+from dovetail.core.interfaces.activation import Sums
 from dovetail.core.interfaces.tuning import Key
-from dovetail.core.interfaces.weight import PackedWeight, WeightFormat
+from dovetail.core.interfaces.weight import PackedWeight
 from dovetail.core.ops.matmul import device_facts, matmul_reference, scaled_matmul
-from dovetail.core.ops.packed_tiles import MOST_EXACT_ROWS, OP, choose_packed, packed_key
+from dovetail.core.ops.packed_tiles import MOST_EXACT_ROWS, MOST_SUBTRACTED, OP, SUMMED, choose_packed, packed_key
 from dovetail.core.ops.packing import LANES, dequantize, maps_groups, rounded
 from dovetail.core.ops.rehearsal import rehearsing, report_kernel
 from dovetail.core.ops.tiles import kernel_of
 from dovetail.core.startup_notes import note
 
 E4M3 = torch.float8_e4m3fn
-SUMMED = 128
-"""Products in E4M3 that Hopper's kernel adds up before it scales them."""
 
 
 def packed_matmul(
@@ -40,7 +40,7 @@ def packed_matmul(
 ) -> torch.Tensor:
     """x @ weight^T (* x_scale) + bias in `dtype`. With `x_scale`, x is in E4M3.
 
-    `sums`: those of Activation, over `sum_width` columns; None = Hopper's kernel subtracts zeros as it decodes codes.
+    `sums`: those of Activation, as `sums_for` says; None = Hopper's kernel subtracts zeros as it decodes codes.
     `counts`: as in scaled_matmul; None = neither split tiles over programs nor round the weight. x in E4M3 is converted
     to bfloat16, which is exact, if products in E4M3 are not (`multiplies_e4m3`)."""
     rounds = x_TI.dtype is E4M3 and packed.rounded_scale is not None and counts is not None
@@ -65,7 +65,12 @@ def packed_matmul(
         how = key, name, processors, shared, special, rounds
         shape = len(packed.codes), packed.inputs
         if rehearsing():
-            report_kernel((OP, *how), len(x_TI), lambda rows: kernel_of(choose_packed(rows, *how), rows, *shape))
+            sums = sums_for(packed) if special and x_TI.dtype is E4M3 else None
+            report_kernel(
+                (OP, *how),
+                len(x_TI),
+                lambda rows: (kernel_of(choose_packed(rows, *how), rows, *shape), sums is not None and sums.of(rows)),
+            )
         tile = choose_packed(len(x_TI), *how)
     if tile is not None and counts is None and tile.splits_tiles(len(x_TI), len(packed.codes), packed.inputs):
         tile = replace(tile, programs=0, split=1)
@@ -113,13 +118,6 @@ def multiplies_e4m3(packed: PackedWeight) -> bool:
     return packed.format.e4m3 and whole_zeros and packed.group % LANES == 0
 
 
-def sum_width(fmt: WeightFormat, group: int) -> int:
-    """Return over how many columns Hopper's kernel can use sums of x in E4M3. 0 = none: codes have no decoder whose
-    shift and zero are subtracted apart from them, or more scales than one belong to SUMMED columns. `group`: 0 = a
-    whole row."""
-    return SUMMED if torch.float8_e4m3fn in fmt.shifted and group % SUMMED == 0 else 0
-
-
 def specializes(packed: PackedWeight, dtype: torch.dtype) -> bool:
     """Return whether Hopper's kernel can multiply x of this dtype: words that can be decoded, whole zeros, strips of
     LANES inputs or half as many that share a scale, and x, scales and zeros that tensor maps can read."""
@@ -128,6 +126,17 @@ def specializes(packed: PackedWeight, dtype: torch.dtype) -> bool:
     strips = packed.format.decode_words is not None and whole_strips
     mapped = packed.inputs * dtype.itemsize % 16 == 0 and maps_groups(packed)
     return whole_zeros and strips and dtype is not torch.float32 and mapped
+
+
+def sums_for(packed: PackedWeight) -> Sums | None:
+    """Return the sums of x in E4M3 from which Hopper's kernel subtracts shifts and zeros. None: it does not multiply
+    this weight in E4M3, codes have no decoder without shift and zero, or SUMMED columns have several scales."""
+    shifted = E4M3 in packed.format.shifted and multiplies_e4m3(packed) and specializes(packed, E4M3)
+    if not shifted or packed.group % SUMMED:
+        return None
+    # More rows multiply the rounded weight.
+    most = sys.maxsize if packed.rounded_scale is None else MOST_EXACT_ROWS
+    return Sums(SUMMED, MOST_SUBTRACTED + 1, most)
 
 
 def multiplied_dtype(dtype: torch.dtype, packed: PackedWeight) -> torch.dtype:

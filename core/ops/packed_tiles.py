@@ -54,6 +54,12 @@ decoded for the library."""
 MOST_EXACT_ROWS = 384
 """The same for inputs in E4M3, if the weight may be rounded to E4M3 with one scale per output: no library multiplies it
 with scales of groups."""
+MOST_SUBTRACTED = 32
+"""Tokens of a tile up to which matrix instructions of specialized_packed subtract the shifts of codes in E4M3 strip by
+strip. With more they take longer than decoding to signed numbers, as they do in 16 bits with any number of tokens, and
+sums of x in memory take less."""
+SUMMED = 128
+"""Products in E4M3 that specialized_packed adds up before it scales them, and columns of a sum of x."""
 LIKE = {"int4": "uint4"}
 """Formats that take another one's entries where tables have none of theirs: the same codes, without zeros."""
 SCRATCH = 4 << 10

@@ -21,6 +21,7 @@ from dovetail.core.interfaces import (
     Quantizer,
     Residual,
     RowShard,
+    Sums,
 )
 from dovetail.core.ops.formats import sums_of
 from dovetail.core.testing.model_driver import Alone
@@ -129,7 +130,7 @@ class _Tagging(LinearMethod):
         self.owner, self.path, self.inner = owner, path, inner
         # Halved by the encoder and doubled before the matmul, so that plain input gives another result.
         self.input = ActFormat(f"tagged {path}", reference=lambda x: (x / 2, None))
-        self.sums = 8
+        self.sums = Sums(8)
 
     def create(self, shape: LinearShape, device: torch.device) -> dict[str, torch.Tensor]:
         return self.inner.create(shape, device)
@@ -144,6 +145,6 @@ class _Tagging(LinearMethod):
         assert x.format is self.input, f"{self.path} must get format {self.input.name!r}, got {x.format.name!r}"
         self.owner.applied.add(self.path)
         if x.sums is not None:
-            assert torch.equal(x.sums, sums_of(x.values, self.sums)), f"{self.path} got the sums of other values"
+            assert torch.equal(x.sums, sums_of(x.values, 8)), f"{self.path} got the sums of other values"
             self.owner.summed.add(self.path)
         return self.inner.apply(params, Activation(PLAIN, x.values * 2), bias)

@@ -20,7 +20,7 @@ from dovetail.core.ops.packed_matmul import (
     packed_matmul,
     packed_matmul_reference,
     specializes,
-    sum_width,
+    sums_for,
 )
 from dovetail.core.ops.packed_tiles import (
     OP,
@@ -132,8 +132,8 @@ class PackedMatmulTunable(Tunable):
         x_TI.copy_(torch.randn(x_TI.shape, device=device).to(self.x_dtype))
         e4m3 = self.x_dtype is torch.float8_e4m3fn
         x_scale_T1 = torch.rand(self.rows, 1, device=device) + 0.5 if e4m3 else None
-        width = sum_width(self.packed.format, self.packed.group) if e4m3 and self._hopper else 0
-        sums_TS = sums_of(x_TI, width) if width else None
+        sums = sums_for(self.packed) if e4m3 and self._hopper else None
+        sums_TS = sums_of(x_TI, sums.columns) if sums and sums.of(self.rows) else None
         counts = torch.zeros(count, MOST_SHARED_TILES, dtype=torch.int32, device=device)
         hidden = min(self.packed.inputs, MOST_CHANNELS)
         states_TC = torch.randn(self.rows, hidden, device=device, dtype=self.dtype)

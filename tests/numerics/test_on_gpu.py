@@ -129,30 +129,37 @@ def test_plain_inputs_of_fp8_weights_equal_the_reference(tokens, inp, out, dtype
 
 
 class Stored(PackedLinear):
-    """With tensors from `store` alone."""
+    """Loads codes, scales and zeros as they are stored."""
 
     def load(self, params, part, tensors):
-        raise NotImplementedError
+        self.store(params, part, tensors["codes"], tensors["scale"], tensors.get("zero"))
 
 
 @on_hopper
 @pytest.mark.parametrize("tokens", [1, 40, 64, 130, 300])
 @pytest.mark.parametrize(("inp", "out", "group"), [(4096, 6144, 128), (688, 1376, 32), (14336, 4096, 0)])
 @pytest.mark.parametrize("fmt", [INT4, UINT4], ids=lambda fmt: fmt.name)
+@temporarily(Choices())
 def test_packed_weights_multiply_inputs_of_which_the_norm_wrote_sums(fmt, inp, out, group, tokens):
+    """The rule's tiles use sums wherever they are asked for, so that others give another result."""
     torch.seed()
     method = Stored(fmt, group, activations=FP8_TOKEN)
     params = method.create(LinearShape(inp, out, (out,), dtype=torch.bfloat16), GPU)
-    scale_OG = torch.rand(params["scale"].shape, device=GPU) + 0.5
-    zero_OG = torch.randint(16, scale_OG.shape, device=GPU) if fmt.zero else None
-    method.store(params, slice(None), torch.randint(16, (out, inp), dtype=torch.uint8), scale_OG, zero_OG)
+    tensors = {"codes": torch.randint(16, (out, inp), dtype=torch.uint8)}
+    tensors["scale"] = torch.rand(params["scale"].shape, device=GPU) + 0.5
+    if fmt.zero:
+        tensors["zero"] = torch.randint(16, tensors["scale"].shape, device=GPU)
+    method.load(params, slice(None), tensors)
     method.finish(params)
     # Inputs whose mean is not 0.
     x_TI, bias_O = torch.randn(tokens, inp, device=GPU).bfloat16() + 0.5, torch.randn(out, device=GPU).bfloat16()
-    emit = (with_sums(FP8_TOKEN, method.sums),)
-    x = rms_norm(x_TI, None, torch.ones(inp, device=GPU).bfloat16(), 1e-5, emit)[0][method.input]
-    assert x.format is method.input is FP8_TOKEN and (x.sums is None) == (group == 32)
+    fmt = with_sums(method.input, method.sums)
+    x = rms_norm(x_TI, None, torch.ones(inp, device=GPU).bfloat16(), 1e-5, (fmt,))[0][fmt]
+    assert (x.sums is None) == (group == 32 or tokens == 1)
     expected = packed_matmul_reference(x.values, method.packed(params), bias_O, torch.float32, x.scale)
+    if x.sums is not None:
+        wrong = method.apply(params, replace(x, sums=2 * x.sums), bias_O)
+        assert error_of(wrong, expected) > 0.05
     for given in (x, replace(x, sums=None)):
         got = method.apply(params, given, bias_O)
         assert error_of(got, expected) < 5e-3 and not params["counts"].any()

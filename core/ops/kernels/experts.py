@@ -268,7 +268,7 @@ def gated_experts_triton(
     # Outputs and inputs of each product that share a scale.
     of_c, of_f = weights.block or (0, 0)
     if first.residents:
-        x = replace(x, values=gather_rows(x.values, pairs, x.values.dtype))
+        x = replace(x, values=gather_rows(x.values, pairs, x.values.dtype), sums=None)
     inner_PF = inner_rows(tokens * active, channels, second, dtype, device)
     up_bias, down_bias = (None, None) if bias is None else (bias.up, bias.down)
     up = weights.up, weights.up_scale, up_bias, (of_f, of_c)

@@ -43,8 +43,8 @@ class EncodeTarget:
         width = columns if fmt.perm is None else len(fmt.perm)
         values = empty_rows(tokens, width, fmt.dtype or dtype, device)
         summed = None
-        if fmt.sums and sums:
-            summed = empty_rows(tokens, SUM_COLUMNS * ceil_div(width, fmt.sums), torch.bfloat16, device)
+        if sums and fmt.sums is not None and fmt.sums.of(tokens):
+            summed = empty_rows(tokens, SUM_COLUMNS * ceil_div(width, fmt.sums.columns), torch.bfloat16, device)
         if fmt.group == "none":
             return cls(fmt, width, values, None, summed)
         if fmt.group == "tensor":
@@ -62,7 +62,12 @@ class EncodeTarget:
         block = triton.next_power_of_2(self.width)
         if not whole_row and group != "token":
             block = min(block, 1024)
-        return max(block, group if isinstance(group, int) else 1, 0 if self.fmt is None else self.fmt.sums)
+        return max(block, group if isinstance(group, int) else 1, self._summed)
+
+    @property
+    def _summed(self) -> int:
+        """Columns of a sum; 0 = none is written."""
+        return 0 if self.sums is None or self.fmt is None or self.fmt.sums is None else self.fmt.sums.columns
 
     def arguments(self, block: int) -> dict:
         """Keyword arguments for `encode_row`, for rows in blocks of this many columns."""
@@ -80,7 +85,7 @@ class EncodeTarget:
             "sums_ptr": self.sums,
             "ENCODE": None if fmt is None else fmt.encode,
             "GROUP": fmt.group if fmt is not None and isinstance(fmt.group, int) else block,
-            "SUMS": 0 if fmt is None else fmt.sums,
+            "SUMS": self._summed,
         }
 
     def activation(self) -> Activation:

@@ -243,7 +243,7 @@ def packed_experts_triton(
     if wide:
         between = PLAIN
     if first.residents:
-        x = replace(x, values=gather_rows(x.values, pairs, dtype))
+        x = replace(x, values=gather_rows(x.values, pairs, dtype), sums=None)
     elif wide:
         x = replace(x, values=x.values.to(dtype))
     inner_PF = inner_rows(tokens * active, channels, second, dtype, device)

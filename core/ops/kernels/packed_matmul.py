@@ -21,10 +21,12 @@ import torch
 import triton
 import triton.language as tl
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.interfaces.weight import PackedWeight
+from dovetail.core.ops.formats import SUM_COLUMNS
 from dovetail.core.ops.kernels.launch import announce, dependent, prefetch, wait
 from dovetail.core.ops.kernels.matmul import PREFETCH_LINES, _reduce_split, _write
-from dovetail.core.ops.packed_tiles import packed_counters
+from dovetail.core.ops.packed_tiles import SUMMED, packed_counters
 from dovetail.core.ops.packing import LANES
 from dovetail.core.ops.tiles import MatmulTile
 
@@ -233,6 +235,8 @@ def packed_matmul_triton(
     fp8 = x_TI.dtype is torch.float8_e4m3fn
     if fp8 and group % LANES:
         raise ValueError(f"E4M3 inputs need groups of a multiple of {LANES} inputs, not {group}: convert them to bf16")
+    if sums_TS is not None and sums_TS.shape != (wanted := (tokens, SUM_COLUMNS * ceil_div(inputs, SUMMED))):
+        raise ValueError(f"sums of this x have the shape {wanted}, not {tuple(sums_TS.shape)}")
     out_TO = torch.empty(tokens, outputs, dtype=dtype or x_TI.dtype, device=x_TI.device)
     t_tiles, tiles, blocks, programs = tile.launch(tokens, outputs, inputs)
     parts = None

@@ -144,6 +144,10 @@ def group_map(x_OG: torch.Tensor, step: int, tile: MatmulTile, span: int) -> Ten
 
 def map_of_sums(sums_TS: torch.Tensor, tokens: int, columns: int) -> TensorDescriptor:
     """Tensor map of the sums of x, with boxes of all that a block needs."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=2 * columns, element_bitwidth=16, rank=2)
     shape = [readable_rows(sums_TS, tokens), sums_TS.shape[1]]
-    return TensorDescriptor(sums_TS, shape, list(sums_TS.stride()), [tokens, columns], layout)
+    return TensorDescriptor(sums_TS, shape, list(sums_TS.stride()), [tokens, columns], _layout_of_sums(columns))
+
+
+@lru_cache
+def _layout_of_sums(columns: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=2 * columns, element_bitwidth=16, rank=2)

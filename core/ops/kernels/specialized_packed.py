@@ -52,7 +52,7 @@ from dovetail.core.ops.kernels.packed_operands import (
     subtract,
 )
 from dovetail.core.ops.kernels.packed_ring import LANES, fill, following, group_map, map_of_sums, produce
-from dovetail.core.ops.packed_tiles import places_that_fit
+from dovetail.core.ops.packed_tiles import MOST_SUBTRACTED, SUMMED, places_that_fit
 from dovetail.core.ops.packing import SCALES, maps_groups
 from dovetail.core.ops.padding import readable_rows
 from dovetail.core.ops.tiles import MatmulTile
@@ -63,9 +63,6 @@ WHOLE = 1 << 30
 VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 ONE = 0x38
 """Bits of 1 in E4M3."""
-MOST_SUBTRACTED = 32
-"""Tokens of a tile up to which matrix instructions subtract the shifts of codes in E4M3. With more they take longer
-than decoding to signed numbers, as they do in 16 bits with any number of tokens."""
 MOST_SUMMED_RUNS = 2
 """Runs of a block up to which sums of x in memory are used. With more the kernel compiles without spilling, but has not
 run on a GPU."""
@@ -369,8 +366,9 @@ def launch_packed(
     sums = fp8 or 4 * tile.tokens <= strip * run
     narrow, shifted, less = fp8 and packed.format.narrow_words, None, None
     sum_map, runs = None, tile.inputs // (strip * run)
-    summed = sums_TS is not None and fp8 and tile.tokens > MOST_SUBTRACTED and runs <= MOST_SUMMED_RUNS
-    if summed and torch.float8_e4m3fn in packed.format.shifted:
+    fits = strip * run == SUMMED and runs % 2 == 0 and runs <= MOST_SUMMED_RUNS
+    summed = sums_TS is not None and fp8 and torch.float8_e4m3fn in packed.format.shifted
+    if summed and fits and tile.tokens > MOST_SUBTRACTED:
         narrow, shifted = True, packed.format.shifted[torch.float8_e4m3fn]
         sum_map = map_of_sums(sums_TS, tile.tokens, SUM_COLUMNS * runs)
     elif fp8 and tile.tokens <= MOST_SUBTRACTED and torch.float8_e4m3fn in packed.format.shifted:

@@ -266,7 +266,7 @@ def stacked_experts_triton(
     if ordered:
         # Some GPUs have no 8-bit floats.
         raw = x.values.view(torch.uint8) if x.values.element_size() == 1 else x.values
-        x = replace(x, values=gather_rows(raw, pairs, raw.dtype, weights.order_EC).view(x.values.dtype))
+        x = replace(x, values=gather_rows(raw, pairs, raw.dtype, weights.order_EC).view(x.values.dtype), sums=None)
     inner_PF = torch.empty(tokens * active, weights.down.inputs, dtype=dtype, device=device)
     up_bias, down_bias = (None, None) if bias is None else (bias.up, bias.down)
     _multiply_pairs(x, weights.up, up_bias, pairs, first, inner_PF, activation, placed=ordered)

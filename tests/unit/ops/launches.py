@@ -20,6 +20,7 @@ from dovetail.core.interfaces import (
     KVGroup,
     LogitsContext,
     Plane,
+    Sums,
 )
 from dovetail.core.memory.pools import make_pools
 from dovetail.core.ops import samples, siblings, step, trees
@@ -77,7 +78,9 @@ def eight_bits() -> ActFormat:
 def encoded(columns: int) -> tuple[tuple[ActFormat, ...], ...]:
     """Formats that producers emit."""
     token = eight_bits()
-    groups = ActFormat("groups", dtype=token.dtype, group=128, scale_layout="column", sums=64, encode=encode_groups)
+    groups = ActFormat(
+        "groups", dtype=token.dtype, group=128, scale_layout="column", sums=Sums(64), encode=encode_groups
+    )
     static = ActFormat(
         "static",
         dtype=token.dtype,
@@ -305,7 +308,7 @@ def more_functions() -> None:
     x, weight = cuda(64, 4096), cuda(4096)
     rms_norm(x, None, weight, 1e-5, (PLAIN, eight_bits()))
     encode(x, (INT8_TOKEN, ordered(4096)[0]))
-    encode(x, (replace(eight_bits(), sums=128),))
+    encode(x, (replace(eight_bits(), sums=Sums(128)),))
     gelu(cuda(64, 1440, dtype=FP16), True, (PLAIN, eight_bits()))
     for rule in RULES[1:]:
         choose(rule)

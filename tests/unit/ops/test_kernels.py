@@ -28,6 +28,7 @@ from dovetail.core.interfaces import (  # noqa: E402
     Plane,
     QKNorm,
     Rope,
+    Sums,
 )
 from dovetail.core.memory.pools import make_pools  # noqa: E402
 from dovetail.core.ops.activations import gelu_reference  # noqa: E402
@@ -102,7 +103,7 @@ def formats(columns: int) -> tuple[ActFormat, ...]:
     return (
         ActFormat("ordered", encode=encode_plain, reference=lambda x: (x, None), **ordered),
         replace(INT8_TOKEN, name="ordered_scaled", pre_scale=torch.rand(columns, device=DEVICE) + 0.5, **ordered),
-        ActFormat("group_row", scale_layout="row", sums=64, **group),
+        ActFormat("group_row", scale_layout="row", sums=Sums(64), **group),
         ActFormat("group_column", scale_layout="column", pre_scale=torch.rand(columns, device=DEVICE) + 0.5, **group),
         ActFormat(
             "static",
@@ -132,7 +133,7 @@ def assert_same_bundle(got, expected, emit, dtype: torch.dtype) -> None:
             scale = got[fmt].scale
             assert (scale.t() if fmt.scale_layout == "column" else scale).is_contiguous()
         if fmt.sums:
-            assert_sums(got[fmt].values, got[fmt].sums, fmt.sums)
+            assert_sums(got[fmt].values, got[fmt].sums, fmt.sums.columns)
 
 
 def assert_sums(values_TC: torch.Tensor, sums_TS: torch.Tensor, width: int) -> None:
@@ -251,13 +252,13 @@ def test_the_order_of_act_order_is_fused(fmt):
 @pytest.mark.parametrize("columns", [24, 1056])
 def test_encode_alone(columns):
     x = random(3, columns, dtype=torch.float32)
-    summed = replace(FP8_TOKEN, sums=128)
+    summed = replace(FP8_TOKEN, sums=Sums(128))
     for fmt in (INT8_TOKEN, FP8_TOKEN, summed, *formats(columns)):
         got, expected = encode_triton(x, fmt), encode_reference(x, fmt)
         # A value halfway between two 8-bit floats may be rounded either way.
         assert_near(got.values, expected.values, 2e-2 if fmt.dtype is torch.float8_e4m3fn else 5e-3)
         if fmt.sums:
-            assert_sums(got.values, got.sums, fmt.sums)
+            assert_sums(got.values, got.sums, fmt.sums.columns)
         if fmt.group != "none":
             assert_near(got.scale, expected.scale, 1e-6)
 

@@ -19,7 +19,7 @@ from dovetail.core.interfaces.weight import PackedWeight, WeightFormat  # noqa: 
 from dovetail.core.ops.formats import sums_of  # noqa: E402
 from dovetail.core.ops.kernels.packed_matmul import packed_matmul_triton  # noqa: E402
 from dovetail.core.ops.kernels.packed_rows import packed_rows_triton  # noqa: E402
-from dovetail.core.ops.packed_matmul import multiplies_e4m3, packed_matmul, sum_width  # noqa: E402
+from dovetail.core.ops.packed_matmul import multiplies_e4m3, packed_matmul, sums_for  # noqa: E402
 from dovetail.core.ops.packed_tiles import MOST_EXACT_ROWS, specialized_tiles  # noqa: E402
 from dovetail.core.ops.packing import dequantize, pack, pack_scales, rounded, scales_to_round  # noqa: E402
 from dovetail.core.ops.tiles import HOPPER_SHARED, MOST_SHARED_TILES, MatmulTile  # noqa: E402
@@ -87,8 +87,8 @@ def assert_multiplies(weight: PackedWeight, rows: int, tile: MatmulTile, dtype: 
     x_scale_T1 = torch.rand(rows, 1, device=DEVICE) + 0.5 if dtype is FP8 else None
     counts = torch.zeros(256, dtype=torch.int32, device=DEVICE)
     expected = exact(x_TI, weight, bias_O, x_scale_T1)
-    width = sum_width(weight.format, weight.group) if dtype is FP8 and tile.tma else 0
-    for sums_TS in (None, sums_of(x_TI, width)) if width else (None,):
+    sums = sums_for(weight) if dtype is FP8 and tile.tma else None
+    for sums_TS in (None, sums_of(x_TI, sums.columns)) if sums else (None,):
         got = packed_matmul_triton(x_TI, weight, tile, counts, bias_O, x_scale_T1, FP32, sums_TS)
         # Products of 16 bits with scales, and codebooks, round weights to x's dtype.
         error = (got.double() - expected).norm() / expected.norm()
@@ -205,6 +205,15 @@ def test_zeros_are_in_the_order_of_scales(scale):
 @pytest.mark.parametrize(("fmt", "group", "rows"), [(INT4, 32, 3), (UINT4, 128, 17), (E2M1, 0, 40), (E4M3, 64, 5)])
 def test_e4m3_inputs(fmt, group, rows):
     assert_multiplies(packed(fmt, 40, 300, group), rows, TILES[rows % 3], FP8)
+
+
+def test_sums_of_another_x_are_refused():
+    x_TI, weight = torch.zeros(3, 300, device=DEVICE).to(FP8), packed(INT4, 40, 300, 128)
+    given = x_TI, weight, TILES[0], None, None, torch.ones(3, 1, device=DEVICE), FP32
+    assert not packed_matmul_triton(*given, sums_of(x_TI, 128)).any()
+    for other in (sums_of(x_TI, 64), sums_of(x_TI[:2], 128)):
+        with pytest.raises(ValueError, match="have the shape \\(3, 24\\), not"):
+            packed_matmul_triton(*given, other)
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)

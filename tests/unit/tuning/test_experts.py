@@ -92,7 +92,7 @@ def on_an_h200(monkeypatch):
 
 def test_installed_choices_apply(on_an_h200):
     given, facts = weights(*MIXTRAL), ("fp8", 8, 2, 4096, 14336)
-    ruled = kernels.tiles_for(64, 2, on_an_h200, given)
+    ruled = before(64, on_an_h200, given)
     assert ruled[0].rows == 32
     up, down = dict(TILE, rows=64), dict(TILE, rows=64, stages=4)
     other = dict(TILE, outputs=128)
