@@ -42,6 +42,8 @@ class StepLimits:
     rows: int
     longest: int
     """Tokens of the longest sequence."""
+    drafts: int = 0
+    """Drafts that a row verifies at most. A drafter's pass may feed more tokens of each row."""
 
 
 @dataclass(slots=True)

@@ -157,7 +157,7 @@ def compile_kernels(parts: RankParts, server: CompileServer | None) -> None:
     """Compile the kernels that warm-up steps and graphs launch, and those that any other step may launch: parts report
     which numbers of rows bring further kernels (core.ops.rehearsal)."""
     engine, workers = parts.engine, compile_workers(parts.connection.size) if server is None else server.workers
-    limits = StepLimits(engine.token_budget, engine.max_seqs, parts.max_len - 1)
+    limits = StepLimits(engine.token_budget, engine.max_seqs, parts.max_len - 1, parts.drafter.lookahead)
     with rehearsal(limits) as found, compile_ahead(workers, server=server), torch.inference_mode():
         run_warmup_steps(parts)
         if parts.adapters is not None:

@@ -63,9 +63,6 @@ WHOLE = 1 << 30
 VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 ONE = 0x38
 """Bits of 1 in E4M3."""
-MOST_SUMMED_RUNS = 2
-"""Runs of a block up to which sums of x in memory are used. With more the kernel compiles without spilling, but has not
-run on a GPU."""
 MOST_IN_FLIGHT = gl.constexpr(64)
 """Tokens of a tile up to which matrix instructions of a run stay in flight while the sums of the one before are scaled.
 With more, threads lack registers for two sums beside the result."""
@@ -366,7 +363,7 @@ def launch_packed(
     sums = fp8 or 4 * tile.tokens <= strip * run
     narrow, shifted, less = fp8 and packed.format.narrow_words, None, None
     sum_map, runs = None, tile.inputs // (strip * run)
-    fits = strip * run == SUMMED and runs % 2 == 0 and runs <= MOST_SUMMED_RUNS
+    fits = strip * run == SUMMED and runs % 2 == 0
     summed = sums_TS is not None and fp8 and torch.float8_e4m3fn in packed.format.shifted
     if summed and fits and tile.tokens > MOST_SUBTRACTED:
         narrow, shifted = True, packed.format.shifted[torch.float8_e4m3fn]

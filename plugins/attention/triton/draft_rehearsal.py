@@ -17,13 +17,15 @@ def request_steps(tiles: Tiles, shape: Shape, tokens: int, programs: float) -> N
 
 
 def drafted_steps(tiles: Tiles, shape: Shape, tokens: int, programs: float, limits: StepLimits) -> Iterator[WarmupStep]:
-    """Yield the step with the most rows for each kernel. Other arguments as in `request_steps`."""
+    """Yield the step with the most rows for each kernel. Other arguments as in `request_steps`. Rows that have more
+    tokens than any step verifies are those of a drafter's pass, which runs in each step with drafts."""
     found: dict[Hashable, int] = {}
-    for rows in range(1, min(limits.rows, limits.tokens // tokens) + 1):
+    drafts = min(tokens - 1, limits.drafts)
+    for rows in range(1, min(limits.rows, limits.tokens // (1 + drafts)) + 1):
         found[_kernel(tiles.decode(shape, tokens, rows * programs))] = rows
     context = min(limits.longest, 2)
-    if context + tokens - 1 <= limits.longest:
-        yield from (WarmupStep(rows * tokens, rows, rows, context, tokens - 1) for rows in found.values())
+    if drafts and context + drafts <= limits.longest:
+        yield from (WarmupStep(rows * (1 + drafts), rows, rows, context, drafts) for rows in found.values())
 
 
 def _kernel(tile: Tile) -> Hashable:

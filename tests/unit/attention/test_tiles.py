@@ -170,7 +170,7 @@ def test_warm_up_steps_launch_every_kernel_of_rows_with_drafts(group, kv_heads, 
     def kernel(rows):
         return replace(tiles.decode(shape, tokens, rows * kv_heads / 132), programs=0, least=0, root=0)
 
-    limits = StepLimits(tokens=2048, rows=256, longest=1023)
+    limits = StepLimits(tokens=2048, rows=256, longest=1023, drafts=tokens - 1)
     steps = list(drafted_steps(tiles, shape, tokens, kv_heads / 132, limits))
     most = min(256, 2048 // tokens)
     assert {kernel(rows) for rows in range(1, most + 1)} == {kernel(step.rows) for step in steps}
@@ -181,10 +181,20 @@ def test_warm_up_steps_launch_every_kernel_of_rows_with_drafts(group, kv_heads, 
 
 
 def test_rows_with_drafts_request_steps_in_a_rehearsal():
-    shape, limits = Shape(4, 128, torch.bfloat16, E4M3, 32, hopper=True), StepLimits(2048, 256, 1023)
+    shape, limits = Shape(4, 128, torch.bfloat16, E4M3, 32, hopper=True), StepLimits(2048, 256, 1023, drafts=4)
     request_steps(Tiles(), shape, 5, 8 / 132)
     with rehearsal(limits) as found:
         request_steps(Tiles(), shape, 1, 8 / 132)
         assert not found.steps
         request_steps(Tiles(), shape, 5, 8 / 132)
         assert [step.rows for step in found.missing()] == [2, 12, 16, 256]
+
+
+def test_passes_of_drafters_with_more_tokens_than_rows_verify_are_run_by_steps_with_all_drafts():
+    """A pass with mask tokens feeds 8 tokens of a row for 4 drafts."""
+    shape, limits = Shape(4, 128, torch.bfloat16, E4M3, 32, hopper=True), StepLimits(2048, 256, 1023, drafts=4)
+    steps = list(drafted_steps(Tiles(), shape, 8, 8 / 132, limits))
+    assert len(steps) > 1
+    for step in steps:
+        assert step.drafts == 4 and step.tokens == 5 * step.rows
+    assert not list(drafted_steps(Tiles(), shape, 8, 8 / 132, replace(limits, drafts=0)))

@@ -187,10 +187,9 @@ WIDE = MatmulTile(128, 128, 256, warps=8, stages=4, programs=132, tma=True)
 @pytest.mark.parametrize(
     ("tile", "of_x"), [(WIDE, False), (WIDE, True), (replace(WIDE, outputs=64, inputs=512, warps=4, stages=2), True)]
 )
-def test_sums_of_a_packed_weight_with_many_tokens_fit_into_registers(tile, of_x, monkeypatch):
+def test_sums_of_a_packed_weight_with_many_tokens_fit_into_registers(tile, of_x):
     """A second set for a run in flight would be spilled, which cost up to a quarter of the time. So would the factors
     of four runs, with which sums of x are multiplied, if all were made first."""
-    monkeypatch.setattr(specialized_packed, "MOST_SUMMED_RUNS", 4)
     with compiled_for_hopper() as compiled:
         weight, counts = packed_weight(UINT4, 8192, 8192, 128, BF16), cuda(MOST_SHARED_TILES, dtype=INT32)
         x_TI, x_scale_T1 = cuda(128, 8192, dtype=E4M3), cuda(128, 1, dtype=FP32)

@@ -81,8 +81,10 @@ def exact(x_TI, weight: PackedWeight, bias_O, x_scale_T1) -> torch.Tensor:
 
 
 def assert_multiplies(weight: PackedWeight, rows: int, tile: MatmulTile, dtype: torch.dtype) -> None:
-    """In E4M3 with sums of x in memory, too, where zeros and shifts are subtracted from sums far from zero."""
-    x_TI = (torch.randn(rows, weight.inputs, device=DEVICE) + (rows % 2)).to(dtype)
+    """In E4M3 with sums of x in memory, too. Zeros and shifts are subtracted from sums far from zero. With a codebook
+    these would add up the errors of its rounded values."""
+    away = rows % 2 if weight.format.shifted or weight.format.zero else 0
+    x_TI = (torch.randn(rows, weight.inputs, device=DEVICE) + away).to(dtype)
     bias_O = torch.randn(len(weight.codes), device=DEVICE).to(WIDE) if rows % 2 else None
     x_scale_T1 = torch.rand(rows, 1, device=DEVICE) + 0.5 if dtype is FP8 else None
     counts = torch.zeros(256, dtype=torch.int32, device=DEVICE)
