@@ -189,8 +189,9 @@ class Drafting:
             bucket.interval = bucket.left = MIN_INTERVAL
         bucket.level = level
         bucket.left -= 1
-        if not level and self._following.needed and ranking.possible < rows * self._lookahead:
-            # Other rows may have more drafts than those that were left behind or are near their end.
+        if self._following.needed and ranking.possible < rows * self._lookahead:
+            # Other rows may have more drafts than those that were left behind or are near their end. Prompts and chunks
+            # are weighed by these, also where drafts of the present rows only just pay.
             saved = self._best(bucket, rows, length, self._rank(decoding), cost)[2]
         bucket.pays, bucket.saved = saved > 0, saved
         if self._catching_up is not None and budget > rows and (self._catching_up.trying or not able_R.all()):
