@@ -54,7 +54,7 @@ BETTER = 1.01
 """Drafts replace none if they should yield this many times the tokens per second."""
 SURELY = 1.5
 """Prompts are followed if drafts should save so many times what that takes: it delays first tokens in any case."""
-WORSE = 1.03
+WORSE = 1.015
 """No drafts replace some if they should yield this many times their tokens per second and the drafter cannot catch up:
 the rows have no drafts later either, when fewer of them run and drafts would pay."""
 SMOOTHING = 0.3

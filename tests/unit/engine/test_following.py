@@ -30,9 +30,17 @@ class Device:
     """Runs rows that are replaced when their output is complete, and follows their text as drafters do."""
 
     def __init__(
-        self, rows: int, *, resumes: bool, passes: float = 1.0, chunks: bool = False, budget: int = 1 << 16
+        self,
+        rows: int,
+        *,
+        resumes: bool,
+        passes: float = 1.0,
+        chunks: bool = False,
+        budget: int = 1 << 16,
+        limited: bool = False,
     ) -> None:
-        self.budget = budget
+        """`limited`: whether the drafter knows where rows end."""
+        self.budget, self.limited = budget, limited
         limits = SchedulerLimits(
             budget, rows, 9999, K, draft_window=WINDOW, draft_resumes=resumes, draft_catches_up=chunks
         )
@@ -54,6 +62,8 @@ class Device:
         self.uid += 1
         seq = self.rows[slot]
         seq.end = PROMPT + output
+        if self.limited:
+            seq.limit = seq.end + 1
         seq.uid, seq.computed, seq.prompt_len = self.uid, PROMPT, PROMPT
         self.entering.append(slot)
 
@@ -123,13 +133,15 @@ def share_of_rows(drafts: list[int], rows: int) -> float:
     return sum(drafts) / (len(drafts) * rows * K)
 
 
+@pytest.mark.parametrize(("passes", "most"), [(0.11, 300), (1.0, 60)])
 @pytest.mark.parametrize("resumes", [True, False])
 @pytest.mark.parametrize("rows", [1, 8])
-def test_drafting_begins_again_with_new_rows(rows: int, resumes: bool) -> None:
-    """Drafts were useless for long, so all rows are left behind. Then they are good."""
-    device = Device(rows, resumes=resumes)
+def test_drafting_begins_again_with_new_rows(rows: int, resumes: bool, passes: float, most: int) -> None:
+    """Drafts were useless for long, so all rows are left behind, also if they cost but 2 % of a step, which allows
+    trials of more steps. Then they are good."""
+    device = Device(rows, resumes=resumes, passes=passes)
     device.run(600, 0.0)
-    assert sum(map(bool, device.run(400, 0.0))) < 60
+    assert sum(map(bool, device.run(400, 0.0))) < most
     device.run(2500, 0.9)
     device.useless = 0
     assert share_of_rows(device.run(300, 0.9), rows) > 0.8
@@ -143,6 +155,17 @@ def test_no_row_of_a_drafter_that_cannot_catch_up_is_left_behind_where_drafts_pa
     device.run(100, 0.95)
     drafts = device.run(600, 0.95)
     assert min(drafts) > 0 and share_of_rows(drafts, rows) > 0.9
+
+
+@pytest.mark.parametrize("passes", [0.02, 0.11, 1.0])
+def test_the_last_steps_of_the_only_row_do_not_decide_about_the_next_prompt(passes: float) -> None:
+    """They have no room for drafts, which save nothing there, however little they take."""
+    device = Device(1, resumes=False, passes=passes, limited=True)
+    device.run(20, 0.9)
+    device.prompts = device.followed = 0
+    drafts = device.run(600, 0.9)
+    assert device.followed == device.prompts > 10
+    assert share_of_rows(drafts, 1) > 0.9
 
 
 @pytest.mark.parametrize("rows", [1, 8])
