@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ import numpy as np
 
 from dovetail.core.engine.acceptance import Acceptance, TreeAcceptance
 from dovetail.core.engine.catching_up import LATER, CatchingUp
+from dovetail.core.engine.draft_buckets import MIN_INTERVAL, Bucket
 from dovetail.core.engine.draft_levels import Levels
 from dovetail.core.engine.draft_ranking import Ranking
 from dovetail.core.engine.following import Following
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from dovetail.core.interfaces import KVGroup
 
-MIN_INTERVAL, MAX_INTERVAL = 16, 128
-"""Steps between two trials, at first and at most."""
+MAX_INTERVAL = 128
+"""Most steps between two trials."""
 TRIAL_ROWS = 32
 """Rows with drafts of one trial of a step without drafts, over as many steps as that takes."""
 FRUITLESS_ROWS = 8
@@ -48,6 +48,8 @@ LEFT_BEHIND = 0.1
 """Most rows, as a share, that a trial without drafts may leave behind if the drafter can catch up; else none may be:
 they would decode alone once the others have ended. Near the break-even point such a trial leaves few, as they have
 accepted few drafts."""
+PREPARATIONS = 4
+"""Steps with fewer drafts that may prepare such a trial. One is enough if results are known before the next choice."""
 HOLD = 8
 """Steps for which the choice of no drafts stands: nothing is learnt in them."""
 BETTER = 1.01
@@ -57,62 +59,9 @@ SURELY = 1.5
 WORSE = 1.015
 """No drafts replace some if they should yield this many times their tokens per second and the drafter cannot catch up:
 the rows have no drafts later either, when fewer of them run and drafts would pay."""
-SMOOTHING = 0.3
-"""Weight of the newest measured time."""
 _COMPUTED = attrgetter("computed")
 LENGTH_BUCKET, PROMPT_BUCKET = 512, 256
 """Sequence lengths and prompt tokens are rounded to multiples of these for predictions."""
-
-
-@dataclass(slots=True)
-class _TimeRatio:
-    """Smoothed ratio of measured to predicted step time. Outliers (kernel compilation, another process) are clamped to
-    twice the ratio. A lower second sample replaces the first, which may itself be an outlier."""
-
-    value: float = 1.0
-    samples: int = 0
-
-    def add(self, ratio: float) -> None:
-        self.samples += 1
-        if self.samples == 1 or (self.samples == 2 and ratio < self.value):
-            self.value = ratio
-        else:
-            self.value += SMOOTHING * (min(ratio, 2 * self.value) - self.value)
-
-
-@dataclass(slots=True)
-class _Bucket:
-    """Measurements and trials of steps with a similar number of rows."""
-
-    level: int = -1
-    """Level in use, trials aside; -1 = none was chosen yet."""
-    interval: int = MIN_INTERVAL
-    """Steps between two trials."""
-    left: float = MIN_INTERVAL
-    """Steps until the next trial."""
-    hold: int = 0
-    """Steps for which no drafts remain the choice."""
-    latest: int | None = None
-    """Uid of the latest row if the rows, not their acceptance, were the reason for `hold`: another one may have drafts,
-    and if the drafter must follow it, at once or never."""
-    trials: int = 0
-    pays: bool = True
-    """Whether drafts would pay if all rows could have them."""
-    saved: float = float("inf")
-    """Seconds per output token that they would save then."""
-    prepared: bool = False
-    """Whether the drafter has followed a prompt for the next trial, which begins with that row."""
-    skip: float = 0.0
-    """Further steps with prompts that the drafter does not follow: trials delay few of them."""
-    times: defaultdict[int, _TimeRatio] = field(default_factory=lambda: defaultdict(_TimeRatio))
-    """Time ratios by level."""
-
-    def ratio(self, level: int) -> float:
-        """Return the ratio of the level. If it is not measured, return that of the nearest level, those with drafts
-        first."""
-        known = [other for other, time in self.times.items() if time.samples > 1]
-        nearest = min(known, key=lambda other: (other != level, not other, abs(other - level)), default=None)
-        return 1.0 if nearest is None else self.times[nearest].value
 
 
 class Drafting:
@@ -130,11 +79,17 @@ class Drafting:
         self.acceptance = kind(limits.max_seqs, lookahead, *(STRONG_PRIOR if self._following.needed else ()))
         # A drafter that must follow rows is tried before it has left them behind.
         first = 1 if self._following.needed else MIN_INTERVAL
-        self._buckets: defaultdict[int, _Bucket] = defaultdict(lambda: _Bucket(left=first))
+        self._buckets: defaultdict[int, Bucket] = defaultdict(lambda: Bucket(left=first))
         """Buckets by bit length of the number of rows."""
         self._trial_rows = 0
         """Rows left in the current trial."""
         self._trial_level = 0
+        self._preparations = 0
+        """Steps left that may prepare the current trial, which has no drafts, by drafting less."""
+        # A plain step leaves a row behind that has accepted more in the step before. A tree is not cut off.
+        self._most_before_plain = 0
+        if limits.draft_window is not None and self._depth == lookahead:
+            self._most_before_plain = max(limits.draft_window - 2, 0)
         self._fruitless = 0
         """Latest rows with drafts, at most those since the last trial began, that all accepted none."""
         self._chosen: tuple[int, int] | None = None
@@ -174,7 +129,12 @@ class Drafting:
         level, token_seconds, saved = self._best(bucket, rows, length, ranking, cost)
         if not level and self._is_learning and ranking.possible >= rows:
             level = self._levels.of(rows)[1]
-        if not self._trial_level and self._following.able(decoding, steps=1).mean() < 1 - self._may_lose:
+        if not self._trial_level and (able_R & ~self._following.able(decoding, steps=1)).mean() > self._may_lose:
+            if self._trial_rows > 0 and level and bucket.level and self._preparations:
+                # Rows that accept few drafts in this step are not left behind by the next one.
+                self._preparations -= 1
+                count, each = self._levels.drafts(level, rows)
+                return ranking.first(count, min(each, self._most_before_plain))
             self._trial_rows = 0
         if self._trial_rows > 0 and (bucket.level or not level):
             self._trial_rows -= rows
@@ -231,7 +191,7 @@ class Drafting:
     def _catch_up(
         self,
         catching_up: CatchingUp,
-        bucket: _Bucket,
+        bucket: Bucket,
         decoding: list[Sequence],
         length: int,
         ranking: Ranking,
@@ -311,7 +271,7 @@ class Drafting:
     def _rank(self, decoding: list[Sequence], able_R: NDArray[np.bool_] | None = None) -> Ranking:
         return Ranking(self.acceptance, decoding, self._lookahead, self._depth, able_R)
 
-    def _begin_trial(self, bucket: _Bucket, decoding: list[Sequence]) -> None:
+    def _begin_trial(self, bucket: Bucket, decoding: list[Sequence]) -> None:
         """Let the next steps try another level: after steps without drafts the lowest that drafts for enough rows, or
         else no drafts and the other levels in turn. One step measures the time of a level, two at first; acceptance
         takes more."""
@@ -324,6 +284,7 @@ class Drafting:
             others = [level for level in self._levels.of(rows) if level not in (0, bucket.level)]
             turn, plain = divmod(bucket.trials, 2)
             self._trial_level = 0 if plain or not others else others[turn % len(others)]
+            self._preparations = PREPARATIONS if self._most_before_plain else 0
             measured = bucket.times[self._trial_level].samples > 1
             self._trial_rows = 1 if measured else 1 + rows
         else:
@@ -334,7 +295,7 @@ class Drafting:
         self._fruitless = 0
 
     def _best(
-        self, bucket: _Bucket, rows: int, length: int, ranking: Ranking, cost: CostModel
+        self, bucket: Bucket, rows: int, length: int, ranking: Ranking, cost: CostModel
     ) -> tuple[int, float, float]:
         """Return the level with the most tokens per second, its seconds per token, and those that it saves: more than
         0 for any level but 0."""
@@ -355,7 +316,7 @@ class Drafting:
 
     def _beside_prompts(
         self,
-        bucket: _Bucket,
+        bucket: Bucket,
         rows: int,
         length: int,
         prompt_tokens: int,
