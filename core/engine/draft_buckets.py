@@ -1,4 +1,4 @@
-"""What is known about drafts in steps with a similar number of rows: measured times, the level in use, and trials."""
+"""Measured times, the level in use, and trials of drafts, in steps with a similar number of rows."""
 
 from __future__ import annotations
 
