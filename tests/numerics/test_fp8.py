@@ -10,7 +10,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dovetail.core.compose import Host
-from dovetail.core.errors import CapabilityError
 from dovetail.core.interfaces import PLAIN, Activation, LinearShape, Partial
 from dovetail.core.ops import encode
 from dovetail.core.startup_notes import collect_notes
@@ -135,23 +134,19 @@ def test_scales_that_matmuls_defer_to_the_norm_are_applied(tmp_path, monkeypatch
     assert (found - expected).norm() / expected.norm() < 0.15
 
 
+@pytest.mark.parametrize("vocab", [208, 199])
 @pytest.mark.parametrize("variant", ["gqa", "tied"])
-def test_logits_in_fp8(variant, tmp_path):
-    """quant.head=fp8 quantizes the matrix of logits, also one that the embedding shares, whose rows it then decodes."""
-    save_random(tmp_path, variant, hidden_size=64, vocab_size=208)
+def test_logits_in_fp8(variant, vocab, tmp_path):
+    """quant.head=fp8 quantizes the matrix of logits, also one that the embedding shares, whose rows it then decodes,
+    and one whose rows are no multiple of 16."""
+    save_random(tmp_path, variant, hidden_size=64, vocab_size=vocab)
     config = FP8Config(skip=("layers.*",), head="fp8")
     plain, made = load_model(tmp_path), load_model(tmp_path, quantizer=FP8(config))
     assert isinstance(made.head.table.method, FP8Linear)
     assert (made.embedding.table is made.head.table) == (variant == "tied")
-    ids = torch.arange(208)
+    ids = torch.arange(vocab)
     expected, got = plain.embedding(ids), made.embedding(ids)
     assert torch.equal(got, expected) == (variant == "gqa") and (got - expected).norm() < 0.05 * expected.norm()
     states = torch.randn(5, 64)
     expected, got = plain.head(states), made.head(states)
-    assert 0 < (got - expected).norm() < 0.06 * expected.norm()
-
-
-def test_logits_that_fp8_cannot_hold_are_refused(tmp_path):
-    save_random(tmp_path, "gqa", hidden_size=64)
-    with pytest.raises(CapabilityError, match=r"quant\.head=fp8: lm_head is 64 x 199"):
-        load_model(tmp_path, quantizer=FP8(FP8Config(skip=("layers.*",), head="fp8")))
+    assert got.shape == expected.shape and 0 < (got - expected).norm() < 0.06 * expected.norm()

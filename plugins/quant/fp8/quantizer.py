@@ -7,8 +7,10 @@ Shapes: T tokens, I input, O output.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
+from torch.nn.functional import pad
 
 from dovetail.core.errors import CapabilityError
 from dovetail.core.interfaces import (
@@ -105,15 +107,14 @@ def fp8_head(head: str, path: str, shape: LinearShape, config: FP8Config | None 
     checkpoint. `config`: options of the matmul; None = the defaults."""
     if head != "fp8" or path != "lm_head":
         return None
-    if shape.inp % MULTIPLE or shape.out % MULTIPLE:
-        works = [f"engine.tp={ranks}" for ranks, divisor in shape.shares.items() if divisor % MULTIPLE == 0]
+    if shape.inp % MULTIPLE:
         raise CapabilityError(
             [
-                f"quant.head=fp8: {path} is {shape.inp} x {shape.out} on each rank; both must divide by {MULTIPLE}. "
-                f"Would work: {' or '.join([*works, 'quant.head=auto'])}"
+                f"quant.head=fp8: {path} has {shape.inp} inputs, which must divide by {MULTIPLE}. "
+                "Would work: quant.head=auto"
             ]
         )
-    return FP8Linear(config or FP8Config())
+    return FP8Head(config or FP8Config())
 
 
 class FP8Linear(LinearMethod):
@@ -162,6 +163,27 @@ class FP8Linear(LinearMethod):
         if self.input is PLAIN:
             return ()
         return matmul_tunables(params["weight"], rows, self.dtype, defers=defers, fast_accum=self.fast_accum)
+
+
+class FP8Head(FP8Linear):
+    """Logits of any vocabulary: the matrix has rows of zeros up to a multiple of MULTIPLE. Their logits are dropped."""
+
+    def create(self, shape: LinearShape, device: torch.device) -> dict[str, torch.Tensor]:
+        self.outputs, self.more = shape.out, -shape.out % MULTIPLE
+        params = super().create(replace(shape, out=shape.out + self.more), device)
+        if self.more:
+            params["weight"].view(torch.uint8)[shape.out :] = 0
+            params["scale"][shape.out :] = 1.0
+        return params
+
+    def apply(self, params: dict[str, torch.Tensor], x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if not self.more:
+            return super().apply(params, x, bias)
+        bias = bias if bias is None else pad(bias, (0, self.more))
+        return super().apply(params, x, bias)[..., : self.outputs].contiguous()
+
+    def partial(self, params: dict[str, torch.Tensor], x: Activation) -> Partial:
+        return Partial(self.apply(params, x))
 
 
 class StoredFP8Linear(FP8Linear):

@@ -14,6 +14,7 @@ from dovetail.core.interfaces import ModelSpec
 from dovetail.core.layers import ColumnParallel
 from dovetail.core.layers.embedding import VocabTable
 from dovetail.core.layers.share import fewer_ranks
+from dovetail.core.ops import encode
 from dovetail.core.testing.model_driver import Alone, build_context
 from dovetail.plugins.model.llama.decoder import Llama
 from dovetail.plugins.model.llama.families import spec_of
@@ -95,20 +96,26 @@ def test_fewer_ranks_than_now_are_proposed():
     assert set(found[2]) == {1} and set(found[4]) == {1, 2}
 
 
-def test_logits_that_do_not_fit_are_refused_with_what_would_work():
-    """The vocabulary decides: 208 rows are 13 times 16, and half of them are not a multiple of 16."""
-    spec = ModelSpec("any", 208, 1, 64, 4, 4, 16, 64, 16, "float32")
+@pytest.mark.parametrize(("vocab", "tp", "rows"), [(208, 1, 208), (208, 2, 112), (209, 1, 224), (209, 2, 112)])
+def test_logits_in_fp8_serve_any_vocabulary(vocab, tp, rows):
+    """A rank's rows are filled up to a multiple of 16."""
+    spec = ModelSpec("any", vocab, 1, 64, 4, 4, 16, 64, 16, "float32")
+    build = build_context(spec, quantizer=FP8(FP8Config(head="fp8")), collective=Rank(tp))
+    table = VocabTable("lm_head", build, vocab, 64, lookup=False, logits=True)
+    assert table.method.input.dtype is torch.float8_e4m3fn
+    assert table.params["weight"].shape == (rows, 64) and table.params["scale"].shape == (rows,)
+    x = torch.randn(3, 64)
+    logits = table.method.apply(
+        table.params, encode(x, (table.method.input,))[table.method.input], torch.zeros(table.rows)
+    )
+    assert logits.shape == (3, table.rows) and logits.is_contiguous()
 
-    def head(vocab, tp):
-        build = build_context(spec, quantizer=FP8(FP8Config(head="fp8")), collective=Rank(tp))
-        return VocabTable("lm_head", build, vocab, 64, lookup=False, logits=True)
 
-    assert head(208, 1).method.input.dtype is torch.float8_e4m3fn
-    with pytest.raises(CapabilityError, match=r"lm_head is 64 x 104 .* work: engine\.tp=1 or quant\.head=auto$"):
-        head(208, 2)
-    for tp, rows in ((1, 209), (2, 105)):
-        with pytest.raises(CapabilityError, match=rf"lm_head is 64 x {rows} .* work: quant\.head=auto$"):
-            head(209, tp)
+def test_logits_of_channels_that_do_not_fit_are_refused_with_what_would_work():
+    spec = ModelSpec("any", 208, 1, 72, 4, 4, 18, 64, 16, "float32")
+    build = build_context(spec, quantizer=FP8(FP8Config(head="fp8")))
+    with pytest.raises(CapabilityError, match=r"lm_head has 72 inputs, .* work: quant\.head=auto$"):
+        VocabTable("lm_head", build, 208, 72, lookup=False, logits=True)
 
 
 class Read:
