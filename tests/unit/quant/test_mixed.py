@@ -16,6 +16,7 @@ from dovetail.core.startup_notes import collect_notes
 from dovetail.core.testing.model_driver import build_context
 from dovetail.plugins.model.config import LlamaConfig
 from dovetail.plugins.model.llama.decoder import Llama
+from dovetail.plugins.quant.fp8.quantizer import FP8Linear
 from dovetail.plugins.quant.int8.format import quantize_rows
 from dovetail.plugins.quant.mixed.checkpoint import config_groups, group_of, inferred
 
@@ -208,7 +209,7 @@ def test_options_reach_the_groups(grouped):
     path = str(grouped / "stored")
     expected, eight = logits(model(path=path)), model("quant.activations=fp8", "quant.head=fp8", path=path)
     inputs = {linear.method.input.name for linear in eight._linears() if linear.path.startswith("layers")}
-    assert inputs == {"fp8_token"} and type(eight.head.table.method).__name__ == "FP8Linear"
+    assert inputs == {"fp8_token"} and isinstance(eight.head.table.method, FP8Linear)
     assert 0 < (logits(eight) - expected).norm() < 0.4 * expected.norm()
     unchanged = model("quant.activations=model", "quant.head=plain", path=path)
     assert torch.equal(logits(unchanged), expected)
