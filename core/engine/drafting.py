@@ -59,6 +59,8 @@ SURELY = 1.5
 WORSE = 1.015
 """No drafts replace some if they should yield this many times their tokens per second and the drafter cannot catch up:
 the rows have no drafts later either, when fewer of them run and drafts would pay."""
+NOTHING = 1e-9
+"""Seconds that drafts save if they are kept although they save none (WORSE)."""
 _COMPUTED = attrgetter("computed")
 LENGTH_BUCKET, PROMPT_BUCKET = 512, 256
 """Sequence lengths and prompt tokens are rounded to multiples of these for predictions."""
@@ -149,9 +151,8 @@ class Drafting:
             bucket.interval = bucket.left = MIN_INTERVAL
         bucket.level = level
         bucket.left -= 1
-        if self._following.needed and ranking.possible < rows * self._lookahead:
-            # Other rows may have more drafts than those that were left behind or are near their end. Prompts and chunks
-            # are weighed by these, also where drafts of the present rows only just pay.
+        if saved <= NOTHING and self._following.needed and ranking.possible < rows * self._lookahead:
+            # Other rows may have more drafts than those that were left behind or are near their end.
             saved = self._best(bucket, rows, length, self._rank(decoding), cost)[2]
         bucket.pays, bucket.saved = saved > 0, saved
         if self._catching_up is not None and budget > rows and (self._catching_up.trying or not able_R.all()):
@@ -312,7 +313,7 @@ class Drafting:
             keep = each[0] > BETTER * each[best]
         if not keep:
             best = 0
-        return best, each[best], max(each[0] - each[best], 1e-9) if best else 0.0
+        return best, each[best], max(each[0] - each[best], NOTHING) if best else 0.0
 
     def _beside_prompts(
         self,

@@ -184,6 +184,18 @@ def test_no_drafts_are_tried_although_rows_accept_as_many_as_the_drafter_can_cat
     assert sum(map(bool, device.run(400, share))) < 40
 
 
+def test_no_drafts_are_tried_although_rows_were_left_behind_before() -> None:
+    """Half of the rows have no drafts any more, so a step without drafts loses nothing of them."""
+    device = Device(8, resumes=False, passes=1.0, slowdown=5.0)
+    for seq in device.rows:
+        seq.end = seq.limit = 1 << 20
+    device.run(2, 0.5)
+    for slot in range(4):
+        device.known[slot] = device.drafting._following._known_S[slot] = -(1 << 40)
+    device.run(600, 0.5)
+    assert sum(map(bool, device.run(400, 0.5))) < 40
+
+
 @pytest.mark.parametrize("rows", [1, 8])
 def test_it_is_tried_before_it_has_left_the_first_rows_behind(rows: int) -> None:
     """Drafting takes longer than a step, so it does not pay at the acceptance that is assumed at first."""
