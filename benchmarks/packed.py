@@ -5,8 +5,9 @@ weight to memory for the library.
 
 Prints microseconds of each way for 16-bit and E4M3 inputs, what decoding takes alone, and the library with a weight
 that is already decoded. Weights of a graph's calls differ, so that none is found in the L2 cache. `kernel` is the tile
-that the rule picks, whether or not it applies to so many rows. For E4M3, `library` is the weight rounded to E4M3, and
-`off` the relative error of this way beside the kernel's.
+that the rule picks, whether or not it applies to so many rows. For E4M3, `library` is the weight rounded to E4M3,
+`rounded` the kernel for Hopper that rounds it as it decodes it, and `off` the relative error of the library's result
+beside that of `kernel`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dovetail.core.interfaces.weight import PackedWeight, WeightFormat
 from dovetail.core.ops import packed_tiles, weight_formats
 from dovetail.core.ops.kernels.packed_matmul import packed_matmul_triton
 from dovetail.core.ops.matmul import device_facts, scaled_matmul
-from dovetail.core.ops.packed_matmul import decoded, reserve
+from dovetail.core.ops.packed_matmul import decoded, reserve, rounds_by_kernel
 from dovetail.core.ops.packing import by_group, pack_scales, scales_to_round, words_of_row
 from dovetail.core.ops.tiles import MOST_SHARED_TILES
 
@@ -40,6 +41,7 @@ FORMATS = {
     "e2m1": (weight_formats.E2M1, 16, E4M3),
 }
 """Format, group and dtype of scales."""
+COLUMNS = ("kernel", "rounded", "library", "decode", "ready")
 
 
 def random_weight(fmt: WeightFormat, group: int, scale: torch.dtype, outputs: int, inputs: int) -> PackedWeight:
@@ -94,6 +96,11 @@ def measure(weights: list[PackedWeight], rows: int, dtype: torch.dtype) -> None:
     calls = len(weights) if rows <= 1024 else 2
     ways: dict[str, Callable[[], object]] = {"library": library, "decode": lambda: decoded(next(turn), dtype)}
     ways |= {"ready": ready} | ({"kernel": kernel} if tile is not None else {})
+    _, processors, hopper, _ = device_facts(first.codes.device)
+    if hopper and dtype is E4M3 and rounds_by_kernel(first):
+        rounding = packed_tiles.rounded_tile(rows, len(first.codes), inputs, processors)
+        how = counts, None, x_scale_T1, BF16
+        ways["rounded"] = lambda: packed_matmul_triton(x_TI, next(turn), rounding, *how)
     found = {name: microseconds(way, calls) for name, way in ways.items()}
     off = ""
     if tile is not None:
@@ -102,7 +109,7 @@ def measure(weights: list[PackedWeight], rows: int, dtype: torch.dtype) -> None:
         off = f"{((got - exact).norm() / exact.norm()).item():9.4f}"
     kind = "e4m3" if dtype is E4M3 else "16 bits"
     shape = f"{first.format.name:6s}{len(first.codes):7d} x {inputs:<6d}{rows:6d} {kind:8s}"
-    times = "".join(f"{found.get(name, float('nan')):10.1f}" for name in ("kernel", "library", "decode", "ready"))
+    times = "".join(f"{found.get(name, float('nan')):10.1f}" for name in COLUMNS)
     rate = 2e-6 * rows * len(first.codes) * inputs
     print(f"{shape}{times}{rate / found['library']:8.0f}{off}", flush=True)
 
@@ -113,7 +120,7 @@ def main() -> None:
     parser.add_argument("--rows", default="256,512,1024,2048,8192")
     parser.add_argument("--formats", default="uint4")
     args = parser.parse_args()
-    print(f"{'':39s}{'kernel':>10}{'library':>10}{'decode':>10}{'ready':>10}{'TFLOP/s':>8}{'off':>9}")
+    print(f"{'':39s}{''.join(f'{name:>10}' for name in COLUMNS)}{'TFLOP/s':>8}{'off':>9}")
     for name in args.formats.split(","):
         for outputs, inputs in itertools.chain.from_iterable(SHAPES[shape] for shape in args.shapes.split(",")):
             space = reserve(outputs, inputs, BF16, torch.device("cuda"))

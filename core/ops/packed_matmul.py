@@ -3,6 +3,7 @@
 With few rows, where reading the weight takes most of the time, our kernel decodes it in registers. With many rows the
 whole weight is first decoded to a workspace in memory, and the library multiplies. For inputs in E4M3 it is rounded to
 E4M3 with one scale per output, unless `PackedWeight.rounded_scale` is None: no library applies scales of groups there.
+With some hundreds of rows Hopper's rounded_packed does that in registers, too.
 
 Shapes: T tokens, I input, O output.
 """
@@ -20,7 +21,15 @@ from dovetail.core.interfaces.activation import Sums
 from dovetail.core.interfaces.tuning import Key
 from dovetail.core.interfaces.weight import PackedWeight
 from dovetail.core.ops.matmul import device_facts, matmul_reference, scaled_matmul
-from dovetail.core.ops.packed_tiles import MOST_EXACT_ROWS, MOST_SUBTRACTED, OP, SUMMED, choose_packed, packed_key
+from dovetail.core.ops.packed_tiles import (
+    MOST_EXACT_ROWS,
+    MOST_SUBTRACTED,
+    OP,
+    ROUNDED_TOKENS,
+    SUMMED,
+    choose_packed,
+    packed_key,
+)
 from dovetail.core.ops.packing import LANES, dequantize, maps_groups, rounded
 from dovetail.core.ops.rehearsal import rehearsing, report_kernel
 from dovetail.core.ops.tiles import kernel_of
@@ -62,7 +71,7 @@ def packed_matmul(
                 "kernel for all GPUs: Hopper's, which is faster, reads scales as "
                 "dovetail.core.ops.packing.empty_by_group allocates them"
             )
-        how = key, name, processors, shared, special, rounds
+        how = key, name, processors, shared, special, rounds, rounds and hopper and rounds_by_kernel(packed)
         shape = len(packed.codes), packed.inputs
         if rehearsing():
             sums = sums_for(packed) if special and x_TI.dtype is E4M3 else None
@@ -74,6 +83,8 @@ def packed_matmul(
         tile = choose_packed(len(x_TI), *how)
     if tile is not None and counts is None and tile.splits_tiles(len(x_TI), len(packed.codes), packed.inputs):
         tile = replace(tile, programs=0, split=1)
+    if tile is not None and tile.tokens == ROUNDED_TOKENS:
+        x_TI = given_TI
     if tile is not None:
         return packed_matmul_triton(x_TI.contiguous(), packed, tile, counts, bias_O, x_scale_T1, dtype, sums_TS)
     if rounds:
@@ -126,6 +137,11 @@ def specializes(packed: PackedWeight, dtype: torch.dtype) -> bool:
     strips = packed.format.decode_words is not None and whole_strips
     mapped = packed.inputs * dtype.itemsize % 16 == 0 and maps_groups(packed)
     return whole_zeros and strips and dtype is not torch.float32 and mapped
+
+
+def rounds_by_kernel(packed: PackedWeight) -> bool:
+    """Return whether Hopper's kernel for many rows can round this weight as it decodes it."""
+    return packed.rounded_scale is not None and packed.format.stored_bits == 4 and specializes(packed, E4M3)
 
 
 def sums_for(packed: PackedWeight) -> Sums | None:

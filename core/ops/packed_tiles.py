@@ -12,7 +12,7 @@ from dovetail.core.arithmetic import ceil_div
 from dovetail.core.errors import shown
 from dovetail.core.interfaces.tuning import Choice, Key, make_key
 from dovetail.core.ops.choices import Choices, far_below, installed
-from dovetail.core.ops.tile_choice import check_fields, tile_of
+from dovetail.core.ops.tile_choice import check_fields, choice_of, tile_of
 from dovetail.core.ops.tiles import HOPPER_SHARED, MOST_SHARED_TILES, RESERVED, SM_SHARED, MatmulTile
 
 OP = "packed_matmul"
@@ -51,9 +51,10 @@ SPLIT, SPLIT_SUM = 32 << 10, 16
 MOST_DECODED_ROWS = 512
 """Number of rows up to which the rule decodes weights in the kernel for 16-bit inputs. Above it, the whole weight is
 decoded for the library."""
-MOST_EXACT_ROWS = 384
-"""The same for inputs in E4M3, if the weight may be rounded to E4M3 with one scale per output: no library multiplies it
-with scales of groups."""
+MOST_EXACT_ROWS = 128
+"""Number of rows up to which a weight that may be rounded to E4M3 with one scale per output is multiplied as it is.
+With more, threads of specialized_packed lack registers for sums of groups in one tile, and no library applies scales of
+groups."""
 MOST_SUBTRACTED = 32
 """Tokens of a tile up to which matrix instructions of specialized_packed subtract the shifts of codes in E4M3 strip by
 strip. With more they take longer than decoding to signed numbers, as they do in 16 bits with any number of tokens, and
@@ -64,6 +65,21 @@ LIKE = {"int4": "uint4"}
 """Formats that take another one's entries where tables have none of theirs: the same codes, without zeros."""
 SCRATCH = 4 << 10
 """Shared memory in which a consumer of specialized_packed rearranges outputs of float32. Those of 16 bits take half."""
+ROUNDED_TOKENS, ROUNDED_OUTPUTS = 256, 128
+"""Tokens and outputs of a tile of rounded_packed. No other kernel has so many tokens."""
+ROUNDED_BLOCK, ROUNDED_END, ROUNDED_SUM, ROUNDED_JOIN = 1.6, 4.5, 2.7, 2.0
+"""Microseconds of a block of rounded_packed, of a tile's beginning and end, of reading another program's sums of a
+tile, and of everything else that split tiles need, as measured on an H200."""
+MORE_BLOCKS = 2
+"""Blocks that the first of a tile's parts has more than others in rounded_packed, about as long as these need to write
+their sums, which it reads."""
+EXACT_LAUNCH, EXACT_UNIT = 3.0, 1.55e-5
+"""Microseconds that specialized_packed takes beside its work in E4M3, and those of a cycle as _cycles predicts it."""
+LIBRARY_LAUNCH, LIBRARY_WEIGHT, LIBRARY_PRODUCT = 6.0, 5.8e-7, 1.33e-9
+"""Microseconds that the library's matmul of a rounded weight takes beside its work, to round a weight to memory and
+read it, and of a product."""
+ROUNDED_PIECES = 2
+"""Pieces of x in a block of rounded_packed, which have places of their own in shared memory."""
 MOST_MAPPED = 256
 """Outputs of a box of scales: tensor maps have boxes of so many numbers in each dimension."""
 BARRIERS = 128
@@ -83,19 +99,28 @@ def choose_packed(
     shared: int,
     hopper: bool = False,
     rounds: bool = False,
+    by_kernel: bool = False,
 ) -> MatmulTile | None:
     """Return the kernel's tile for x [rows, inputs], or None if the whole weight is decoded for the library.
 
     The installed entry with the next higher number of rows applies, that of a format that is alike (LIKE) if this one
     has none at all, and else the rule. `device` and `processors` are the GPU's name and number of SMs. `shared`: shared
-    memory of a program in bytes. `hopper`: whether Hopper's kernel can run. `rounds`: whether the weight may be rounded
-    for the library."""
-    return _choose(installed(), rows, key, device, processors, shared, hopper, rounds)
+    memory of a program in bytes. `hopper`: whether Hopper's kernel can run. `rounds`: whether the weight may be
+    rounded. `by_kernel`: whether rounded_packed can do it."""
+    return _choose(installed(), rows, key, device, processors, shared, hopper, rounds, by_kernel)
 
 
 @lru_cache(maxsize=1 << 14)
 def _choose(
-    choices: Choices, rows: int, key: Key, device: str, processors: int, shared: int, hopper: bool, rounds: bool
+    choices: Choices,
+    rows: int,
+    key: Key,
+    device: str,
+    processors: int,
+    shared: int,
+    hopper: bool,
+    rounds: bool,
+    by_kernel: bool,
 ) -> MatmulTile | None:
     facts: Mapping[str, Any] = dict(key)
     shape = rows, facts["outputs"], facts["inputs"]
@@ -105,15 +130,19 @@ def _choose(
         entries = choices.entries.get((OP, device, alike), ())
         # Start-up knows nothing of this shape, so has no choices for rows far below the least entry.
         key = key if entries and far_below(rows, min(entries)) else alike
+    rounded = rounds and rows > MOST_EXACT_ROWS
     if choices.serves(OP, device, key, rows):
         choice = choices.find(OP, device, key, rows)
         tile = None if choice is None else tile_of(choice)
-        if tile is not None and tile.tma and not hopper:
+        if tile is not None and (tile.tokens == ROUNDED_TOKENS) != rounded:
+            # The entry is for a weight in the same format that is rounded while this one is not, or the reverse.
+            return ruled_tile(*shape, *how, facts["group"], hopper, rounds, by_kernel)
+        if tile is not None and tile.tma and not (by_kernel if rounded else hopper):
             return packed_tile(*shape, *how)
         # Where the library is best for E4M3, it multiplies a rounded weight.
         if tile is not None or rounds or facts["itemsize"] > 1:
             return tile if tile is None or tile.fits_32_bits(*shape) else None
-    return ruled_tile(*shape, *how, facts["group"], hopper, rounds)
+    return ruled_tile(*shape, *how, facts["group"], hopper, rounds, by_kernel)
 
 
 def ruled_tile(
@@ -127,9 +156,13 @@ def ruled_tile(
     group: int,
     hopper: bool,
     rounds: bool,
+    by_kernel: bool = False,
 ) -> MatmulTile | None:
     """Return the rule's choice, as choose_packed."""
-    if rows > (MOST_EXACT_ROWS if rounds else MOST_DECODED_ROWS) and (rounds or itemsize > 1):
+    if rounds and rows > MOST_EXACT_ROWS:
+        shape = rows, outputs, inputs
+        return _quickest_tile(shape, bits, itemsize, processors, shared, group, hopper) if by_kernel else None
+    if itemsize > 1 and rows > MOST_DECODED_ROWS:
         return None
     how = rows, outputs, inputs, bits, itemsize, processors, shared
     return (specialized_tile(*how, group) if hopper else None) or packed_tile(*how)
@@ -216,11 +249,70 @@ def specialized_tiles(
         running = residents * processors
         if tiles > running:
             yield replace(base, programs=running, specialized=True)
-        parts = [n for n in range(1, 17) if tiles * n <= running and n <= blocks]
-        for n in sorted({*parts[:1], *parts[-1:]}):
-            yield from _countable(replace(base, split=n), tiles)
-        if tiles * blocks >= running and running % tiles:
-            yield from _countable(replace(base, programs=running), tiles)
+        yield from _in_parts(base, tiles, blocks, running)
+
+
+def _quickest_tile(
+    shape: tuple[int, int, int], bits: int, itemsize: int, processors: int, shared: int, group: int, hopper: bool
+) -> MatmulTile | None:
+    """Return the tile of the kernel that is predicted to be quickest with many rows of x in E4M3: rounded_packed, or
+    specialized_packed if it multiplies the weight in E4M3, too. None = the library's matmul is."""
+    rows, outputs, inputs = shape
+    weights = outputs * inputs
+    rounded = rounded_tile(*shape, processors)
+    times = {rounded: rounded_microseconds(shape, rounded)}
+    times[None] = LIBRARY_LAUNCH + weights * (LIBRARY_WEIGHT + rows * LIBRARY_PRODUCT)
+    exact = specialized_tile(*shape, bits, itemsize, processors, shared, group) if hopper and itemsize == 1 else None
+    if exact is not None:
+        times[exact] = EXACT_LAUNCH + EXACT_UNIT * _cycles(shape, itemsize, processors, exact)
+    return min(times, key=times.__getitem__)
+
+
+def rounded_tile(rows: int, outputs: int, inputs: int, processors: int) -> MatmulTile:
+    """Return the rule's tile for rounded_packed."""
+    predicted = partial(rounded_microseconds, (rows, outputs, inputs))
+    return min(rounded_tiles(rows, outputs, inputs, processors), key=predicted)
+
+
+def rounded_base() -> MatmulTile:
+    """Return rounded_packed's tile, of which programs compute one each."""
+    return MatmulTile(ROUNDED_TOKENS, ROUNDED_OUTPUTS, WORDS * 8, 8, tma=True)
+
+
+def rounded_tiles(rows: int, outputs: int, inputs: int, processors: int) -> Iterator[MatmulTile]:
+    """Yield the ways to distribute the tiles of rounded_packed, of which an SM runs one at a time: as a whole, in equal
+    parts, or equal ranges of all blocks (Stream-K)."""
+    base = rounded_base()
+    _, tiles, blocks, _ = base.launch(rows, outputs, inputs)
+    yield replace(base, programs=processors, specialized=True)
+    yield from _in_parts(base, tiles, blocks, processors, fewest=2)
+
+
+def rounded_microseconds(shape: tuple[int, int, int], tile: MatmulTile) -> float:
+    """Return the predicted time of the busiest SM, on an H200."""
+    _, tiles, blocks, programs = tile.launch(*shape)
+    whole = ceil_div(tiles, programs)
+    if tile.specialized or programs == tiles:
+        return whole * (blocks * ROUNDED_BLOCK + ROUNDED_END)
+    parts = programs // tiles if programs % tiles == 0 else 0
+    if parts:
+        more = min(MORE_BLOCKS, blocks - parts)
+        longest = more + ceil_div(blocks - more, parts)
+    else:
+        longest = ceil_div(tiles * blocks, programs)
+    # The beginning of a tile reads all other sums of it.
+    sums = parts - 1 if parts else ceil_div(programs, tiles)
+    return longest * ROUNDED_BLOCK + whole * ROUNDED_END + ROUNDED_JOIN + sums * ROUNDED_SUM
+
+
+def _in_parts(base: MatmulTile, tiles: int, blocks: int, running: int, fewest: int = 1) -> Iterator[MatmulTile]:
+    """Yield the least and the largest number of equal parts of which `running` programs compute one each, and equal
+    ranges of all blocks."""
+    parts = [n for n in range(fewest, 17) if tiles * n <= running and n <= blocks]
+    for n in sorted({*parts[:1], *parts[-1:]}):
+        yield from _countable(replace(base, split=n), tiles)
+    if tiles * blocks >= running and running % tiles:
+        yield from _countable(replace(base, programs=running), tiles)
 
 
 def _countable(tile: MatmulTile, tiles: int) -> Iterator[MatmulTile]:
@@ -255,6 +347,16 @@ def places_that_fit(tile: MatmulTile, block: int, operand: int, itemsize: int) -
     return min(tile.stages, max(1, room // block))
 
 
+def pieces_that_fit(tile: MatmulTile, scales: int, itemsize: int) -> tuple[int, int]:
+    """Return how many blocks of codes of 4 bits, and pieces of x in E4M3, rounded_packed has room for. `scales`: bytes
+    of a block's scales and zeros. `itemsize`: bytes of an output."""
+    block = tile.outputs * tile.inputs // 2 + scales
+    room = HOPPER_SHARED - packed_beside(replace(tile, stages=16), itemsize)
+    piece = tile.tokens * tile.inputs // ROUNDED_PIECES
+    blocks = 3 if room >= 3 * block + 4 * piece else 2
+    return blocks, (room - blocks * block) // piece
+
+
 def check_packed(key: Key, rows: int, choice: Choice) -> None:
     """Raise ValueError if an entry of a table cannot be the tile of this product."""
     facts: Mapping[str, Any] = dict(key)
@@ -272,6 +374,10 @@ def check_packed(key: Key, rows: int, choice: Choice) -> None:
         raise ValueError(f"warps={tile.warps} are not whole warp groups of 64 or 128 of {tile.outputs} outputs")
     if tile.tma and tile.outputs > MOST_MAPPED:
         raise ValueError(f"outputs is {tile.outputs}; a tensor map copies the scales of {MOST_MAPPED} at most")
+    if tile.tokens == ROUNDED_TOKENS:
+        expected = replace(rounded_base(), programs=tile.programs, split=tile.split, specialized=tile.specialized)
+        if tile != expected or facts["bits"] != 4:
+            raise ValueError(f"a tile of {ROUNDED_TOKENS} tokens is of rounded_packed: {dict(choice_of(expected))}")
     if tile.specialized and not tile.tma:
         raise ValueError("specialized is true and tma is not; only the kernel for Hopper computes whole tiles")
     if tile.tma and facts["inputs"] * facts["itemsize"] % 16:

@@ -19,10 +19,12 @@ from dovetail.core.ops.packed_matmul import (
     multiplied_dtype,
     packed_matmul,
     packed_matmul_reference,
+    rounds_by_kernel,
     specializes,
     sums_for,
 )
 from dovetail.core.ops.packed_tiles import (
+    MOST_EXACT_ROWS,
     OP,
     WORDS,
     check_packed,
@@ -30,6 +32,8 @@ from dovetail.core.ops.packed_tiles import (
     packed_shared,
     packed_tile,
     ranked_tiles,
+    rounded_microseconds,
+    rounded_tiles,
     specialized_tile,
 )
 from dovetail.core.ops.packing import empty_alike, pack_scales, scales_to_round
@@ -73,16 +77,30 @@ class PackedMatmulTunable(Tunable):
     def _hopper(self) -> bool:
         return self.gpu.hopper and specializes(self.packed, multiplied_dtype(self.x_dtype, self.packed))
 
+    @property
+    def _by_kernel(self) -> bool:
+        """Whether Hopper's kernel can round the weight, if any does."""
+        return self.gpu.hopper and rounds_by_kernel(self.packed)
+
+    @property
+    def _rounds(self) -> bool:
+        many = self.rows > MOST_EXACT_ROWS and self.x_dtype is torch.float8_e4m3fn
+        return many and self.packed.rounded_scale is not None
+
     def candidates(self) -> Iterable[Choice]:
         shape, group = self.shape, self.packed.group
+        if self._rounds:
+            # Tables do not choose between a weight that is rounded and one that is not.
+            rounded = rounded_tiles(*shape, self.gpu.processors) if self._by_kernel else ()
+            return map(choice_of, sorted(rounded, key=partial(rounded_microseconds, shape)))
         tiles = [*(ranked_tiles(*shape, *self._facts, group) if self._hopper else self._tiles())]
         ruled = [*self._ruled(), *tiles]
         return map(choice_of, dict.fromkeys(tile for tile in ruled if self.admits(choice_of(tile))))
 
     def unlisted(self) -> Choice | None:
         # The rule's, or that of an installed entry of a format that is alike.
-        gpu, rounds = self.gpu, self.packed.rounded_scale is not None
-        tile = choose_packed(self.rows, self.key, gpu.name, gpu.processors, gpu.shared, self._hopper, rounds)
+        gpu, how = self.gpu, (self._hopper, self.packed.rounded_scale is not None, self._by_kernel)
+        tile = choose_packed(self.rows, self.key, gpu.name, gpu.processors, gpu.shared, *how)
         return None if tile is None else choice_of(tile)
 
     def _ruled(self) -> Iterator[MatmulTile]:

@@ -12,9 +12,11 @@ from dovetail.core.interfaces import CostModel, Formats, ModelSpec, Row, RowWork
 from dovetail.core.interfaces.plan import SAMPLE
 from dovetail.plugins.cost.config import RooflineConfig
 
-MOST_EXACT_ROWS = 384
+MOST_EXACT_ROWS = 128
 """Rows up to which a weight of 4 bits is not rounded to E4M3. core.ops.packed_tiles has the same number, but its
 package imports torch."""
+ROUNDING_SHARE = 0.2
+"""Time by which a kernel that rounds weights as it multiplies exceeds the library's, with some hundreds of rows."""
 
 
 def _mean_rows(sums: Mapping[tuple[int, int], Sequence[int]]) -> Iterator[RowWork]:
@@ -30,11 +32,11 @@ class Roofline(CostModel):
 
     Reads and matmuls of the linear layers overlap as in StepTerms.seconds. Attention takes the longer of both. Times
     are those of one of engine.tp ranks, and pipeline stages add up. Weights are read once per step, KV once per row.
-    Before FP8 matmuls of many rows, weights of fewer than 8 bits are decoded to memory, or in the
-    matmul, which is slower (cost.decode_share), if quant.many_rows=exact. Activations stay in cache and are not
-    counted. Experts on different ranks (engine.ep) take as long as those of the busiest rank; their exchange counts as
-    two all-reduces, and between lanes as a gather and a scatter of every lane's rows, padded to those of the fullest
-    lane.
+    In FP8 matmuls of many rows, weights of fewer than 8 bits are rounded as they are multiplied (ROUNDING_SHARE) or
+    before, to memory, whichever takes less time; or not at all (cost.decode_share), if quant.many_rows=exact.
+    Activations stay in cache and are not counted. Experts on different ranks (engine.ep) take as long as those of the
+    busiest rank; their exchange counts as two all-reduces, and between lanes as a gather and a scatter of every lane's
+    rows, padded to those of the fullest lane.
     """
 
     config: RooflineConfig
@@ -103,7 +105,7 @@ class Roofline(CostModel):
         linear_flops = self._many_rows_flops if many else self._linear_flops
         flops = tokens * linear_flops + mean * self._expert_flops + more_flops
         products = flops / self._products + sampled * self._head_seconds
-        products += self._many_rows_seconds if many else 0.0
+        products += min(self._many_rows_seconds, ROUNDING_SHARE * flops / self._products) if many else 0.0
         chunks = max(chunk_flops / self._attention, chunk_bytes / self._kv_bandwidth)
         decodes = max(decode_flops / self._attention, decode_bytes / self._kv_bandwidth)
         sampling = sampled * self._sample_seconds

@@ -12,6 +12,8 @@ from dovetail.core.ops.kernels.gluon import barrier
 
 TOGETHER = gl.constexpr(4)
 """Partial sums that are loaded together."""
+THREADS = gl.constexpr(128)
+"""Threads of a warp group."""
 
 
 @gluon.jit
@@ -73,3 +75,68 @@ def reduce_split(acc, tile, done, cut, part_ptr, count_ptr, GROUP_O: gl.constexp
             for more in gl.static_range(TOGETHER):
                 total += sums[more]
     return total, is_last
+
+
+@gluon.jit
+def join_parts(acc, tile, done, begins, cut, part_ptr, count_ptr, GROUP_O: gl.constexpr, BLOCK_T: gl.constexpr,
+               GROUPS: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
+    """As reduce_split, for sums that take half of a thread's registers: they are written and read as seldom as can be.
+    A program that `begins` the tile and finds all other sums written adds these to its own, which it does not write.
+    The order of additions is that of the parts, whichever program arrives last. `cut`: as in reduce_split, with the
+    number of parts of a tile; 0 = equal ranges of all units."""
+    units, blocks, parts = cut
+    programs, mine = gl.num_programs(0), gl.program_id(0)
+    start = tile * blocks
+    ACC: gl.constexpr = acc.type.layout
+    SIZE: gl.constexpr = GROUP_O * BLOCK_T
+    own = _by_thread(acc, BLOCK_T)
+    thread = gl.arange(0, THREADS, gl.SliceLayout(1, own.type.layout))
+    number = gl.arange(0, SIZE // THREADS, gl.SliceLayout(0, own.type.layout))
+    # 16 bytes of a thread are next to those of the next thread.
+    place = thread[:, None] * 4 + (number // 4 * (4 * THREADS) + number % 4)[None, :]
+    at = part_ptr + WHICH * SIZE + place
+    counter = count_ptr + tile * GROUPS + WHICH
+    arrived = done
+    if begins:
+        # The others have little to do beside their parts of this tile, or computed them first.
+        arrived += gl.atomic_add(counter, 0, sem="acquire")
+    if arrived < blocks or not begins:
+        gl.store(at + _slot(mine, start, units, programs, parts).to(gl.int64) * (GROUPS * SIZE), own)
+        barrier()
+        arrived = gl.atomic_add(counter, done, sem="acq_rel") + done
+    barrier()
+    is_last = arrived == blocks
+    total = gl.where(begins, own, 0.0)
+    if is_last:
+        gl.store(counter, 0)
+        if parts > 0:
+            first, last = tile * parts, tile * parts + parts - 1
+        else:
+            first = ((start + 1) * programs - 1) // units
+            last = ((start + blocks) * programs - 1) // units
+        for program in range(first + begins.to(gl.int32), last + 1):
+            slot = _slot(program, start, units, programs, parts).to(gl.int64)
+            total += gl.load(at + slot * (GROUPS * SIZE), cache_modifier=".cg")
+    return _by_token(total, ACC, BLOCK_T), is_last
+
+
+@gluon.jit
+def _by_thread(acc_OT, BLOCK_T: gl.constexpr):
+    """Return the sums [O, T] of 64 outputs of a matrix instruction as [threads, sums of a thread]. Nothing is moved."""
+    # Warps, halves and rows of 16 outputs; eights of tokens, threads of a row, and pairs.
+    parts = acc_OT.reshape([4, 2, 8, BLOCK_T // 8, 4, 2])
+    return parts.permute((0, 2, 4, 3, 1, 5)).reshape([THREADS, BLOCK_T // 2])
+
+
+@gluon.jit
+def _by_token(sums, ACC: gl.constexpr, BLOCK_T: gl.constexpr):
+    """Reverse _by_thread."""
+    parts = sums.reshape([4, 8, 4, BLOCK_T // 8, 2, 2])
+    return gl.convert_layout(parts.permute((0, 4, 1, 3, 2, 5)).reshape([64, BLOCK_T]), ACC, assert_trivial=True)
+
+
+@gluon.jit
+def _slot(program, start, units, programs, parts):
+    """Return where the sum of a program's part of the tile that begins at unit `start` is: only the first and the last
+    tile of a range can be split."""
+    return gl.where(parts > 0, program, 2 * program + (start > program * units // programs).to(gl.int32))

@@ -26,7 +26,7 @@ from dovetail.core.interfaces.weight import PackedWeight
 from dovetail.core.ops.formats import SUM_COLUMNS
 from dovetail.core.ops.kernels.launch import announce, dependent, prefetch, wait
 from dovetail.core.ops.kernels.matmul import PREFETCH_LINES, _reduce_split, _write
-from dovetail.core.ops.packed_tiles import SUMMED, packed_counters
+from dovetail.core.ops.packed_tiles import ROUNDED_TOKENS, SUMMED, packed_counters
 from dovetail.core.ops.packing import LANES
 from dovetail.core.ops.tiles import MatmulTile
 
@@ -245,6 +245,11 @@ def packed_matmul_triton(
         if have < (need := packed_counters(tile, tiles)):
             raise ValueError(f"split tiles need {need} counters; `counts` has {have}")
         parts = torch.empty(2 * programs * tile.tokens * tile.outputs, dtype=torch.float32, device=x_TI.device)
+    if tile.tokens == ROUNDED_TOKENS:
+        from dovetail.core.ops.kernels import rounded_packed
+
+        rounded_packed.launch_rounded(x_TI, packed, out_TO, tile, parts, counts, x_scale_T1, bias_O)
+        return out_TO
     if tile.tma:
         from dovetail.core.ops.kernels import specialized_packed
 

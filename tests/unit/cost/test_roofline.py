@@ -27,7 +27,7 @@ from dovetail.core.interfaces import Formats, ModelSpec, Row, RowFlag, RowWork, 
 from dovetail.core.ops import packed_tiles
 from dovetail.core.testing.scheduler import SchedulerContract
 from dovetail.plugins.cost.config import RooflineConfig
-from dovetail.plugins.cost.roofline import MOST_EXACT_ROWS, Roofline
+from dovetail.plugins.cost.roofline import MOST_EXACT_ROWS, ROUNDING_SHARE, Roofline
 
 VARIANTS = ["h200", "h100", "a100", "l40s", "cpu"]
 
@@ -123,14 +123,16 @@ def test_prompts_of_w4a8_have_the_rate_of_fp8_after_their_weights_are_decoded(co
     four, eight, plain = (
         cost_of("model=llama3_8b", "cost=h200", f"quant={quant}") for quant in ("w4a8", "fp8", "int4")
     )
-    few, many = [RowWork(MOST_EXACT_ROWS, 512, 0)], [RowWork(MOST_EXACT_ROWS + 1, 513, 0)]
+    few, some, many = ([RowWork(rows, 512 + rows, 0)] for rows in (MOST_EXACT_ROWS, MOST_EXACT_ROWS + 1, 2048))
     assert MOST_EXACT_ROWS == packed_tiles.MOST_EXACT_ROWS
     assert four.terms(few).products == eight.terms(few).products
+    assert four.terms(some).products == pytest.approx((1 + ROUNDING_SHARE) * eight.terms(some).products)
     decoding = 6.98e9 * (4.1875 / 8 + 1) / 4.4e12
     assert four.terms(many).products - eight.terms(many).products == pytest.approx(decoding, rel=1e-3)
     assert four.prefill_seconds(8192) < 0.75 * plain.prefill_seconds(8192)
     exact = cost_of("model=llama3_8b", "cost=h200", "quant=w4a8", "quant.many_rows=exact")
     assert exact.terms(few) == four.terms(few)
+    assert four.terms(some).products < exact.terms(some).products
     assert exact.terms(many).products == pytest.approx(eight.terms(many).products / 0.6, rel=1e-3)
 
 

@@ -20,6 +20,7 @@ CONSTANTS = {
     "dovetail.core.ops.kernels.packed_matmul:_packed_matmul": {"codes_ptr"},
     "dovetail.core.ops.kernels.prefetch_matmul:matmul_prefetching": {"weight_source", "weight_ptr"},
     "dovetail.core.ops.kernels.specialized_matmul:matmul_specialized": {"weight_source"},
+    "dovetail.core.ops.kernels.rounded_packed:packed_rounded": {"source", "scale_source", "zero_source"},
     "dovetail.core.ops.kernels.specialized_packed:packed_specialized": {"source", "scale_source", "zero_source"},
     # The second product's tiles: the first one waited for the kernel that wrote them.
     "dovetail.core.ops.kernels.specialized_experts:experts_specialized": {"source", "tiles_ptr"},

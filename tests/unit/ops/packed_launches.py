@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import torch
@@ -75,6 +76,12 @@ def hopper_operands() -> None:
     packed_matmul(cuda(1, 4096, dtype=E4M3), uint4, None, BF16, cuda(1, 1, dtype=FP32), counts)
     # Sums of x in memory.
     packed_matmul(cuda(64, 4096, dtype=E4M3), uint4, None, BF16, cuda(64, 1, dtype=FP32), counts, cuda(64, 256))
+    # Rounded as it is decoded, in whole tiles and in parts.
+    for rows, outputs, fmt, group, scale in ((300, 8192, weight_formats.UINT4, 32, FP32), (256, 8192, *OPERANDS[1])):
+        weight = packed_weight(fmt, outputs, 8192, group, scale)
+        weight = replace(weight, rounded_scale=cuda(outputs, dtype=FP32), row_scale=cuda(outputs, dtype=FP32))
+        x = cuda(rows, 8192, dtype=E4M3), cuda(rows, 1, dtype=FP32)
+        packed_matmul(x[0], weight, cuda(outputs), BF16, x[1], counts)
 
 
 OPERANDS = (

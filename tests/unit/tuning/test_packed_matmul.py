@@ -15,11 +15,14 @@ from dovetail.core.ops.packed_tiles import (
     MOST_DECODED_ROWS,
     MOST_EXACT_ROWS,
     OP,
+    ROUNDED_TOKENS,
     check_packed,
     choose_packed,
     packed_key,
     packed_shared,
     packed_tile,
+    rounded_base,
+    rounded_tile,
     ruled_tile,
     specialized_tile,
 )
@@ -62,6 +65,20 @@ def test_candidates_can_be_launched(fmt, rows, e4m3):
     assert (3 in {tile_of(choice).residents for choice in found}) is (rows <= 32)
 
 
+@pytest.mark.parametrize("rows", [129, 256, 700])
+def test_candidates_for_a_weight_that_many_rows_round(rows):
+    """The kernel that rounds as it decodes, where it can; a library otherwise."""
+    rounds = replace(weight(INT4, outputs=28672), rounded_scale=torch.empty(28672, device="meta"))
+    for e4m3, gpu in ((True, Gpu()), (True, replace(Gpu(), hopper=False)), (False, Gpu())):
+        tunable = PackedMatmulTunable(rounds, rows, torch.bfloat16, e4m3=e4m3, gpu=gpu)
+        found = [tile_of(choice) for choice in tunable.candidates()]
+        assert all(tunable.admits(choice_of(tile)) for tile in found)
+        of_kernel = {tile.tokens == ROUNDED_TOKENS for tile in found}
+        assert of_kernel == ({True} if e4m3 and gpu.hopper else set() if e4m3 else {False})
+        if of_kernel == {True}:
+            assert found[0] == rounded_tile(rows, 28672, 4096, gpu.processors) == tile_of(tunable.unlisted())
+
+
 @pytest.mark.parametrize(
     ("outputs", "inputs"), [(6144, 4096), (4096, 14336), (57344, 8192), (1024, 688), (200064, 4096)]
 )
@@ -76,6 +93,7 @@ def test_hopper_has_a_tile_for_every_number_of_rows(outputs, inputs):
 
 @pytest.mark.parametrize(
     ("itemsize", "rounds", "most"),
+    # This one rounds in no kernel.
     [(2, False, MOST_DECODED_ROWS), (1, True, MOST_EXACT_ROWS), (1, False, None)],
     ids=["16 bits", "rounded E4M3", "exact E4M3"],
 )
@@ -109,6 +127,25 @@ def test_installed_choices_apply():
     with temporarily(Choices({(OP, "a GPU", key): {16: hopper}})):
         assert choice_of(choose_packed(3, key, *facts, True)) == hopper
         assert choose_packed(3, key, *facts) == packed_tile(3, 4096, 4096, 4, 2, *facts[1:])
+
+
+def test_entries_apply_to_a_weight_that_is_rounded_or_to_one_that_is_not():
+    """Both have the same key."""
+    key, shape = packed_key("uint4", 4, 128, 8192, 8192, 1), (8192, 8192)
+    exact = specialized_tile(256, *shape, 4, 1, 132, 227 << 10, 128)
+    rounded = replace(rounded_base(), split=2)
+    assert rounded != rounded_tile(512, *shape, 132)
+    for rows, entry, chosen in ((512, rounded, {True: rounded}), (512, exact, {False: exact}), (64, rounded, {})):
+        with temporarily(Choices({(OP, "a GPU", key): {rows: choice_of(entry)}})):
+            for rounds in (True, False):
+                ruled = ruled_tile(rows, *shape, 4, 1, 132, 227 << 10, 128, True, rounds, rounds)
+                got = choose_packed(rows, key, "a GPU", 132, 227 << 10, True, rounds, rounds)
+                assert got == chosen.get(rounds, ruled)
+    with temporarily(Choices({(OP, "a GPU", key): {512: choice_of(rounded)}})):
+        # This one is rounded by the library alone.
+        assert choose_packed(512, key, "a GPU", 132, 227 << 10, True, True, False) is None
+    with pytest.raises(ValueError, match="a tile of 256 tokens is of rounded_packed"):
+        check_packed(key, 256, choice_of(replace(rounded, outputs=64, warps=4)))
 
 
 def test_a_search_times_the_default_as_a_table_would_choose_it():

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from dovetail.core.ops.packed_tiles import ranked_tiles, specialized_tile
+from dovetail.core.ops.packed_tiles import ROUNDED_TOKENS, ranked_tiles, ruled_tile, specialized_tile
 from dovetail.core.ops.tile_choice import by_rule, choice_of
 from dovetail.core.ops.tiles import HOPPER_SHARED
 
@@ -17,6 +17,9 @@ PACKED = Path(__file__).with_name("h200_packed.timings.jsonl")
 scales came through the kernel's ring. Of the rule's constants, the cost of partial sums is younger."""
 IN_RING = Path(__file__).with_name("h200_packed_ring.timings.jsonl")
 """From a search on an H200 with that kernel: two shapes of 70B in W4A8, five tiles each."""
+ROUNDED = Path(__file__).with_name("h200_rounded.timings.jsonl")
+"""Matmuls of many rows with a weight in W4A8 on an H200: ways to distribute rounded_packed's tiles, the library's
+matmul of a rounded weight, and specialized_packed, which multiplies the weight as it is."""
 CLOSE = 1.13
 """Tiles of 32 rows and 576 outputs are that far behind."""
 
@@ -49,6 +52,21 @@ def behind_the_fastest(file: Path) -> list[float]:
         tile = choice_of(specialized_tile(rows, key["outputs"], key["inputs"], *facts))
         behind += [us / line["times"][0][0] for us, choice in line["times"] if choice == tile]
     return behind
+
+
+def test_the_rule_for_many_rows_is_near_the_fastest_way():
+    behind = []
+    for line in map(json.loads, ROUNDED.read_text().splitlines()):
+        shape, times = (line["rows"], line["outputs"], line["inputs"]), line["microseconds"]
+        tile = ruled_tile(*shape, 4, 1, 132, HOPPER_SHARED, 128, True, True, True)
+        if tile is None or tile.tokens != ROUNDED_TOKENS:
+            way = "library" if tile is None else "exact"
+        elif tile.specialized:
+            way = "whole"
+        else:
+            way = "stream" if tile.programs else f"split{tile.split}"
+        behind.append(times[way] / min(times.values()))
+    assert max(behind) < 1.1 and sum(behind) / len(behind) < 1.02
 
 
 def test_the_rule_for_packed_weights_is_near_the_fastest_tiles():
