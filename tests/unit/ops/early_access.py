@@ -9,6 +9,7 @@ from triton.compiler import CompiledKernel
 
 STATEMENT = re.compile(r"(?:[{}\s]|\$?\w+:\s)*(?:@!?%?\w+\s+)?([a-z][\w.:]*)\s+(.*)", re.DOTALL)
 MEMORY = re.compile(r"(?:ld|st|atom|red|prefetch|cp|multimem)\b[\w.:]*\.global\b")
+WAIT = "griddepcontrol.wait"
 UNKNOWN = "an address that was read from memory"
 
 CONSTANTS = {
@@ -50,9 +51,8 @@ def touched_before_waiting(kernel: CompiledKernel) -> set[str]:
     if not kernel.metadata.launch_pdl:
         assert "griddepcontrol" not in ptx
         return set()
-    before, *after = re.sub(r"//.*|^\s*\.loc.*", "", ptx[ptx.index(".entry") :], flags=re.M).split(
-        "griddepcontrol.wait"
-    )
+    text = re.sub(r"//.*|^\s*\.loc.*", "", ptx[ptx.index(".entry") :], flags=re.M)
+    before, *after = text.split(WAIT)
     assert len(after) == 1, f"waits {len(after)} times"
     around = set(re.findall(r"\bbra\S*\s+(\$\w+)", before)) - set(re.findall(r"(\$\w+):", before))
     # Specialized warps take different paths, of which one waits.
@@ -62,7 +62,7 @@ def touched_before_waiting(kernel: CompiledKernel) -> set[str]:
     # Register -> the parameters that it was computed from.
     origin: dict[str, set[str]] = {}
     touched: set[str] = set()
-    for statement in before[before.index("{") :].split(";"):
+    for statement in _leading_to_the_wait(text[text.index("{") :]):
         if not (found := STATEMENT.match(statement)):
             continue
         operation, operands = found.groups()
@@ -79,6 +79,35 @@ def touched_before_waiting(kernel: CompiledKernel) -> set[str]:
         elif registers:
             origin.setdefault(registers[0], set()).update(*(origin.get(register, ()) for register in registers[1:]))
     return touched
+
+
+def _leading_to_the_wait(text: str) -> Iterator[str]:
+    """Yield the statements before the wait, in order, without blocks from which no path leads to it: those of other
+    specialized warps, which begin after it but may be placed first."""
+    blocks: list[tuple[list[str], list[str], set[str | None]]] = [([], [], set())]
+    for statement in text.split(";"):
+        *names, rest = re.split(r"(\$\w+):", statement)
+        if names:
+            blocks[-1][2].add(None)
+            blocks.append((names[1::2], [], set()))
+        _, statements, targets = blocks[-1]
+        statements.append(rest)
+        if jump := re.search(r"(@!?%\w+\s+)?\bbra\S*\s+(\$\w+)", rest):
+            targets |= {jump[2], *([None] if jump[1] else [])}
+            blocks.append(([], [], set()))
+        elif re.match(r"\s*(ret|exit|trap|brx)\b", rest):
+            blocks.append(([], [], set()))
+    (last,) = (n for n, (_, statements, _) in enumerate(blocks) if any(WAIT in one for one in statements))
+    leading, before = {last}, None
+    while leading != before:
+        before = set(leading)
+        names_of = {name for n in leading for name in blocks[n][0]}
+        leading |= {n for n, (_, _, to) in enumerate(blocks) if to & names_of or (None in to and n + 1 in leading)}
+    for n in sorted(leading):
+        for statement in blocks[n][1]:
+            if WAIT in statement:
+                break
+            yield statement
 
 
 def parameters(signature: dict[str, str]) -> Iterator[str]:
