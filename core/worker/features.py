@@ -1,6 +1,6 @@
 """Features: hidden states of the target that a drafter builds on, kept for the latest positions of every slot.
 
-Shapes: T tokens of a step, B rows, S slots, W kept positions, F channels.
+Shapes: T tokens of a step, B rows, S slots, W kept positions, F channels, C of a part of them.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from dovetail.core.interfaces import AcceptedPath, FedTokens, TargetView
+from dovetail.core.ops.features import keep_features
 
 
 class FeatureStore:
@@ -22,15 +23,10 @@ class FeatureStore:
         kept_SWF = torch.zeros(target.max_seqs + 2, width, channels, dtype=build.dtype, device=build.device)
         self._kept_SWF, self._all_SWF = kept_SWF[:-1], kept_SWF
 
-    def keep(self, fed: FedTokens, features_TF: torch.Tensor) -> None:
-        """Keep the features of the last `width` tokens of each row."""
-        back_W = torch.arange(self.width, device=features_TF.device)
-        count_B = fed.row_start_B1.diff()
-        index_BW = (fed.row_start_B1[1:, None] - 1 - back_W).clamp(0, len(features_TF) - 1)
-        position_BW = fed.kv_len_B[:, None].long() - 1 - back_W
-        # Entries that do not exist go to the last slot, which is padding.
-        slots_BW = torch.where(back_W < count_B[:, None], fed.slots_B[:, None], len(self._kept_SWF) - 1)
-        self._kept_SWF[slots_BW, position_BW % self.width] = features_TF[index_BW]
+    def keep(self, fed: FedTokens, *parts_TC: torch.Tensor) -> None:
+        """Keep the features of the last `width` tokens of each row. `parts_TC`: tensors whose channels are next to each
+        other in a feature."""
+        keep_features(parts_TC, fed.slots_B, fed.row_start_B1, fed.kv_len_B, self._kept_SWF)
 
     def move(self, path: AcceptedPath) -> None:
         """Drafter.keep: features of accepted drafts are at their positions then. `width` must hold the whole tree."""

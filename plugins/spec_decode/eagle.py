@@ -106,16 +106,16 @@ class Eagle(BuiltinDrafter):
         self.pages.join(slots_J, computed_J)
 
     def observe(self, fed: FedTokens, hidden: Hidden) -> None:
-        features_TF = self.feature(hidden)
+        parts_TC = self.features_of(hidden)
         if fed.follow:
-            before_TF = self.features.before(fed, features_TF)
+            before_TF = self.features.before(fed, parts_TC[0] if len(parts_TC) == 1 else torch.cat(parts_TC, -1))
             self.layer.forward(self._embed(fed.ids_T), self.layer.fuse(before_TF), fed.ctx)
             self.pages.fed(fed)
-        self.features.keep(fed, features_TF)
+        self.features.keep(fed, *parts_TC)
 
-    def feature(self, hidden: Hidden) -> torch.Tensor:
-        """Return the target's features of a step, [T, F]."""
-        return hidden.states
+    def features_of(self, hidden: Hidden) -> tuple[torch.Tensor, ...]:
+        """Return the target's features of a step, in tensors whose channels are next to each other in a feature."""
+        return (hidden.states,)
 
     def propose(self, ctx: DraftContext) -> Draft:
         ids_T, forward, index_B = self.pages.catch_up(ctx)
@@ -177,8 +177,8 @@ class Eagle3(Eagle):
     def shape(self) -> EagleShape:
         return read_eagle3(self.config)
 
-    def feature(self, hidden: Hidden) -> torch.Tensor:
-        return torch.cat([hidden.taps[layer] for layer in self.taps], -1)
+    def features_of(self, hidden: Hidden) -> tuple[torch.Tensor, ...]:
+        return tuple(hidden.taps[layer] for layer in self.taps)
 
 
 def check_target(name: str, shape: EagleShape, target: TargetView) -> None:

@@ -267,7 +267,7 @@ def medusa(more: str, *options: str) -> Selected:
         # After a prefix hit it lacks the feature of the last cached token.
         ({"follows_features": False}, "test_pages_of_a_shared_prefix_serve_as_its_own"),
         # It takes the feature of a token for the one before it.
-        ({"feature": lambda self, hidden: hidden.states.roll(1, 0)}, "test_chunks_of_a_prompt_change_no_draft"),
+        ({"features_of": lambda self, hidden: (hidden.states.roll(1, 0),)}, "test_chunks_of_a_prompt_change_no_draft"),
         # It keeps the features of so many tokens only that it cannot resume.
         ({"resumes": True}, "test_rows_further_behind_than_its_window_have_no_drafts"),
     ],

@@ -28,6 +28,7 @@ from dovetail.core.ops.activations import gelu
 from dovetail.core.ops.bitmask import apply_bitmask
 from dovetail.core.ops.choices import temporarily
 from dovetail.core.ops.decoded_matmul import decoded_matmul
+from dovetail.core.ops.features import keep_features
 from dovetail.core.ops.formats import encode
 from dovetail.core.ops.gated import gelu_and_mul, silu_and_mul
 from dovetail.core.ops.kernels.matmul import matmul_triton, rescale_triton
@@ -137,6 +138,7 @@ def steps() -> None:
         tokens_SL, table = cuda(257, 8192, dtype=INT32), cuda(257, 512, dtype=INT32)
         layout = step.lay_out_tokens(slots, starts, cuda(257, dtype=INT64), tokens_SL, total, longest)
         step.lay_out_pages(slots, layout, table, cuda(257, dtype=INT64), 16)
+        keep_features([cuda(total, 4096)] * 3, slots, starts, slots.int(), cuda(258, 5, 3 * 4096)[:-1])
         rates = cuda(4, dtype=FP32)
         simulate_triton(cuda(rows, 5, dtype=INT64), slots, slots, tokens_SL, cuda(257, dtype=INT64), rates, VOCAB)
         look_up_triton(slots, slots, tokens_SL, 4, 2, 4, 4.0)

@@ -12,7 +12,9 @@ if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("kernels need a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
 from dovetail.core.interfaces import LogitsContext, Request, SamplingParams  # noqa: E402
+from dovetail.core.ops.features import keep_features_reference  # noqa: E402
 from dovetail.core.ops.kernels.draw import gather_params_triton  # noqa: E402
+from dovetail.core.ops.kernels.features import keep_features_triton  # noqa: E402
 from dovetail.core.ops.kernels.step import (  # noqa: E402
     accept_triton,
     gather_samples_triton,
@@ -47,6 +49,29 @@ DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 FEWER = 4 if INTERPRETED else 1
 """Divisor of numbers of rows: the interpreter takes a second for each of them."""
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+
+
+@pytest.mark.parametrize("widths", [(24,), (16, 16, 16), (5, 3000)])
+@pytest.mark.parametrize("counts", [(1, 1, 1), (3, 0, 1, 5), (40, 2)])
+def test_kept_features(counts, widths):
+    """Rows without tokens, with fewer tokens than places and with more, of slots in any order. All else is left as it
+    was, but for the last slot."""
+    places, slots = 5, 7
+    row_start_B1 = torch.tensor([0, *counts], device=DEVICE).cumsum(0).int()
+    slots_B = torch.randperm(slots, device=DEVICE)[: len(counts)]
+    length_B = torch.tensor(counts, device=DEVICE) + torch.randint(50, (len(counts),), device=DEVICE)
+    # Tokens of padding are behind those of the rows.
+    parts_TC = [torch.randn(sum(counts) + 3, width, device=DEVICE) for width in widths]
+    kept_SWF = torch.randn(slots + 1, places, sum(widths), device=DEVICE)
+    expected_SWF, got_SWF, referred_SWF = (kept_SWF.clone() for _ in range(3))
+    features_TF = torch.cat(parts_TC, 1)
+    for row, count in enumerate(counts):
+        for back in range(min(count, places)):
+            position = length_B[row] - 1 - back
+            expected_SWF[slots_B[row], position % places] = features_TF[row_start_B1[row + 1] - 1 - back]
+    for keep, into_SWF in ((keep_features_triton, got_SWF), (keep_features_reference, referred_SWF)):
+        keep(parts_TC, slots_B, row_start_B1, length_B.int(), into_SWF)
+        assert torch.equal(into_SWF[:-1], expected_SWF[:-1])
 
 
 @pytest.mark.parametrize("padding", [0, 37, 300])

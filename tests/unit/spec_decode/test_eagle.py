@@ -84,7 +84,7 @@ class Recorded:
     seen: dict[tuple[int, int], torch.Tensor]
 
     def observe(self, fed: FedTokens, hidden: Hidden) -> None:
-        features_TF = self.feature(hidden)  # type: ignore[attr-defined]
+        features_TF = torch.cat(self.features_of(hidden), -1)  # type: ignore[attr-defined]
         for slot, at, feature_F in zip(fed.slots_T.tolist(), fed.ctx.positions_T.tolist(), features_TF, strict=True):
             self.seen[slot, at] = feature_F
         super().observe(fed, hidden)  # type: ignore[misc]
