@@ -35,9 +35,9 @@ class PackedConfig(Config):
     """The option that quantizers with weights of 4 bits share."""
 
     many_rows: Literal["rounded", "exact"] = "rounded"
-    """Weights of matmuls of many rows, such as those of prompts, with fp8 inputs. rounded: those of 4 bits are rounded
-    to E4M3 once more, with one scale per output, for the library's FP8 matmul. exact: they are multiplied as they are,
-    which takes up to 2.3 times as long."""
+    """Weights of matmuls of more than 128 rows with fp8 inputs. rounded: those of 4 bits may be rounded to E4M3 once
+    more, with one scale per output, so that FP8 has its full rate. exact: they are multiplied as they are, which takes
+    up to 2.3 times as long."""
 
 
 class Int4Config(PackedConfig):
