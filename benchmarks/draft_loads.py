@@ -6,8 +6,9 @@
 
 A load is REQUESTSxPROMPT/OUTPUT, all at once, or RATE/s:REQUESTSxPROMPT/OUTPUT, a Poisson process; with ~ in front,
 lengths are drawn from half to one and a half times the stated ones. Devices and time are simulated (docs/simulator.md),
-and drafts are accepted with a fixed probability each, so results have no noise and need no GPU. Overrides after `--`
-choose model, drafter and GPU.
+and drafts are accepted with a fixed probability each, so results have no noise and need no GPU. The first run of a load
+also measures acceptance and times; with `--runs N` it is run N times in a row, with other prompts, and the last run
+counts. Overrides after `--` choose model, drafter and GPU.
 """
 
 from __future__ import annotations
@@ -61,28 +62,29 @@ def read_load(text: str, seed: int = 1) -> list[Request]:
     return requests
 
 
-def tokens_per_second(overrides: Sequence[str], load: str) -> float:
+def tokens_per_second(overrides: Sequence[str], load: str, runs: int = 1) -> float:
     engine = start_engine(compose([*overrides, *SIMULATED], app="generate"))
     try:
-        _run(engine, read_load(WARM_UP))
+        _run(engine, read_load(WARM_UP), 0)
         requests = read_load(load)
-        if not (seconds := _run(engine, requests)):
+        seconds = [_run(engine, requests, run) for run in range(1, runs + 1)][-1]
+        if not seconds:
             raise ConfigError("steps take no time: set cost=, for instance cost=h200")
         return sum(request.output for request in requests) / seconds
     finally:
         engine.shutdown()
 
 
-def _run(engine: Engine, requests: Sequence[Request]) -> float:
-    """Return the virtual seconds until the last request has ended."""
+def _run(engine: Engine, requests: Sequence[Request], run: int) -> float:
+    """Return the virtual seconds until the last request has ended. Prompts share no prefix, with those of another `run`
+    neither."""
     clock = engine.executor.clock
     start, waiting = clock.now(), list(reversed(requests))
     while waiting or engine.has_work:
         while waiting and (start + waiting[-1].arrival <= clock.now() or not engine.has_work):
             clock.wait_until(max(clock.now(), start + waiting[-1].arrival))
             request = waiting.pop()
-            # Prompts that share no prefix.
-            prompt = [len(waiting) % 1000 + 1] * request.prompt
+            prompt = [run + 1, *([len(waiting) % 1000 + 1] * request.prompt)][: request.prompt]
             engine.add(prompt, SamplingParams(max_tokens=request.output, ignore_eos=True))
         engine.step()
     return clock.now() - start
@@ -92,6 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--loads", nargs="+", default=LOADS)
     parser.add_argument("--acceptance", nargs="+", type=float, default=[0.0, 0.6, 0.79], help="of each draft")
+    parser.add_argument("--runs", type=int, default=1, help="of a load on one engine, of which the last one counts")
     parser.add_argument("overrides", nargs="+", help="overrides of the engine, after --")
     args = parser.parse_args(argv)
     try:
@@ -99,12 +102,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             read_load(load)
     except ValueError as error:
         parser.error(str(error))
+    if args.runs < 1:
+        parser.error(f"--runs is {args.runs}; at least one is needed")
     table = Table("load", "no drafts, tokens/s", *(f"at {acceptance:g}" for acceptance in args.acceptance))
     try:
         for load in args.loads:
-            plain = tokens_per_second([one for one in args.overrides if "spec_decode" not in one], load)
+            plain = tokens_per_second([one for one in args.overrides if "spec_decode" not in one], load, args.runs)
             with_drafts = [
-                tokens_per_second([*args.overrides, f"executor.acceptance={acceptance}"], load)
+                tokens_per_second([*args.overrides, f"executor.acceptance={acceptance}"], load, args.runs)
                 for acceptance in args.acceptance
             ]
             table.add_row(load, f"{plain:.0f}", *(f"{each / plain:.3f}" for each in with_drafts))

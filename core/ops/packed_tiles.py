@@ -260,7 +260,7 @@ def _quickest_tile(
     rows, outputs, inputs = shape
     weights = outputs * inputs
     rounded = rounded_tile(*shape, processors)
-    times = {rounded: rounded_microseconds(shape, rounded)}
+    times: dict[MatmulTile | None, float] = {rounded: rounded_microseconds(shape, rounded)}
     times[None] = LIBRARY_LAUNCH + weights * (LIBRARY_WEIGHT + rows * LIBRARY_PRODUCT)
     exact = specialized_tile(*shape, bits, itemsize, processors, shared, group) if hopper and itemsize == 1 else None
     if exact is not None:

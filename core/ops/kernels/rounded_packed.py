@@ -335,7 +335,9 @@ def launch_rounded(
     x_scale_T1: torch.Tensor | None,
     bias_O: torch.Tensor | None,
 ) -> None:
-    """Launch the kernel. Arguments as in core.ops.kernels.packed_matmul."""
+    """Launch the kernel. Arguments as in core.ops.kernels.packed_matmul; raise ValueError without scales."""
+    if packed.rounded_scale is None or x_scale_T1 is None:
+        raise ValueError("a weight that is rounded as it is decoded has a rounded_scale, and x in E4M3 an x_scale")
     tokens, inputs = x_TI.shape
     outputs = len(packed.codes)
     t_tiles, tiles, blocks, programs = tile.launch(tokens, outputs, inputs)
@@ -360,7 +362,7 @@ def launch_rounded(
         counts,
         tokens,
         outputs,
-        0 if x_scale_T1 is None or x_scale_T1.numel() == 1 else x_scale_T1.stride(0),
+        0 if x_scale_T1.numel() == 1 else x_scale_T1.stride(0),
         t_tiles,
         blocks,
         tiles * blocks,

@@ -35,6 +35,23 @@ def test_no_load(draft_loads, load, capsys):
     assert "is no load: REQUESTSxPROMPT/OUTPUT" in capsys.readouterr().err
 
 
+def test_no_run(draft_loads, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        draft_loads.main(["--runs", "0", "--", "+preset=h200_fp8_tp1"])
+    assert "--runs is 0; at least one is needed" in capsys.readouterr().err
+
+
+def test_runs_of_a_load_have_prompts_of_their_own(draft_loads, monkeypatch):
+    prompts, add = [], draft_loads.Engine.add
+    monkeypatch.setattr(
+        draft_loads.Engine, "add", lambda self, prompt, *how: (prompts.append(prompt), add(self, prompt, *how))
+    )
+    overrides = ["+preset=h200_fp8_tp1", "engine.max_len=256"]
+    assert draft_loads.tokens_per_second(overrides, "2x64/4", 3) > 0
+    of_load = [prompt for prompt in prompts if len(prompt) == 64]
+    assert len({tuple(prompt[:2]) for prompt in of_load}) == len(of_load) == 2 * 3
+
+
 def test_drafts_that_are_accepted_gain(draft_loads, capsys):
     overrides = ["+preset=h200_fp8_tp1", "spec_decode=ngram", "engine.max_len=256"]
     assert draft_loads.main(["--loads", "2x64/32", "--acceptance", "0", "0.9", "--", *overrides]) == 0

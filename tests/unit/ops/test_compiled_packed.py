@@ -107,6 +107,13 @@ def test_a_rounded_weight_fits_into_registers_and_shared_memory(fmt, group, scal
     assert pieces >= 4 and used < kernel.metadata.shared <= HOPPER_SHARED < kernel.metadata.shared + 256 * 128
 
 
+def test_a_weight_without_a_scale_of_outputs_is_not_rounded():
+    with compiled_for_hopper(machine_code=False):
+        weight, x = packed_weight(UINT4, 4096, 4096, 128, BF16), cuda(256, 4096, dtype=E4M3)
+        with pytest.raises(ValueError, match="has a rounded_scale"):
+            packed_matmul_triton(x, weight, rounded_base(), None, None, cuda(256, 1, dtype=FP32), BF16)
+
+
 def test_hoppers_kernel_refuses_zeros_beside_words_of_scales():
     """The groups of both are not those of one row."""
     tile = MatmulTile(8, 64, 256, tma=True)
