@@ -47,6 +47,8 @@ class Bucket:
     """Whether drafts would pay if all rows could have them."""
     saved: float = float("inf")
     """Seconds per output token that they would save then."""
+    length: int = 0
+    """Mean length of the rows to which `saved` applies; 0 = none was measured."""
     prepared: bool = False
     """Whether the drafter has followed a prompt for the next trial, which begins with that row."""
     skip: float = 0.0

@@ -55,7 +55,8 @@ HOLD = 8
 BETTER = 1.01
 """Drafts replace none if they should yield this many times the tokens per second."""
 SURELY = 1.5
-"""Prompts are followed if drafts should save so many times what that takes: it delays first tokens in any case."""
+"""Prompts are followed if drafts should save so many times what that takes: it delays first tokens in any case. They
+are followed further while drafts should save as much: among rows that have none, the others' drafts save little."""
 WORSE = 1.015
 """No drafts replace some if they should yield this many times their tokens per second and the drafter cannot catch up:
 the rows have no drafts later either, when fewer of them run and drafts would pay."""
@@ -100,6 +101,8 @@ class Drafting:
         """The same of each plan in flight."""
         self._predicted: dict[tuple[int, ...], float] = {}
         self._cost: CostModel | None = None
+        self._follows = False
+        """Whether drafts should repay what it took to follow the latest prompts."""
         self._prepared: int | None = None
         """Uid of the latest sequence whose prompt the drafter follows for a trial alone."""
 
@@ -154,7 +157,7 @@ class Drafting:
         if saved <= NOTHING and self._following.needed and ranking.possible < rows * self._lookahead:
             # Other rows may have more drafts than those that were left behind or are near their end.
             saved = self._best(bucket, rows, length, self._rank(decoding), cost)[2]
-        bucket.pays, bucket.saved = saved > 0, saved
+        bucket.pays, bucket.saved, bucket.length = saved > 0, saved, length
         if self._catching_up is not None and budget > rows and (self._catching_up.trying or not able_R.all()):
             self._catch_up(self._catching_up, bucket, decoding, length, ranking, cost)
         if bucket.left <= 0 or (bucket.prepared and not level and ranking.possible):
@@ -208,7 +211,7 @@ class Drafting:
             if bucket.level:
                 saved = self._best(bucket, rows, length, self._rank(decoding), cost)[2]  # that of the other rows alone
             # Chunks are lost at once if drafts turn out to be worse, so these must pay with a standard error less, too.
-            saved = min(saved, self._saved_at(rows, length, cost, -1.0))
+            saved = min(saved, self._saved_at(bucket, rows, length, cost, -1.0))
             catching_up.where_it_pays(decoding, saved, cost, proposals=bucket.level > 0)
         if bucket.left <= 0 and not ranking.possible and not catching_up.wanted:
             step = self._seconds(rows, length, 0, 0, cost)
@@ -249,15 +252,23 @@ class Drafting:
         if bucket.level < 0 and self.acceptance.evidence >= FRUITLESS_ROWS:
             # Others have measured the acceptance. Rows left behind by chance never have drafts if it cannot catch up.
             errors = 1.0 if self._catching_up is None else 0.0
-            saved = self._saved_at(rows, max(row.bound for row in prompts), self._cost, errors)
+            saved = self._saved_at(bucket, rows, max(row.bound for row in prompts), self._cost, errors)
         if saved in (0.0, float("inf")) or sequences is None:
             return saved > 0
-        followed = ((row.count, sequences[row.uid]) for row in prompts)
+        followed = [(row.count, sequences[row.uid]) for row in prompts]
+        if bucket.length:
+            # The longer rows are, the more drafts save. These outputs are in the middle of theirs on average.
+            middle = sum((seq.prompt_len + seq.limit) // 2 for _, seq in followed) // len(followed)
+            less = self._saved_at(bucket, rows, bucket.length, self._cost)
+            less -= self._saved_at(bucket, rows, middle, self._cost)
+            saved -= max(less, 0.0)
         shares = (count / seq.prompt_len * (seq.limit - seq.prompt_len) for count, seq in followed)
         worth = saved * sum(shares) / (1.0 if self._catching_up is None else LATER)
-        return worth > SURELY * self._cost.follow_seconds(map(RowWork.of, prompts))
+        follow = self._cost.follow_seconds(map(RowWork.of, prompts))
+        self._follows = worth > (follow if self._follows else SURELY * follow)
+        return self._follows
 
-    def _saved_at(self, rows: int, length: int, cost: CostModel, errors: float) -> float:
+    def _saved_at(self, bucket: Bucket, rows: int, length: int, cost: CostModel, errors: float = 0.0) -> float:
         """Return the seconds that drafts save per token of so many rows, if these accept what others did, or so many
         standard errors more."""
         gain_K = rows * np.cumsum(self.acceptance.expected(errors))
@@ -265,7 +276,8 @@ class Drafting:
         for level in self._levels.of(rows):
             drafts = self._levels.drafts(level, rows)
             gain = np.interp(drafts[0] / rows, np.arange(len(gain_K) + 1), [0.0, *gain_K])
-            each[level] = self._seconds(rows, length, *drafts, cost) / (rows + float(gain))
+            seconds = self._seconds(rows, length, *drafts, cost) * bucket.ratio(level)
+            each[level] = seconds / (rows + float(gain))
         best = min(each.values())
         return each[0] - best if each[0] > BETTER * best else 0.0
 

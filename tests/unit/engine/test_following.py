@@ -218,6 +218,49 @@ def test_prompts_are_not_followed_while_drafts_do_not_pay(resumes: bool) -> None
     assert device.followed == device.prompts > 0
 
 
+class ByLength(ToyCost):
+    """Rows of 1000 tokens and more read so much that drafts are free; those of shorter ones take as long as tokens."""
+
+    def step_seconds(self, rows: Iterable[RowWork]) -> float:
+        rows = list(rows)
+        return sum(row.times * (1.0 if row.bound > 1000 else row.tokens) for row in rows) * 1e-3
+
+    def follow_seconds(self, rows: Iterable[RowWork]) -> float:
+        return 1e-2
+
+
+def follows(drafting: Drafting, output: int) -> bool:
+    """Whether the next prompt is followed, of 700 tokens, if it has so many outputs."""
+    seq = sequence(0)
+    seq.limit = seq.prompt_len + output
+    plan = StepPlan(0, [Row(0, 0, 0, 700, 700, 0, SAMPLE)])
+    drafting.launched(plan, {0: seq})
+    return plan.follows
+
+
+def drafting_that_saves(seconds: float, length: int) -> Drafting:
+    """Of each token of one row, when it had this length."""
+    drafting = Drafting(SchedulerLimits(1 << 16, 4, 9999, K, draft_window=WINDOW, draft_resumes=True))
+    drafting._cost = ByLength()  # type: ignore[assignment]
+    bucket = drafting._buckets[1]
+    bucket.level, bucket.saved, bucket.length, bucket.left = 1, seconds, length, 1e9
+    return drafting
+
+
+def test_prompts_are_followed_further_while_drafts_save_what_that_takes() -> None:
+    """10 ms here. They are first followed if drafts save one and a half times that."""
+    drafting = drafting_that_saves(1e-4, length=701)
+    wanted = [(120, False), (140, False), (160, True), (120, True), (110, True), (90, False), (120, False), (160, True)]
+    assert [follows(drafting, output) for output, _ in wanted] == [one for _, one in wanted]
+
+
+def test_what_drafts_saved_in_long_rows_is_not_expected_of_short_ones() -> None:
+    drafting = drafting_that_saves(2e-4, length=3000)
+    # Its rows have 1300 and 750 tokens in the middle of their outputs.
+    assert follows(drafting, 1200) and not follows(drafting, 100)
+    assert follows(drafting_that_saves(2e-4, length=701), 100)
+
+
 class ByToken(ToyCost):
     """Chunks take 5 us a token, and 1 ms of a pass."""
 
