@@ -239,7 +239,7 @@ def follows(drafting: Drafting, output: int) -> bool:
 
 
 def drafting_that_saves(seconds: float, length: int) -> Drafting:
-    """Of each token of one row, when it had this length."""
+    """With one row, drafts saved so many seconds of each token when it had this length."""
     drafting = Drafting(SchedulerLimits(1 << 16, 4, 9999, K, draft_window=WINDOW, draft_resumes=True))
     drafting._cost = ByLength()  # type: ignore[assignment]
     bucket = drafting._buckets[1]
