@@ -78,9 +78,9 @@ def _stored(config: Mapping[str, Any], **args: Any) -> tuple[str, ...]:
 
 
 # Otherwise vLLM compiles DeepGEMM's kernels for all numbers of rows, and for 51 graphs, which was not done after eight
-# minutes. The workloads have 1, 64 and 256 rows.
-_V3 = (
-    *_stored(_BLOCKS, compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 64, 128, 256]}),
+# minutes. The workloads have 1, 16, 64 and 256 rows.
+_IN_BLOCKS = (
+    *_stored(_BLOCKS, compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 64, 128, 256]}),
     *("--env", "VLLM_DEEP_GEMM_WARMUP=skip"),
 )
 
@@ -137,8 +137,8 @@ _ROUTED = {
         (f"+preset={preset}", f"model={model}", "model.load=dummy", "model.routing=uniform", "engine.max_len=9216"),
     )
     for name, title, preset, model, options in (
-        ("deepseek_v3_rank", "DeepSeek-V3, a rank", "h200_fp8_v3_rank", "deepseek_v3_rank", _V3),
-        ("deepseek_v3_4layers", "DeepSeek-V3, 4 layers", "h200_fp8_v3_rank", "deepseek_v3_4layers", _V3),
+        ("deepseek_v3_rank", "DeepSeek-V3, a rank", "h200_fp8_v3_rank", "deepseek_v3_rank", _IN_BLOCKS),
+        ("deepseek_v3_4layers", "DeepSeek-V3, 4 layers", "h200_fp8_v3_rank", "deepseek_v3_4layers", _IN_BLOCKS),
         ("gpt_oss_120b", "gpt-oss 120B", "h200_gpt_oss_120b", "gpt_oss_120b", _stored(_MXFP4)),
         ("mixtral_8x7b_fp8", "Mixtral 8x7B FP8", "h200_fp8_moe_tp1", "mixtral_8x7b", _vllm(**_FP8)),
         ("qwen3_30b_a3b_bf16", "Qwen3-30B-A3B bf16", "h200_bf16_tp1", "qwen3_30b_a3b", _vllm()),
@@ -181,7 +181,7 @@ _DRAFTED = {
 
 
 def _codes(inputs: Mapping[str, Any] | None, form: str = "pack-quantized", **weights: Any) -> tuple[str, ...]:
-    """vLLM's options for weights of 4 bits as compressed-tensors stores them, with a plain head."""
+    """vLLM's options for weights as compressed-tensors stores them, of 4 bits by default, with a plain head."""
     group = {
         "targets": ["Linear"],
         "weights": {"num_bits": 4, "symmetric": True, **weights},
@@ -200,14 +200,18 @@ def _codes(inputs: Mapping[str, Any] | None, form: str = "pack-quantized", **wei
 
 _INT4: dict[str, Any] = {"type": "int", "strategy": "group", "group_size": 128, "dynamic": False}
 _NVFP4: dict[str, Any] = {"type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": False}
+_INT8: dict[str, Any] = {"type": "int", "num_bits": 8, "strategy": "channel", "dynamic": False}
+_INT8_TOKENS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
 _E4M3_TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
-_PACKED_FORMATS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+_STORED_FORMATS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "w4a16": ("W4A16", _codes(None, **_INT4), ("+preset=h200_int4_tp1",)),
     "w4a8": ("W4A8", _codes(_E4M3_TOKENS, **_INT4), ("+preset=h200_w4a8_tp1",)),
     "nvfp4": ("NVFP4", _codes(None, "nvfp4-pack-quantized", **_NVFP4), ("+preset=h200_fp8_tp1", "quant=fp4")),
+    "int8": ("INT8", _codes(_INT8_TOKENS, "int-quantized", **_INT8), ("+preset=h200_fp8_tp1", "quant=int8")),
+    "fp8_block": ("FP8 in blocks", _IN_BLOCKS, ("+preset=h200_fp8_tp1", "quant=fp8_block")),
 }
 """Name -> title, options of vLLM, overrides of Dovetail."""
-_PACKED = {
+_QUANTIZED = {
     f"{name}_{form}": Run(
         f"{name}_{form}",
         f"{title} {form_title}",
@@ -215,10 +219,10 @@ _PACKED = {
         (*preset, f"model={model}", "engine.max_len=9216"),
     )
     for name, title, model in (("70b", "70B", "llama3_70b"), ("8b", "8B", "llama3_8b"))
-    for form, (form_title, options, preset) in _PACKED_FORMATS.items()
+    for form, (form_title, options, preset) in _STORED_FORMATS.items()
 }
 
-RUNS: dict[str, Run] = _LLAMA3 | _ROUTED | _PACKED | _DENSE | _DRAFTED
+RUNS: dict[str, Run] = _LLAMA3 | _ROUTED | _QUANTIZED | _DENSE | _DRAFTED
 """The longest first."""
 README = ("8b_bf16", "8b_fp8", "70b_fp8")
 MODELS = tuple(dict.fromkeys((*README, *(run.model for run in RUNS.values()))))

@@ -3,11 +3,11 @@
 The tensor core adds up all products of a tile of 256 tokens in its own accumulators, half of a thread's registers, so
 none are left for sums of groups. Each weight is therefore scaled and rounded to E4M3 as it is decoded, with one scale
 for each output (`PackedWeight.rounded_scale`), as the library's matmul gets it; but nothing is written to memory, and a
-weight is decoded once for 256 tokens.
+weight is decoded once for 256 tokens. CUTLASS's W4A8 matmul likewise multiplies by scales of groups before it rounds.
 
-A producer warp keeps two rings in shared memory filled, one of codes with their scales and one of pieces of x, which
-are eight times as large. Two warp groups have 64 outputs each: one decodes while the other multiplies. The work is
-divided as in matmul.py (Stream-K).
+A producer warp keeps two rings in shared memory filled, one of codes with their scales and one of pieces of x, of which
+a block has four times as many bytes. Two warp groups have 64 outputs each: one decodes while the other multiplies. The
+work is divided as in matmul.py (Stream-K, Osama et al. 2023); sums of several programs are joined by packed_end.
 
 Shapes: T tokens, I inputs of a strip, O outputs of a warp group.
 """
