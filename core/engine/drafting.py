@@ -256,9 +256,9 @@ class Drafting:
         if saved in (0.0, float("inf")) or sequences is None:
             return saved > 0
         followed = [(row.count, sequences[row.uid]) for row in prompts]
-        if bucket.length:
-            # The longer rows are, the more drafts save. These outputs are in the middle of theirs on average.
-            middle = sum((seq.prompt_len + seq.limit) // 2 for _, seq in followed) // len(followed)
+        # The longer rows are, the more drafts save. These rows are in the middle of their outputs on average.
+        middle = sum((seq.prompt_len + seq.limit) // 2 for _, seq in followed) // len(followed)
+        if bucket.length > middle:
             less = self._saved_at(bucket, rows, bucket.length, self._cost)
             less -= self._saved_at(bucket, rows, middle, self._cost)
             saved -= max(less, 0.0)

@@ -80,10 +80,10 @@ def reduce_split(acc, tile, done, cut, part_ptr, count_ptr, GROUP_O: gl.constexp
 @gluon.jit
 def join_parts(acc, tile, done, begins, cut, part_ptr, count_ptr, GROUP_O: gl.constexpr, BLOCK_T: gl.constexpr,
                GROUPS: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
-    """As reduce_split, for sums that take half of a thread's registers: they are written and read as seldom as can be.
-    A program that `begins` the tile and finds all other sums written adds these to its own, which it does not write.
-    The order of additions is that of the parts, whichever program arrives last. `cut`: as in reduce_split, with the
-    number of parts of a tile; 0 = equal ranges of all units."""
+    """Return what reduce_split does, for sums that take half of a thread's registers, so that writing and reading them
+    takes long. A program that `begins` the tile and finds all other sums written adds these to its own, which it does
+    not write. The order of additions is that of the parts, whichever program arrives last. `cut`: units, blocks of a
+    tile, and its number of parts; 0 = equal ranges of all units."""
     units, blocks, parts = cut
     programs, mine = gl.num_programs(0), gl.program_id(0)
     start = tile * blocks

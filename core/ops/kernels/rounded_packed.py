@@ -75,7 +75,8 @@ def _ratios(scales, row_O, inverse_O):
 
 @gluon.jit
 def _write(acc, x_scale_T, row_o, row_t, epilogue, tokens, outputs, GROUP_O: gl.constexpr, BLOCK_T: gl.constexpr):
-    """As packed_end.write. Each thread has loaded two scales of x, not those of all its tokens."""
+    """Multiply by the scales of x and write a tile. A thread loads two of these scales, where packed_end.write would
+    load those of all its tokens, for which registers are lacking."""
     x_scale_T = gl.convert_layout(x_scale_T, gl.SliceLayout(0, acc.type.layout))
     write(acc * x_scale_T[None, :], row_o, row_t, epilogue, tokens, outputs, GROUP_O, BLOCK_T)
 

@@ -19,7 +19,7 @@ IN_RING = Path(__file__).with_name("h200_packed_ring.timings.jsonl")
 """From a search on an H200 with that kernel: two shapes of 70B in W4A8, five tiles each."""
 ROUNDED = Path(__file__).with_name("h200_rounded.timings.jsonl")
 """Matmuls of many rows with a weight in W4A8 on an H200: ways to distribute rounded_packed's tiles, the library's
-matmul of a rounded weight, and specialized_packed, which multiplies the weight as it is."""
+matmul of a rounded weight, and specialized_packed, which multiplies the weight as it is (on another H200)."""
 CLOSE = 1.13
 """Tiles of 32 rows and 576 outputs are that far behind."""
 
