@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 
+import numpy as np
 import pytest
 
 from dovetail.core.engine.drafting import Drafting
@@ -229,11 +230,11 @@ class ByLength(ToyCost):
         return 1e-2
 
 
-def follows(drafting: Drafting, output: int) -> bool:
-    """Whether the next prompt is followed, of 700 tokens, if it has so many outputs."""
+def follows(drafting: Drafting, output: int, prompt: int = 700) -> bool:
+    """Whether the next prompt of so many tokens is followed, if it has so many outputs."""
     seq = sequence(0)
-    seq.limit = seq.prompt_len + output
-    plan = StepPlan(0, [Row(0, 0, 0, 700, 700, 0, SAMPLE)])
+    seq.prompt_len, seq.limit = prompt, prompt + output
+    plan = StepPlan(0, [Row(0, 0, 0, prompt, prompt, 0, SAMPLE)])
     drafting.launched(plan, {0: seq})
     return plan.follows
 
@@ -259,6 +260,20 @@ def test_what_drafts_saved_in_long_rows_is_not_expected_of_short_ones() -> None:
     # Its rows have 1300 and 750 tokens in the middle of their outputs.
     assert follows(drafting, 1200) and not follows(drafting, 100)
     assert follows(drafting_that_saves(2e-4, length=701), 100)
+
+
+@pytest.mark.parametrize(("slowdown", "wanted"), [(1.0, True), (9.0, False)])
+def test_prompts_are_weighed_by_measured_times(slowdown: float, wanted: bool) -> None:
+    """No number of drafts was chosen yet for so few rows. All drafts are accepted, and free by prediction."""
+    drafting, slots = drafting_that_saves(0.0, length=0), np.arange(4)
+    for _ in range(4):
+        drafting.acceptance.update(slots, slots, np.full(4, K), np.full(4, K))
+    bucket = drafting._buckets[1]
+    bucket.level = -1
+    for level in drafting._levels.of(1):
+        for _ in range(2):
+            bucket.times[level].add(slowdown if level else 1.0)
+    assert follows(drafting, 1200, prompt=2000) is wanted
 
 
 class ByToken(ToyCost):

@@ -129,6 +129,17 @@ def test_installed_choices_apply():
         assert choose_packed(3, key, *facts) == packed_tile(3, 4096, 4096, 4, 2, *facts[1:])
 
 
+def test_the_rule_for_many_rows_picks_the_quickest_way():
+    """A tile of 256 tokens for some hundreds of rows, unless the matrix is small, and the library for thousands."""
+
+    def ruled(rows, outputs, inputs):
+        return ruled_tile(rows, outputs, inputs, 4, 1, 132, 227 << 10, 128, True, True, True)
+
+    assert ruled(256, 57344, 8192) == rounded_tile(256, 57344, 8192, 132)
+    assert ruled(256, 4096, 4096) == specialized_tile(256, 4096, 4096, 4, 1, 132, 227 << 10, 128)
+    assert ruled(8192, 57344, 8192) is None
+
+
 def test_entries_apply_to_a_weight_that_is_rounded_or_to_one_that_is_not():
     """Both have the same key."""
     key, shape = packed_key("uint4", 4, 128, 8192, 8192, 1), (8192, 8192)
