@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from dovetail.core.compose.config import Config
+
+if TYPE_CHECKING:
+    from dovetail.core.interfaces import ModelSpec
+
+LEAST_GRAPH_TOKENS, MOST_GRAPH_TOKENS = 2048, 4096
+"""Range of `graph_tokens` if it is null. The fewest are a step that any model launches faster as a graph."""
+TILE = 256
+"""Tokens of the largest tiles of matmuls."""
+LAUNCH_WORK = 2e12
+"""Operations of a layer's matmuls that a GPU computes while a host launches the layer without a graph: 1.0 to 1.8 ms,
+as measured beside an H200, at its rate in FP8."""
 
 
 class EngineConfig(Config):
@@ -63,8 +74,9 @@ class EngineConfig(Config):
     (`tune.export` of `app=tune` writes one); null: none."""
     cuda_graphs: bool = True
     """Replay steps as CUDA graphs if device, attention and ranks support them; start-up reports if they do not."""
-    graph_tokens: int = Field(2048, ge=0)
-    """Tokens in the largest step with prompt tokens that gets a CUDA graph; 0: only decode steps have graphs."""
+    graph_tokens: int | None = Field(None, ge=0)
+    """Tokens in the largest step with prompt tokens that gets a CUDA graph; 0: only decode steps have graphs; null:
+    2048 to 4096, the more the smaller a layer is, since larger steps take longer than their launches."""
     overlap_tokens: int = Field(0, ge=0)
     """Minimum number of tokens for which a step without a graph runs as two half-batches, so that collectives of one
     overlap with matmuls of the other; 0: never."""
@@ -89,3 +101,18 @@ class EngineConfig(Config):
     def lanes(self) -> int:
         """Number of replicas that share routed experts; 1 = each replica has all experts."""
         return self.dp if (self.ep or 1) > self.tp else 1
+
+    def most_graph_tokens(self, spec: ModelSpec) -> int:
+        """Return `graph_tokens` for a model, at most `token_budget`."""
+        most = self.graph_tokens
+        if most is None:
+            most, weights = LEAST_GRAPH_TOKENS, spec.parameters
+            # Graphs attend to latents without expanding them, which takes longer with many tokens.
+            if weights is not None and spec.mla is None:
+                of_layer = (weights.attention + weights.mlp + weights.active_experts) / spec.layers / self.tp
+                found = int(LAUNCH_WORK / max(1.0, 2 * of_layer)) // TILE * TILE
+                most = min(MOST_GRAPH_TOKENS, max(LEAST_GRAPH_TOKENS, found))
+            if self.overlap_tokens:
+                # Steps of two half-batches have no graph.
+                most = min(most, max(LEAST_GRAPH_TOKENS, self.overlap_tokens))
+        return min(most, self.token_budget)

@@ -164,7 +164,7 @@ def tunables_without_weights(composition: Composition, device: torch.device, siz
     numbers of rows; none = those of the engine's graphs."""
     engine = composition.engine
     model = model_without_weights(composition, build_quantizer(composition), device, 0, engine.tp)
-    graph_tokens = min(engine.graph_tokens, engine.token_budget)
+    graph_tokens = engine.most_graph_tokens(model.build.spec)
     drafter = composition.build("spec_decode")
     # Layers that a drafter builds to compare its files with register their operations beside the model's.
     drafter.check_files(target_view(composition, model))

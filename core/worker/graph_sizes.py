@@ -67,10 +67,11 @@ def batch_sizes(most: int) -> list[int]:
 
 
 def token_sizes(most: int) -> list[int]:
-    """Token counts of mixed steps with a graph: multiples of matmul tiles, but for small, weight-bound steps."""
+    """Token counts of mixed steps with a graph: multiples of matmul tiles, but for small, weight-bound steps. Above
+    1024 tokens, at most an eighth is padding."""
     sizes = [16, 32, 64]
     while sizes[-1] < most:
-        sizes.append(sizes[-1] + (64 if sizes[-1] < 512 else 128))
+        sizes.append(sizes[-1] + (64 if sizes[-1] < 512 else 128 if sizes[-1] < 2048 else 256))
     return [*(size for size in sizes if size < most), most] if most else []
 
 

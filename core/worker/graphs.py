@@ -103,9 +103,10 @@ class Recorder:
         self._graphs.clear()
 
 
-MOST_PAIRS = 1 << 24
+MOST_PAIRS = 3 << 22
 """Limit for a step that runs as a graph: tokens of chunks times the keys of their rows. Larger steps take longer than
-their launches, and attention, much of their time, is faster with exact lengths."""
+their launches, and attention, much of their time, is faster with exact lengths: a prompt of 4096 tokens of an 8B model
+in FP8 took 65 ms as a graph and 60 without on an H200."""
 
 
 @dataclass(slots=True)

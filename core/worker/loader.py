@@ -244,7 +244,7 @@ def _build_parts(
         balancer=balancer,
         drafts_together=drafts_together,
         overlapped=overlapped,
-        graph_tokens=_graph_tokens(composition, device),
+        graph_tokens=_graph_tokens(composition, spec, device),
         slides=getattr(kv_cache.target(), "slides", True),
     )
 
@@ -268,11 +268,10 @@ def _build_adapters(composition: Composition, device: torch.device, dtype: torch
     return adapters if adapters.slots else None
 
 
-def _graph_tokens(composition: Composition, device: torch.device) -> int:
+def _graph_tokens(composition: Composition, spec: ModelSpec, device: torch.device) -> int:
     """Return the tokens of the largest mixed step that gets a graph; 0 = the backend can capture decode steps only."""
     provides = composition.part("attention").capabilities(detect_host(device.type)).provides
-    engine = composition.engine
-    return min(engine.graph_tokens, engine.token_budget) if provides.get("graphs") == "mixed" else 0
+    return composition.engine.most_graph_tokens(spec) if provides.get("graphs") == "mixed" else 0
 
 
 def _tune(composition: Composition, parts: RankParts, progress: Progress) -> str:

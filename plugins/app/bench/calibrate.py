@@ -103,7 +103,8 @@ class Calibrator:
         engine = self._composition.engine
         if device == "cpu":
             return fit_launches(steps, engine.token_budget, least_squares())
-        return fit_launches(steps, engine.graph_tokens, least_squares()) if engine.cuda_graphs else None
+        most = engine.most_graph_tokens(self._cost.spec)
+        return fit_launches(steps, most, least_squares()) if engine.cuda_graphs else None
 
     def _recordings(self) -> Iterator[Recording]:
         replicas, path = self._composition.engine.dp, self._record

@@ -49,12 +49,32 @@ def test_few_rows_are_padding(most: int) -> None:
 
 def test_padding_tokens_fill_no_additional_tile() -> None:
     assert token_sizes(0) == [] and token_sizes(100) == [16, 32, 64, 100]
-    sizes = token_sizes(2048)
-    assert sizes == sorted(set(sizes)) and sizes[-1] == 2048
-    for tokens in range(1, 2049):
+    sizes = token_sizes(4096)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == 4096
+    for tokens in range(1, 4097):
         size = next(size for size in sizes if size >= tokens)
-        tile = 128 if tokens > 512 else 64
+        tile = 256 if tokens > 2048 else 128 if tokens > 512 else 64
         assert -(-size // tile) == -(-tokens // tile), (tokens, size)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "most"),
+    [
+        ("+preset=h200_fp8_tp1 model=llama32_1b", 4096),
+        ("+preset=h200_fp8_tp1 model=llama2_13b", 3072),
+        ("+preset=h200_fp8_tp1 model=llama3_70b", 2048),
+        ("+preset=h200_fp8_moe_tp1 model=qwen3_30b_a3b", 4096),
+        ("+preset=h200_fp8_v3_rank", 2048),
+        ("+preset=h200_fp8_tp4 engine.overlap_tokens=3000", 3000),
+        ("+preset=h200_fp8_tp1 model=llama32_1b engine.token_budget=512", 512),
+        ("+preset=h200_fp8_tp1 model=llama3_70b engine.graph_tokens=8000", 8000),
+        ("+preset=h200_fp8_tp1 engine.graph_tokens=0", 0),
+    ],
+)
+def test_steps_that_launch_longer_than_they_run_are_graphs(overrides: str, most: int) -> None:
+    composition = compose(overrides.split())
+    part = composition.part("model")
+    assert composition.engine.most_graph_tokens(part.facts() or part.target().spec(part.config)) == most
 
 
 @pytest.mark.parametrize("few", [False, True])
