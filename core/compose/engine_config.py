@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from dovetail.core.compose.config import Config
-
-if TYPE_CHECKING:
-    from dovetail.core.interfaces import ModelSpec
-
-LEAST_GRAPH_TOKENS, MOST_GRAPH_TOKENS = 2048, 4096
-"""Range of `graph_tokens` if it is null. The fewest are a step that any model launches faster as a graph."""
-TILE = 256
-"""Tokens of the largest tiles of matmuls."""
-LAUNCH_WORK = 2e12
-"""Operations of a layer's matmuls that a GPU computes while a host launches the layer without a graph: 1.0 to 1.8 ms,
-as measured beside an H200, at its rate in FP8."""
 
 
 class EngineConfig(Config):
@@ -101,18 +90,3 @@ class EngineConfig(Config):
     def lanes(self) -> int:
         """Number of replicas that share routed experts; 1 = each replica has all experts."""
         return self.dp if (self.ep or 1) > self.tp else 1
-
-    def most_graph_tokens(self, spec: ModelSpec) -> int:
-        """Return `graph_tokens` for a model, at most `token_budget`."""
-        most = self.graph_tokens
-        if most is None:
-            most, weights = LEAST_GRAPH_TOKENS, spec.parameters
-            # Graphs attend to latents without expanding them, which takes longer with many tokens.
-            if weights is not None and spec.mla is None:
-                of_layer = (weights.attention + weights.mlp + weights.active_experts) / spec.layers / self.tp
-                found = int(LAUNCH_WORK / max(1.0, 2 * of_layer)) // TILE * TILE
-                most = min(MOST_GRAPH_TOKENS, max(LEAST_GRAPH_TOKENS, found))
-            if self.overlap_tokens:
-                # Steps of two half-batches have no graph.
-                most = min(most, max(LEAST_GRAPH_TOKENS, self.overlap_tokens))
-        return min(most, self.token_budget)

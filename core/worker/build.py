@@ -30,7 +30,7 @@ from dovetail.core.tuning.startup import MOST_ROWS
 from dovetail.core.worker.drafts import makes_fewer
 from dovetail.core.worker.dtypes import resolve_dtype, resolve_kv_dtype
 from dovetail.core.worker.fill import read_headers
-from dovetail.core.worker.graph_sizes import graph_sizes
+from dovetail.core.worker.graph_sizes import graph_sizes, most_graph_tokens
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -164,7 +164,7 @@ def tunables_without_weights(composition: Composition, device: torch.device, siz
     numbers of rows; none = those of the engine's graphs."""
     engine = composition.engine
     model = model_without_weights(composition, build_quantizer(composition), device, 0, engine.tp)
-    graph_tokens = engine.most_graph_tokens(model.build.spec)
+    graph_tokens = most_graph_tokens(engine, model.build.spec)
     drafter = composition.build("spec_decode")
     # Layers that a drafter builds to compare its files with register their operations beside the model's.
     drafter.check_files(target_view(composition, model))

@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from dovetail.core.worker.row_sections import GraphSections
+
+if TYPE_CHECKING:
+    from dovetail.core.compose import EngineConfig
+    from dovetail.core.interfaces import ModelSpec
+
+LEAST_TOKENS, MOST_TOKENS = 2048, 4096
+"""Range of `engine.graph_tokens` if it is null. Steps of the fewest take any model longer to launch than as a graph."""
+TILE = 256
+"""Tokens of the largest tiles of matmuls."""
+LAUNCH_WORK = 2e12
+"""Operations of a layer's matmuls that a GPU computes while a host launches the layer without a graph: 1.0 to 1.8 ms,
+as measured beside an H200, at its rate in FP8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +67,22 @@ class DrawSize(NamedTuple):
     rows: int
     tokens: int = 0
     """Positions of all rows together; 0 = each row has W."""
+
+
+def most_graph_tokens(engine: EngineConfig, spec: ModelSpec) -> int:
+    """Return the tokens of the largest step with prompt tokens that gets a graph, at most the token budget."""
+    most = engine.graph_tokens
+    if most is None:
+        most, weights = LEAST_TOKENS, spec.parameters
+        # Graphs attend to latents without expanding them, which takes longer with many tokens.
+        if weights is not None and spec.mla is None:
+            of_layer = (weights.attention + weights.mlp + weights.active_experts) / spec.layers / engine.tp
+            found = int(LAUNCH_WORK / max(1.0, 2 * of_layer)) // TILE * TILE
+            most = min(MOST_TOKENS, max(LEAST_TOKENS, found))
+        if engine.overlap_tokens:
+            # Steps of two half-batches have no graph.
+            most = min(most, max(LEAST_TOKENS, engine.overlap_tokens))
+    return min(most, engine.token_budget)
 
 
 def batch_sizes(most: int) -> list[int]:

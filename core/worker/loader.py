@@ -39,6 +39,7 @@ from dovetail.core.worker.connection import Connection
 from dovetail.core.worker.dtypes import resolve_device, resolve_dtype
 from dovetail.core.worker.expert_moves import ExpertBalancer
 from dovetail.core.worker.fill import fill
+from dovetail.core.worker.graph_sizes import most_graph_tokens
 from dovetail.core.worker.graph_support import reason_against_graphs
 from dovetail.core.worker.graphs import Recorder, StepGraphs
 from dovetail.core.worker.rank_parts import RankParts
@@ -271,7 +272,7 @@ def _build_adapters(composition: Composition, device: torch.device, dtype: torch
 def _graph_tokens(composition: Composition, spec: ModelSpec, device: torch.device) -> int:
     """Return the tokens of the largest mixed step that gets a graph; 0 = the backend can capture decode steps only."""
     provides = composition.part("attention").capabilities(detect_host(device.type)).provides
-    return composition.engine.most_graph_tokens(spec) if provides.get("graphs") == "mixed" else 0
+    return most_graph_tokens(composition.engine, spec) if provides.get("graphs") == "mixed" else 0
 
 
 def _tune(composition: Composition, parts: RankParts, progress: Progress) -> str:

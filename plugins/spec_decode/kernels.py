@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dovetail.core.arithmetic import power_of_2
 from dovetail.plugins.spec_decode.corpus import Corpus
 
 BLOCK = 1024
@@ -135,7 +136,7 @@ def look_up_triton(
         LEAD=0 if corpus is None else corpus.lead,
         RING=0 if corpus is None else len(corpus.ring_N),
         BLOCK=BLOCK,
-        DRAFTS=triton.next_power_of_2(k),
+        DRAFTS=power_of_2(k),
         # Three texts take more values than threads of four warps have registers for.
         num_warps=4 if corpus is None else 8,
     )

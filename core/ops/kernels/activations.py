@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.interfaces.activation import PLAIN, ActFormat, Bundle
 from dovetail.core.ops.formats import plan_emit
 from dovetail.core.ops.kernels.formats import EncodeTarget, collect, encode_row, warps
@@ -82,7 +83,7 @@ def gelu_triton(x_TF: torch.Tensor, tanh: bool = False, emit: tuple[ActFormat, .
     target = EncodeTarget.allocate(plan.fused, tokens, columns, x_TF.dtype, x_TF.device)
     if tokens:
         block = target.block()
-        grid = (tokens, triton.cdiv(target.width, block))
+        grid = (tokens, ceil_div(target.width, block))
         arguments = target.arguments(block)
         _gelu[grid](
             x_TF, plain, columns, **arguments, TANH=tanh, BLOCK=block, num_warps=warps(block), **dependent(x_TF)

@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from dovetail.core.arithmetic import ceil_div, power_of_2
+
 _BLOCK = 4096
 
 
@@ -23,7 +25,7 @@ def _apply_bitmask(logits_ptr, bits_ptr, rows_ptr, V, logits_stride, bits_stride
 
 def apply_bitmask_triton(logits_NV: torch.Tensor, bits_MW: torch.Tensor, rows_M: torch.Tensor) -> None:
     vocab = logits_NV.shape[1]
-    block = min(_BLOCK, triton.next_power_of_2(vocab))
-    grid = (len(rows_M), triton.cdiv(vocab, block))
+    block = min(_BLOCK, power_of_2(vocab))
+    grid = (len(rows_M), ceil_div(vocab, block))
     strides = logits_NV.stride(0), bits_MW.stride(0)
     _apply_bitmask[grid](logits_NV, bits_MW, rows_M, vocab, *strides, BLOCK=block, num_warps=8)

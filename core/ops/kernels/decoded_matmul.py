@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dovetail.core.arithmetic import ceil_div, power_of_2
 from dovetail.core.ops.kernels.launch import announce, dependent, wait
 from dovetail.core.ops.kernels.matmul import _reduce_split, _write
 from dovetail.core.ops.tiles import MatmulTile
@@ -156,8 +157,8 @@ def dequantize_triton(
     """Return the scaled weight in `dtype`."""
     outputs, inputs = codes_OI.shape
     out_OI = torch.empty(outputs, inputs, dtype=dtype, device=codes_OI.device)
-    block = min(4096, triton.next_power_of_2(inputs))
-    _dequantize[(outputs, triton.cdiv(inputs, block))](
+    block = min(4096, power_of_2(inputs))
+    _dequantize[(outputs, ceil_div(inputs, block))](
         codes_OI, weight_scale_O, out_OI, inputs, BLOCK=block, DECODE=decode, num_warps=4, **dependent(codes_OI)
     )
     return out_OI

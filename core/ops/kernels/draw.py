@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda.libdevice import fast_log2f
 
+from dovetail.core.arithmetic import ceil_div, power_of_2
 from dovetail.core.ops.matmul import device_facts
 from dovetail.core.ops.random import Purpose
 from dovetail.core.ops.sampling_programs import DRAW, PART_COLUMNS, chosen_programs, parts_of
@@ -33,7 +34,7 @@ def gather_params_triton(slots_N: torch.Tensor, *columns: torch.Tensor) -> list[
     rows = len(slots_N)
     found = [column.new_empty(rows) for column in columns]
     if rows:
-        _gather_params[(triton.cdiv(rows, 128),)](slots_N.contiguous(), *columns, *found, rows, BLOCK=128, num_warps=4)
+        _gather_params[(ceil_div(rows, 128),)](slots_N.contiguous(), *columns, *found, rows, BLOCK=128, num_warps=4)
     return found
 
 
@@ -197,10 +198,10 @@ def best_triton(
     out_N = torch.empty(rows, dtype=torch.int64, device=logits_NV.device)
     if not rows:
         return best_N, out_N
-    most = triton.cdiv(vocab, VOCAB_BLOCK)
+    most = ceil_div(vocab, VOCAB_BLOCK)
     parts = split_rows(DRAW, logits_NV, most)
-    part_columns = triton.cdiv(triton.cdiv(vocab, parts), VOCAB_BLOCK) * VOCAB_BLOCK
-    parts = triton.cdiv(vocab, part_columns)
+    part_columns = ceil_div(ceil_div(vocab, parts), VOCAB_BLOCK) * VOCAB_BLOCK
+    parts = ceil_div(vocab, part_columns)
     value = torch.empty(rows, parts, device=logits_NV.device)
     index = torch.empty(rows, parts, dtype=torch.int32, device=logits_NV.device)
     _draw_parts[rows, parts](
@@ -221,5 +222,5 @@ def best_triton(
         BLOCK=VOCAB_BLOCK,
         num_warps=4,
     )
-    _draw_join[(rows,)](value, index, drawn_N, best_N, out_N, parts, BLOCK=triton.next_power_of_2(most), num_warps=1)
+    _draw_join[(rows,)](value, index, drawn_N, best_N, out_N, parts, BLOCK=power_of_2(most), num_warps=1)
     return best_N, out_N

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.ops.kernels.launch import announce, dependent, wait
 
 BLOCK = 256
@@ -57,7 +58,7 @@ def locate_copies_triton(
     experts_TK = experts_TK.contiguous()
     ranks_TK, slots_TK = torch.empty_like(experts_TK), torch.empty_like(experts_TK)
     if pairs := experts_TK.numel():
-        _locate_copies[(triton.cdiv(pairs, BLOCK),)](
+        _locate_copies[(ceil_div(pairs, BLOCK),)](
             experts_TK,
             rank_EM,
             slot_EM,
@@ -77,5 +78,5 @@ def locate_copies_triton(
 def count_experts_triton(experts_TK: torch.Tensor, loads_E: torch.Tensor) -> None:
     experts_TK = experts_TK.contiguous()
     if pairs := experts_TK.numel():
-        grid = (triton.cdiv(pairs, BLOCK),)
+        grid = (ceil_div(pairs, BLOCK),)
         _count_experts[grid](experts_TK, loads_E, pairs, BLOCK=BLOCK, **dependent(experts_TK))

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dovetail.core.arithmetic import ceil_div, power_of_2
 from dovetail.core.interfaces.expert import Routing
 from dovetail.core.ops.expert_tiles import LEAST_ROWS, ExpertTile, direct, most_tiles, rows_of_tile
 from dovetail.core.ops.kernels.launch import announce, dependent, wait
@@ -154,8 +155,8 @@ def gather_rows(
     at each place of an expert's rows."""
     count, columns = pairs.routing.experts_TK.numel(), x_TC.shape[1]
     out_PC = torch.empty(count + pairs.rows, columns, dtype=dtype, device=x_TC.device)
-    block = min(4096, triton.next_power_of_2(columns))
-    _gather_rows[(count, triton.cdiv(columns, block))](
+    block = min(4096, power_of_2(columns))
+    _gather_rows[(count, ceil_div(columns, block))](
         x_TC.contiguous(),
         pairs.routing.experts_TK,
         pairs.order_P,
@@ -181,8 +182,8 @@ def sum_pairs(y_PC: torch.Tensor, routing: Routing) -> torch.Tensor:
     """Return the sum of each token's rows."""
     (tokens, active), hidden = routing.experts_TK.shape, y_PC.shape[1]
     out_TC = torch.empty(tokens, hidden, dtype=y_PC.dtype, device=y_PC.device)
-    block = min(1024, triton.next_power_of_2(hidden))
-    _sum_pairs[(tokens, triton.cdiv(hidden, block))](
+    block = min(1024, power_of_2(hidden))
+    _sum_pairs[(tokens, ceil_div(hidden, block))](
         y_PC,
         routing.experts_TK,
         out_TC,
@@ -214,7 +215,7 @@ def order_of(tokens: int, active: int, experts: int, rows: int | None = None) ->
     if rows is None and direct(tokens, active, experts):
         return Order(LEAST_ROWS, pairs, 0, False)
     rows = rows or rows_of_tile(pairs, experts)
-    block = max(128, min(MOST_BLOCK, triton.next_power_of_2(pairs)))
+    block = max(128, min(MOST_BLOCK, power_of_2(pairs)))
     return Order(rows, most_tiles(pairs, experts, rows), block, pairs > block)
 
 
@@ -226,7 +227,7 @@ def sort_pairs(routing: Routing, experts: int, rows: int | None) -> Sorted:
         return Sorted(routing, None, None, order.rows, order.tiles)
     order_P = torch.empty(pairs, dtype=torch.int32, device=device)
     tiles_M3 = torch.empty(order.tiles + 1, 3, dtype=torch.int32, device=device)
-    bins, blocks = triton.next_power_of_2(experts + 1), triton.cdiv(pairs, order.block)
+    bins, blocks = power_of_2(experts + 1), ceil_div(pairs, order.block)
     warps = max(1, min(8, order.block // 256))
     counts = None
     if order.counts:

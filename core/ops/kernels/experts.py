@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.interfaces.activation import ActFormat, Activation
 from dovetail.core.interfaces.expert import ExpertBias, GatedActivation, Routing
 from dovetail.core.ops.choices import Choices, installed
@@ -301,7 +302,7 @@ def _multiply_pairs(
     outputs, inputs = out.shape[1], weight_EOI.shape[2]
     precise = weight_EOI.dtype is torch.float8_e4m3fn and (tile.rows < MOST_ROWS or not fast_accum)
     limit = activation.limit if activation is not None else None
-    _expert_matmul[(pairs.tiles * triton.cdiv(outputs, tile.outputs),)](
+    _expert_matmul[(pairs.tiles * ceil_div(outputs, tile.outputs),)](
         x.values.contiguous(),
         x.scale,
         0 if x.scale is None or x.scale.numel() == 1 else x.scale.stride(0),

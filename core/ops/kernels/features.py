@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from dovetail.core.arithmetic import ceil_div, power_of_2
+
 
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr", "row_start_ptr", "kv_len_ptr"])
 def _keep_features(
@@ -48,8 +50,8 @@ def keep_features_triton(
     first = 0
     for part_TC in parts_TC:
         channels = part_TC.shape[1]
-        block = min(2048, triton.next_power_of_2(channels))
-        _keep_features[len(slots_B), width, triton.cdiv(channels, block)](
+        block = min(2048, power_of_2(channels))
+        _keep_features[len(slots_B), width, ceil_div(channels, block)](
             part_TC,
             part_TC.stride(0),
             slots_B,

@@ -18,8 +18,8 @@ Shapes: N rows, V vocabulary, P parts of it, G groups, B = PIVOTS bounds.
 from __future__ import annotations
 
 import torch
-import triton
 
+from dovetail.core.arithmetic import ceil_div, power_of_2
 from dovetail.core.ops.kernels.draw import best_triton, has_fast_logarithm, split_rows
 from dovetail.core.ops.kernels.filter_passes import choose_pivots, gather, measure, summarize
 from dovetail.core.ops.kernels.filter_search import finish
@@ -83,10 +83,10 @@ def _search(
     if not rows:
         return least_N, drawn_N
     filters = [filter_N.contiguous() for filter_N in filters]
-    most = triton.cdiv(vocab, PART_COLUMNS)
+    most = ceil_div(vocab, PART_COLUMNS)
     parts = split_rows(FILTER, logits_NV, most)
-    part_columns = triton.cdiv(triton.cdiv(vocab, parts), BLOCK) * BLOCK
-    parts = triton.cdiv(vocab, part_columns)
+    part_columns = ceil_div(ceil_div(vocab, parts), BLOCK) * BLOCK
+    parts = ceil_div(vocab, part_columns)
     groups = parts * GROUPS_OF_PART
     shift = {torch.bfloat16: 16, torch.float16: 13}.get(logits_NV.dtype, 0)
     maxima_NG, value_NC = (torch.empty(rows, columns, device=device) for columns in (groups, CANDIDATES))
@@ -102,7 +102,7 @@ def _search(
         bound_NP = torch.empty(rows, parts, device=device)
         try_N = torch.empty(rows, PIVOTS, dtype=torch.int32, device=device)
     listed = score_N, token_N, bound_NP
-    few_parts = triton.next_power_of_2(most)
+    few_parts = power_of_2(most)
     summarize[rows, parts](
         logits_NV,
         *filters,

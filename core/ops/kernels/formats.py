@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dovetail.core.arithmetic import ceil_div
+from dovetail.core.arithmetic import ceil_div, power_of_2
 from dovetail.core.interfaces.activation import PLAIN, ActFormat, Activation, Bundle
 from dovetail.core.ops.formats import SUM_COLUMNS, encode, scales_of_row
 from dovetail.core.ops.kernels.launch import announce, dependent, wait
@@ -59,7 +59,7 @@ class EncodeTarget:
     def block(self, whole_row: bool = False) -> int:
         """Columns per program. A scale per row needs a program that reads the whole row."""
         group = self.fmt.group if self.fmt is not None else "none"
-        block = triton.next_power_of_2(self.width)
+        block = power_of_2(self.width)
         if not whole_row and group != "token":
             block = min(block, 1024)
         return max(block, group if isinstance(group, int) else 1, self._summed)
@@ -218,7 +218,7 @@ def encode_triton(x_TC: torch.Tensor, fmt: ActFormat) -> Activation:
     target = EncodeTarget.allocate(fmt, tokens, columns, x_TC.dtype, x_TC.device)
     if tokens:
         block = target.block()
-        grid = (tokens, triton.cdiv(target.width, block))
+        grid = (tokens, ceil_div(target.width, block))
         whole = tokens if grid[1] == 1 else None
         _encode[grid](
             x_TC, columns, **target.arguments(block), BLOCK=block, num_warps=warps(block, whole), **dependent(x_TC)

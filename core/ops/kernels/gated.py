@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.interfaces.activation import PLAIN, ActFormat, Bundle
 from dovetail.core.ops.formats import plan_emit
 from dovetail.core.ops.kernels.formats import EncodeTarget, collect, encode_row, warps
@@ -101,7 +102,7 @@ def _launch(gate_up_T2F: torch.Tensor, emit: tuple[ActFormat, ...], gelu: bool) 
     target = EncodeTarget.allocate(plan.fused, tokens, columns, gate_up_T2F.dtype, gate_up_T2F.device)
     if tokens:
         block = target.block()
-        grid = (tokens, triton.cdiv(target.width, block))
+        grid = (tokens, ceil_div(target.width, block))
         _silu_and_mul[grid](
             gate_up_T2F,
             plain,

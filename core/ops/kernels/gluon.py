@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -61,5 +63,10 @@ def scaled_sum(acc, sums, scales, box: gl.constexpr):
 def tensor_map(x: torch.Tensor, box: int, rows: int) -> TensorDescriptor:
     """Tensor map of the first `rows` rows of x's memory, with boxes of `box` rows and LINE bytes."""
     size = x.element_size()
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=LINE.value, element_bitwidth=8 * size, rank=2)
-    return TensorDescriptor(x, [rows, x.shape[1]], list(x.stride()), [box, LINE.value // size], layout)
+    return TensorDescriptor(x, [rows, x.shape[1]], list(x.stride()), [box, LINE.value // size], _layout(8 * size))
+
+
+@cache
+def _layout(bits: int) -> gl.NVMMASharedLayout:
+    """Making one takes longer than a tensor map, before each launch."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=LINE.value, element_bitwidth=bits, rank=2)

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dovetail.core.arithmetic import ceil_div, power_of_2
 from dovetail.core.interfaces.attention import AttentionLayer, BatchMeta, KVPool, QKNorm, Rope
 from dovetail.core.ops.kernels.norm import weigh
 from dovetail.core.ops.kv_write import FLOAT8
@@ -124,7 +125,7 @@ def rope_kv_write_triton(
     q_THD = qkv.new_empty(tokens, heads, dim)
     k, v = pool.layer(layer.local, "k"), pool.layer(layer.local, "v")
     if tokens:
-        _rope_kv_write[(tokens, triton.cdiv(heads + 2 * kv_heads, HEADS_PER_PROGRAM))](
+        _rope_kv_write[(tokens, ceil_div(heads + 2 * kv_heads, HEADS_PER_PROGRAM))](
             qkv,
             q_THD,
             k,
@@ -141,8 +142,8 @@ def rope_kv_write_triton(
             K=kv_heads,
             D=dim,
             HALF=half,
-            HALF_BLOCK=triton.next_power_of_2(half),
-            REST_BLOCK=triton.next_power_of_2(max(dim - 2 * half, 1)),
+            HALF_BLOCK=power_of_2(half),
+            REST_BLOCK=power_of_2(max(dim - 2 * half, 1)),
             HEADS=HEADS_PER_PROGRAM,
             LARGEST=torch.finfo(k.dtype).max if k.dtype in FLOAT8 else None,
             HEAD_SCALES=isinstance(layer.k_scale, torch.Tensor),

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dovetail.core.arithmetic import ceil_div, power_of_2
 from dovetail.core.interfaces.attention import AttentionLayer, BatchMeta, KVPool, LatentNorm, Rope
 from dovetail.core.ops.kernels.norm import weigh
 from dovetail.core.ops.latents import GROUP, LARGEST, LATENT, ROTARY, SCALES, SMALLEST_SCALE
@@ -115,9 +116,9 @@ def latent_write_triton(
     tokens, heads = len(q), layer.heads
     q_THD = q.new_empty(tokens, heads, mla.nope_dim + mla.rope_dim)
     planes = {name: pool.layer(layer.local, name) for name in pool.planes}
-    block, half = max(triton.next_power_of_2(mla.kv_rank), 16), mla.rope_dim // 2
+    block, half = max(power_of_2(mla.kv_rank), 16), mla.rope_dim // 2
     if tokens:
-        _latent_write[(tokens, 1 + triton.cdiv(heads, HEADS_PER_PROGRAM))](
+        _latent_write[(tokens, 1 + ceil_div(heads, HEADS_PER_PROGRAM))](
             _with_dense_rows(q),
             q.stride(0),
             _with_dense_rows(latents),
@@ -136,10 +137,10 @@ def latent_write_triton(
             HALF=half,
             L=mla.kv_rank,
             PAGE_COLUMNS=planes[LATENT].shape[-1],
-            GROUPS=triton.cdiv(block, GROUP) if SCALES in planes else 0,
+            GROUPS=ceil_div(block, GROUP) if SCALES in planes else 0,
             HEADS=HEADS_PER_PROGRAM,
-            NOPE_BLOCK=triton.next_power_of_2(mla.nope_dim),
-            HALF_BLOCK=triton.next_power_of_2(half),
+            NOPE_BLOCK=power_of_2(mla.nope_dim),
+            HALF_BLOCK=power_of_2(half),
             L_BLOCK=block,
             num_warps=2,
         )

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dovetail.core.arithmetic import ceil_div, power_of_2
 from dovetail.core.interfaces.records import MOST_LOGPROBS
 from dovetail.core.ops.kernels.filter_search import ordered
 from dovetail.core.ops.logprobs import BestLogprobs
@@ -107,7 +108,7 @@ def best_logprobs_triton(logits_NV: torch.Tensor, count: int, wanted_N: torch.Te
     values_Nn = torch.empty(rows, count, device=device)
     ids_Nn = torch.empty(rows, count, dtype=torch.int64, device=device)
     if rows:
-        parts = triton.cdiv(vocab, BLOCK)
+        parts = ceil_div(vocab, BLOCK)
         groups = parts * (BLOCK // GROUP)
         peak_NP, sum_NP = (torch.empty(rows, parts, device=device) for _ in range(2))
         maxima_NG = torch.empty(rows, groups, device=device)
@@ -124,10 +125,10 @@ def best_logprobs_triton(logits_NV: torch.Tensor, count: int, wanted_N: torch.Te
             groups,
             vocab,
             count,
-            PARTS=triton.next_power_of_2(parts),
-            GROUPS=triton.next_power_of_2(groups),
+            PARTS=power_of_2(parts),
+            GROUPS=power_of_2(groups),
             GROUP=GROUP,
-            MOST=triton.next_power_of_2(max(count, MOST_LOGPROBS)),
+            MOST=power_of_2(max(count, MOST_LOGPROBS)),
             num_warps=8,
         )
     return BestLogprobs(total_N, values_Nn, ids_Nn)

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dovetail.core.arithmetic import ceil_div, power_of_2
 from dovetail.core.ops.kernels.launch import announce, dependent, prefetch, wait
 from dovetail.core.ops.padding import readable_rows
 from dovetail.core.ops.tiles import MatmulTile
@@ -240,8 +241,8 @@ def rescale_triton(
     """Return int32 sums * x_scale * weight_scale + bias, in `dtype`."""
     tokens, outputs = sums_TO.shape
     out_TO = torch.empty(tokens, outputs, dtype=dtype, device=sums_TO.device)
-    block = min(2048, triton.next_power_of_2(outputs))
-    _rescale[(tokens, triton.cdiv(outputs, block))](
+    block = min(2048, power_of_2(outputs))
+    _rescale[(tokens, ceil_div(outputs, block))](
         sums_TO, x_scale_T1, weight_scale_O, bias_O, out_TO, outputs, BLOCK=block, num_warps=4, **dependent(sums_TO)
     )
     return out_TO

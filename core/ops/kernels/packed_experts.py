@@ -25,6 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.interfaces.activation import PLAIN, ActFormat, Activation
 from dovetail.core.interfaces.expert import ExpertBias, GatedActivation, Routing
 from dovetail.core.interfaces.weight import WeightFormat
@@ -282,7 +283,7 @@ def _multiply_pairs(
     decode, bias = (fmt.decode_words if by_words else fmt.decode), BIAS
     if small:
         decode, bias = decode_small_e2m1_words, BIAS - E2M1_IN_E4M3
-    _packed_expert_matmul[(pairs.tiles * triton.cdiv(outputs, tile.outputs),)](
+    _packed_expert_matmul[(pairs.tiles * ceil_div(outputs, tile.outputs),)](
         x.values.contiguous(),
         x.scale,
         0 if x.scale is None or x.scale.numel() == 1 else x.scale.stride(0),

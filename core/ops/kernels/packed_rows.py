@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.interfaces.weight import PackedWeight
 from dovetail.core.ops.kernels.launch import announce, dependent, wait
 from dovetail.core.ops.kernels.packed_matmul import WHOLE, of_strip
@@ -76,7 +77,7 @@ def packed_rows_triton(packed: PackedWeight, ids_T: torch.Tensor | None, out_TI:
     rows, inputs = out_TI.shape
     outputs, words = packed.codes.shape
     if rows:
-        _packed_rows[(triton.cdiv(rows, BLOCK), words // LANES)](
+        _packed_rows[(ceil_div(rows, BLOCK), words // LANES)](
             ids_T,
             packed.codes,
             packed.scale,

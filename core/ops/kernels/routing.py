@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dovetail.core.arithmetic import power_of_2
 from dovetail.core.interfaces.expert import Routing, RoutingRule
 from dovetail.core.ops.kernels.launch import announce, dependent, wait
 from dovetail.core.ops.routing import MIX, SMALL
@@ -118,7 +119,7 @@ def route_triton(
     experts_TK = torch.empty(tokens, count, dtype=torch.int32, device=device)
     weights_TK = torch.empty(tokens, count, dtype=torch.float32, device=device)
     if tokens:
-        groups, size = (triton.next_power_of_2(n) for n in (rule.groups, rule.experts // rule.groups))
+        groups, size = (power_of_2(n) for n in (rule.groups, rule.experts // rule.groups))
         _route[(tokens,)](
             logits_TE.contiguous(),
             bias_E,
@@ -137,7 +138,7 @@ def route_triton(
             UNIFORM=rule.uniform,
             BLOCK_G=groups,
             BLOCK_E=size,
-            BLOCK_K=triton.next_power_of_2(count),
+            BLOCK_K=power_of_2(count),
             num_warps=1 if groups * size <= 256 else 4,
             **dependent(logits_TE),
         )

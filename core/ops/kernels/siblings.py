@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.ops.kernels.draw import LOG2_E, VOCAB_BLOCK, better, has_fast_logarithm, noise, noise_keys
 from dovetail.core.ops.random import Purpose
 
@@ -71,7 +72,7 @@ def best_tokens_triton(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     logits_NV = logits_NV.contiguous()
     rows, vocab = logits_NV.shape
-    parts = triton.cdiv(vocab, VOCAB_BLOCK)
+    parts = ceil_div(vocab, VOCAB_BLOCK)
     value_NPn = torch.empty(rows, parts, count, device=logits_NV.device)
     token_NPn = torch.empty(rows, parts, count, dtype=torch.int32, device=logits_NV.device)
     top_NP, sum_NP = torch.empty(2, rows, parts, device=logits_NV.device).unbind(0)

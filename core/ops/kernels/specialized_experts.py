@@ -11,12 +11,12 @@ Shapes: P pairs of token and expert, E experts, O outputs, I inputs, W words of 
 from __future__ import annotations
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_wait
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.interfaces.activation import Activation
 from dovetail.core.interfaces.expert import GatedActivation
 from dovetail.core.ops.expert_tiles import GROUPED, ExpertTile
@@ -168,7 +168,7 @@ def multiply_specialized(
     inputs, outputs = columns * (EACH if packed else 1), out.shape[1]
     wide, boxes = (EACH * SPANS[0], X_BOXES.value) if packed else (LINE.value // weight_EOI.element_size(), 1)
     warp_groups = tile.warps // 4
-    o_tiles = triton.cdiv(outputs, tile.outputs * (1 if activation is not None else 2))
+    o_tiles = ceil_div(outputs, tile.outputs * (1 if activation is not None else 2))
     limit = activation.limit if activation is not None else None
     flat = weight_EOI.view(experts * rows, columns)
     processors = device_facts(out.device)[1]
@@ -176,7 +176,7 @@ def multiply_specialized(
         tensor_map(x.values, tile.rows, len(x.values)),
         tensor_map(flat, BOX.value, len(flat)),
         scale,
-        triton.cdiv(inputs, block[1]) if block[1] else 0,
+        ceil_div(inputs, block[1]) if block[1] else 0,
         x.scale,
         0 if x.scale is None or x.scale.numel() == 1 else x.scale.stride(0),
         bias_EO,
@@ -188,7 +188,7 @@ def multiply_specialized(
         o_tiles,
         outputs,
         rows,
-        triton.cdiv(inputs, wide),
+        ceil_div(inputs, wide),
         1.0 if activation is None else activation.alpha,
         0.0 if limit is None else limit,
         0.0 if activation is None else activation.offset,

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.interfaces.activation import PLAIN, ActFormat, Activation
 from dovetail.core.interfaces.expert import ExpertBias, GatedActivation, Routing
 from dovetail.core.interfaces.weight import PackedWeight, ShiftedDecoder
@@ -293,7 +294,7 @@ def _multiply_pairs(
     run = gcd(group, block) // LANES if strips else 1
     decoder, by_words = decoder_of(packed, x.values)
     limit = activation.limit if activation is not None else None
-    _stacked_expert_matmul[(pairs.tiles * triton.cdiv(out.shape[1], tile.outputs),)](
+    _stacked_expert_matmul[(pairs.tiles * ceil_div(out.shape[1], tile.outputs),)](
         x.values.contiguous(),
         x.scale,
         0 if x.scale is None or x.scale.numel() == 1 else x.scale.stride(0),

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dovetail.core.arithmetic import ceil_div, power_of_2
 from dovetail.core.ops.kernels.draw import hashes, mix
 from dovetail.core.ops.random import Purpose
 from dovetail.core.ops.samples import SampleInputs
@@ -90,7 +91,7 @@ def lay_out_tokens_triton(
     live_T = torch.empty(total, dtype=torch.bool, device=device)
     kv_len_B = torch.empty(len(slots_B), dtype=torch.int32, device=device)
     block = 32 if longest <= 32 else 256
-    parts = triton.cdiv(longest, block)
+    parts = ceil_div(longest, block)
     _lay_out_tokens[len(slots_B) + 1, parts](
         slots_B,
         row_start_B1,
@@ -158,8 +159,8 @@ def lay_out_pages_triton(
     write_T = torch.empty_like(tokens.cache_T)
     block = 256
     # Several programs copy one table in parallel: a table of 131072 tokens has thousands of pages.
-    copy = min(triton.next_power_of_2(pages), 1024)
-    _lay_out_pages[(rows * triton.cdiv(pages, copy) + triton.cdiv(total, block),)](
+    copy = min(power_of_2(pages), 1024)
+    _lay_out_pages[(rows * ceil_div(pages, copy) + ceil_div(total, block),)](
         slots_B,
         tokens.slots_T,
         tokens.cache_T,
@@ -220,8 +221,8 @@ def gather_samples_triton(
 ) -> None:
     states_TC = states_TC.contiguous()
     channels, many = states_TC.shape[1], len(into.slots_N)
-    block = min(2048, triton.next_power_of_2(channels))
-    _gather_samples[many, triton.cdiv(channels, block)](
+    block = min(2048, power_of_2(channels))
+    _gather_samples[many, ceil_div(channels, block)](
         states_TC,
         positions_T,
         samples_R3,
@@ -289,7 +290,7 @@ def write_drafts_triton(
             drafts_S,
             vocab,
             K=most,
-            BLOCK=triton.next_power_of_2(most),
+            BLOCK=power_of_2(most),
             num_warps=1,
         )
 
@@ -364,7 +365,7 @@ def accept_triton(
             drafted_R,
             len(computed_S) - 1,
             W=width,
-            BLOCK=triton.next_power_of_2(width),
+            BLOCK=power_of_2(width),
             num_warps=1,
         )
     return Accepted(accepted_R, lengths_R, drafted_R)
@@ -424,7 +425,7 @@ def simulate_triton(
             out_RW,
             vocab,
             W=width,
-            BLOCK=triton.next_power_of_2(width),
+            BLOCK=power_of_2(width),
             PURPOSE=int(Purpose.SIMULATED),
             num_warps=1,
         )

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dovetail.core.arithmetic import ceil_div, power_of_2
 from dovetail.core.interfaces.attention import KVPool, TreeMask
 from dovetail.core.interfaces.spec_decode import AcceptedPath
 from dovetail.core.ops.step import Accepted, TokenLayout
@@ -89,7 +90,7 @@ def write_tree_triton(
             vocab,
             K=most,
             DEPTH=trees.depth,
-            BLOCK=triton.next_power_of_2(most),
+            BLOCK=power_of_2(most),
             num_warps=4,
         )
 
@@ -135,7 +136,7 @@ def place_tree_triton(tokens: TokenLayout, computed_S: torch.Tensor, trees: Tree
     # Align each tensor to 16 bytes. Otherwise Triton would compile separate kernels for odd totals.
     made_3T = tokens.positions_T.new_empty(3, total + total % 2).narrow(1, 0, total)
     positions_T, root_T, bits_T = made_3T.unbind(0)
-    _place_tree[(triton.cdiv(total, 256),)](
+    _place_tree[(ceil_div(total, 256),)](
         tokens.positions_T,
         tokens.rows_T,
         tokens.slots_T,
@@ -258,8 +259,8 @@ def accept_tree_triton(
             W=width,
             K=trees.parents_SK.shape[1],
             DEPTH=trees.depth,
-            BLOCK=triton.next_power_of_2(width),
-            PATH=triton.next_power_of_2(trees.depth + 1),
+            BLOCK=power_of_2(width),
+            PATH=power_of_2(trees.depth + 1),
             num_warps=1,
         )
     return Accepted(accepted_R, lengths_R, drafted_R), taken_RD, AcceptedPath(slots_R, root_R, path_RD, accepted_R)
@@ -312,8 +313,8 @@ def keep_path_triton(pool: KVPool, table_SP: torch.Tensor, path: AcceptedPath) -
     rows = len(path.slots_R)
     for plane in pool.planes.values() if rows else ():
         columns = math.prod(plane.shape[3:])
-        block = min(1024, triton.next_power_of_2(columns))
-        _keep_path[(rows, len(plane), triton.cdiv(columns, block))](
+        block = min(1024, power_of_2(columns))
+        _keep_path[(rows, len(plane), ceil_div(columns, block))](
             # Values are moved as they are, whatever their format.
             plane.view(_WORDS[plane.itemsize]),
             plane.stride(0),

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dovetail.core.arithmetic import power_of_2
 from dovetail.core.ops.kernels.formats import warps
 from dovetail.core.ops.kernels.launch import announce, dependent, wait
 from dovetail.core.ops.kernels.norm import weigh
@@ -56,7 +57,7 @@ def wide_qk_norm_triton(
 ) -> torch.Tensor:
     tokens = len(qkv_TO)
     if tokens:
-        block = triton.next_power_of_2(max(columns))
+        block = power_of_2(max(columns))
         squares = None if squares_T2 is None else squares_T2.contiguous()
         _wide_qk_norm[(tokens, 2)](
             qkv_TO,

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.ops.kernels.launch import announce, dependent, wait
 
 BLOCK_O = 128
@@ -138,8 +139,8 @@ def lora_triton(
         return
     block_t = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
     block_i = 128 if x_TI.dtype.itemsize == 2 else 64
-    tiles = triton.cdiv(tokens, block_t)
-    splits = max(1, min(MOST_SPLITS, PROGRAMS // (tiles * parts), triton.cdiv(inputs, block_i)))
+    tiles = ceil_div(tokens, block_t)
+    splits = max(1, min(MOST_SPLITS, PROGRAMS // (tiles * parts), ceil_div(inputs, block_i)))
     inner_KTPR = torch.empty(splits, tokens, parts, rank, dtype=torch.float32, device=x_TI.device)
     shared = dict(
         R=rank,

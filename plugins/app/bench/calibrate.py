@@ -24,6 +24,7 @@ from dovetail.core.errors import ConfigError
 from dovetail.core.host import detect_host
 from dovetail.core.interfaces import ModelSpec
 from dovetail.core.recording.recording import Recording
+from dovetail.core.worker.graph_sizes import most_graph_tokens
 from dovetail.plugins.app.bench.record import commit, versions
 from dovetail.plugins.app.tables import console
 
@@ -103,7 +104,7 @@ class Calibrator:
         engine = self._composition.engine
         if device == "cpu":
             return fit_launches(steps, engine.token_budget, least_squares())
-        most = engine.most_graph_tokens(self._cost.spec)
+        most = most_graph_tokens(engine, self._cost.spec)
         return fit_launches(steps, most, least_squares()) if engine.cuda_graphs else None
 
     def _recordings(self) -> Iterator[Recording]:

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
-import triton
 
-from dovetail.core.arithmetic import ceil_div
+from dovetail.core.arithmetic import ceil_div, power_of_2
 from dovetail.core.interfaces import MLA, AttentionLayer, BatchMeta, HostBounds
 from dovetail.core.ops.kernels.launch import dependent
 from dovetail.core.ops.latents import GROUP, LATENT, ROTARY, SCALES
@@ -63,7 +62,7 @@ class LatentTile(Tile):
         return max(1, self.block_m // group)
 
     def head_tiles(self, group: int) -> int:
-        return triton.cdiv(group, self.block_m)
+        return ceil_div(group, self.block_m)
 
     def heads(self, group: int) -> int:
         """Heads of a tile."""
@@ -178,7 +177,7 @@ def shared_bytes(mla: MLA, tile: LatentTile, itemsize: int) -> int:
 
 def _blocks(mla: MLA) -> tuple[int, int]:
     """Return the padded columns of a latent and of its rotated part."""
-    return max(16, triton.next_power_of_2(mla.kv_rank)), max(16, triton.next_power_of_2(mla.rope_dim))
+    return max(16, power_of_2(mla.kv_rank)), max(16, power_of_2(mla.rope_dim))
 
 
 def launch_absorbed(
@@ -313,7 +312,7 @@ def _project(
         QUERIES=items.tile.queries(heads),
         BLOCK_T=block_t,
         BLOCK_P=PARTS,
-        BLOCK_L=max(16, triton.next_power_of_2(rank)),
+        BLOCK_L=max(16, power_of_2(rank)),
         BLOCK_V=block_v,
         PRECISION="ieee" if out_THV.dtype == torch.float32 else "tf32",
         num_warps=8,

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dovetail.core.arithmetic import ceil_div, power_of_2
 from dovetail.core.host import shared_bytes
 from dovetail.core.interfaces import (
     PLAIN,
@@ -275,7 +276,7 @@ class Triton(AttentionBackend):
             PAGE=page_tokens,
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
-            BLOCK_D=max(16, triton.next_power_of_2(dim)),
+            BLOCK_D=max(16, power_of_2(dim)),
             COMPUTE=COMPUTE[compute],
             PRECISION="ieee" if compute == torch.float32 else "tf32",
             HEAD_SCALES=isinstance(layer.k_scale, torch.Tensor),
@@ -355,7 +356,7 @@ def make_items(
     # Every row may end in a partly filled tile, and so may the tokens that belong to no row.
     own = tokens if last else min(tokens, sum(host.counts[first_row : first_row + count]))
     whole = own // queries + count + 1
-    target = triton.cdiv(tile.programs * _processors(device), units)
+    target = ceil_div(tile.programs * _processors(device), units)
     longest = max(host.bounds[first_row : first_row + count])
     many = whole * units >= MANY_PROGRAMS * _processors(device)
     split = longest > (SHORT_KEYS if many else tile.least)

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dovetail.core.arithmetic import ceil_div
+from dovetail.core.arithmetic import ceil_div, power_of_2
 from dovetail.core.interfaces import MLA, AttentionLayer, BatchMeta, HostBounds
 from dovetail.core.ops.kernels.launch import announce, dependent, wait
 from dovetail.core.ops.latents import GROUP, LATENT, ROTARY, SCALES
@@ -259,8 +259,8 @@ def _copy_latents(backend: Triton, layer: AttentionLayer, run: Expanded, dtype: 
         SCALES=groups,
         GROUP=GROUP,
         SLOTS=SLOTS,
-        BLOCK_L=triton.next_power_of_2(mla.kv_rank),
-        BLOCK_R=triton.next_power_of_2(mla.rope_dim),
+        BLOCK_L=power_of_2(mla.kv_rank),
+        BLOCK_R=power_of_2(mla.rope_dim),
         num_warps=4,
         **dependent(stored),
     )

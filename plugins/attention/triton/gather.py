@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dovetail.core.arithmetic import ceil_div
 from dovetail.core.interfaces import BatchMeta
 from dovetail.core.ops.kernels.launch import announce, dependent, wait
 
@@ -67,7 +68,7 @@ class Gathered:
     def fill(self, meta: BatchMeta, k: torch.Tensor, v: torch.Tensor) -> None:
         """Copy a layer's pages."""
         fold, width = self.page_tokens // meta.page_tokens, k[0].numel()
-        _gather_pages[len(self.k), fold * triton.cdiv(width, BLOCK)](
+        _gather_pages[len(self.k), fold * ceil_div(width, BLOCK)](
             k,
             v,
             self.k,
@@ -97,7 +98,7 @@ def copied_page(page_tokens: int) -> int:
 def copied_pages(bounds: Sequence[int], page_tokens: int) -> list[int]:
     """Number of pages in each row's copy."""
     tokens = copied_page(page_tokens)
-    return [triton.cdiv(bound, tokens) for bound in bounds]
+    return [ceil_div(bound, tokens) for bound in bounds]
 
 
 @triton.jit(do_not_specialize=["table_stride", "to_stride", "first_row", "rows"])

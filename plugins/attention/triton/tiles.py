@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
-import triton
 
+from dovetail.core.arithmetic import ceil_div, power_of_2
 from dovetail.core.interfaces import AttentionLayer
 from dovetail.core.ops.tiles import HOPPER_SHARED
 from dovetail.plugins.attention.triton.gather import MOST_ROWS, PAGE, ROOM_BYTES, copied_page, copied_pages
@@ -107,7 +108,7 @@ class PromptTile(Tile):
         return self.block_m // packed_heads(group)
 
     def head_tiles(self, group: int) -> int:
-        return triton.cdiv(group, packed_heads(group))
+        return ceil_div(group, packed_heads(group))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,7 @@ class DecodeTile(Tile):
         return self.tokens
 
     def head_tiles(self, group: int) -> int:
-        return 1 if self.tokens > 1 else triton.cdiv(group, self.block_m)
+        return 1 if self.tokens > 1 else ceil_div(group, self.block_m)
 
     @property
     def span(self) -> int:
@@ -222,7 +223,7 @@ class Tiles:
         if tokens == 1 and shape.decodes and not reads_quicker_in_small_blocks(shape, programs):
             return decode_tile(shape, programs)
         scarce = programs < 1
-        rows = triton.next_power_of_2(max(16, shape.group, min(shape.group * tokens, DECODE_ROWS)))
+        rows = power_of_2(max(16, shape.group, min(shape.group * tokens, DECODE_ROWS)))
         if decodes_several(shape, tokens) and (rows <= 32 or not scarce):
             if FEW <= programs < SEVERAL and shape.padded_dim <= 128:
                 return fit(Tile(rows, 64, 4, 3, 2, least=128, pairs=True), shape)
@@ -238,7 +239,7 @@ class Tiles:
         if scarce:
             return fit(Tile(rows, 128, 4, 4, 1, least=128), shape)
         if shape.kv_dtype.itemsize == 1 and shape.page_tokens < 64 and shape.group * tokens <= 16:
-            columns = triton.next_power_of_2(max(8, shape.group * tokens))
+            columns = power_of_2(max(8, shape.group * tokens))
             return fit(Tile(columns, 32, 2, 4, 4, pairs=True, key_warps=2), shape)
         if shape.kv_dtype.itemsize == 1:
             return fit(Tile(rows, 64, 4, 3, 2, pairs=True), shape)
@@ -254,7 +255,7 @@ class Tiles:
                 return PromptTile(128, 64, 4, 4, 1, least=1024, tma=True, persistent=True)
             # With several prompts, the load is more balanced if the GPU schedules the items.
             return PromptTile(128, 128, 4, 2, 1, least=1024, tma=True, persistent=rows == 1)
-        least = triton.next_power_of_2(shape.group)
+        least = power_of_2(shape.group)
         if shape.dtype.itemsize == 4:
             # float32 matmuls do not use tensor cores and keep both operands in registers.
             return fit(Tile(max(16, least), 16, 4, 2, 1, least=1024), shape)
@@ -282,20 +283,21 @@ class Tiles:
 
 def padded_dim(head_dim: int) -> int:
     """Columns of a block in the kernels."""
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(16, power_of_2(head_dim))
 
 
+@cache
 def packed_heads(group: int) -> int:
     """Query heads of a kv head in a tile of attend_prompts: as many as leave few rows without a head. It is a power of
     two, so that a warp group's 64 rows are whole tokens."""
     sizes = [1 << i for i in range(PACKED_HEADS.bit_length())]
-    return max(pack for pack in sizes if triton.cdiv(group, pack) * pack - group <= PACKED_LOSS * group)
+    return max(pack for pack in sizes if ceil_div(group, pack) * pack - group <= PACKED_LOSS * group)
 
 
 def decode_tile(shape: Shape, programs: float) -> DecodeTile:
     """Tile of attend_decode. `programs`: rows times kv heads per SM."""
     heads = 8 if shape.group <= 8 else DECODE_HEADS
-    programs *= triton.cdiv(shape.group, heads)
+    programs *= ceil_div(shape.group, heads)
     # With four warps and one slab, a block of K and V has 32 KB if a key has 256 bytes.
     key_bytes = shape.kv_dtype.itemsize * shape.padded_dim
     if key_bytes == 512:
@@ -336,7 +338,7 @@ def reads_quicker_in_small_blocks(shape: Shape, programs: float) -> bool:
     It does with many programs if attend_decode would move padding, if a key is short, or if several head tiles read the
     same keys. `programs`: rows times kv heads per SM.
     """
-    tiles = triton.cdiv(shape.group, DECODE_HEADS)
+    tiles = ceil_div(shape.group, DECODE_HEADS)
     if programs * tiles <= MANY:
         return False
     if tiles > 1:

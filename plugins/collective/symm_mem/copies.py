@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 
-from dovetail.core.arithmetic import ceil_div
+from dovetail.core.arithmetic import ceil_div, power_of_2
 from dovetail.core.interfaces import PLAIN, ActFormat, Activation, Bundle
 from dovetail.core.interfaces.rows import padded, shard_rows, with_scale
 from dovetail.core.ops.formats import plan_emit, scales_of_row
@@ -158,7 +157,7 @@ class CopiedRows:
         self._barrier()
         summed_SC = torch.empty_like(rows_SC[0])
         rows, columns = summed_SC.shape
-        block = max(triton.next_power_of_2(columns), norm["GROUP"])
+        block = max(power_of_2(columns), norm["GROUP"])
         sum_copies[(rows,)](
             buffer.memory.view(x_TC.dtype),
             rows_SC[self.rank],

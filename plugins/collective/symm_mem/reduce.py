@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 
+from dovetail.core.arithmetic import ceil_div, power_of_2
 from dovetail.core.interfaces import ActFormat, Bundle
 from dovetail.core.interfaces.rows import shard_rows
 from dovetail.core.ops.formats import EmitPlan, plan_emit, scales_of_row
@@ -118,7 +118,7 @@ class Reducer:
         must be floats: there the word that is never sent means zeros."""
         plan, row = plan_emit(emit), x_TC.shape[-1] * x_TC.element_size()
         floats = plan.fused is None or (plan.fused.dtype or x_TC.dtype).is_floating_point
-        in_registers = triton.next_power_of_2(row) <= self._longest * WORD
+        in_registers = power_of_2(row) <= self._longest * WORD
         fits = in_registers and row % 16 == 0 and sum(_row_words(plan, x_TC)) <= BOX_WORDS
         return self.mail.gather is not None and self.serves(x_TC) and x_TC.ndim == 2 and fits and floats
 
@@ -143,7 +143,7 @@ class Reducer:
         plain_words, value_words, _ = _row_words(plan, x_TC)
         words = columns * x_TC.element_size() // WORD
         warps, arguments = _warps(words // 256, most=16), target.arguments(block)
-        wide = triton.next_power_of_2(max(value_words, 1))
+        wide = power_of_2(max(value_words, 1))
         sharded[(min(mail.boxes, rows),)](
             _words(x_TC),
             summed_SC,
@@ -179,13 +179,13 @@ class Reducer:
         """Return how many ranks' rows of `words` words a program polls together: all ranks' or as many as fit into
         registers, but enough for one word per thread (see LEAST_WORDS)."""
         fitting = max(1, MOST_WORDS * 32 * warps // words)
-        return max(min(triton.next_power_of_2(self.size), fitting), 32 * warps // words)
+        return max(min(power_of_2(self.size), fitting), 32 * warps // words)
 
     def argmax(self, value_N: torch.Tensor, index_N: torch.Tensor) -> torch.Tensor:
         """Implement Collective.argmax."""
         rows = len(index_N)
         out_N = torch.empty_like(index_N)
-        argmax_over_ranks[(triton.cdiv(rows, ROWS),)](
+        argmax_over_ranks[(ceil_div(rows, ROWS),)](
             value_N,
             index_N,
             out_N,
@@ -209,7 +209,7 @@ class Reducer:
         arguments = fused or _alone(row, x)
         # A program holds words of all ranks of a whole block, which is longer than the row if that is no power of two.
         block = arguments["VALUES"] * x.element_size() // WORD
-        one_shot[triton.cdiv(words, row), split](
+        one_shot[ceil_div(words, row), split](
             _words(x),
             out,
             **arguments,
@@ -229,7 +229,7 @@ class Reducer:
         part_length, warps = row // self.size, _warps(row // 512, most=8)
         # With longer rows the registers of an SM hold one program.
         each = TWO_SHOT_PROGRAMS if row <= LARGE_ROW else 1
-        two_shot[(min(each * self.mail.boxes, triton.cdiv(words, row)),)](
+        two_shot[(min(each * self.mail.boxes, ceil_div(words, row)),)](
             _words(x),
             out,
             **(fused or _alone(row, x)),
@@ -238,7 +238,7 @@ class Reducer:
             length=row,
             part_length=part_length,
             PER=WORD // x.element_size(),
-            PART=max(triton.next_power_of_2(part_length), 32 * warps),
+            PART=max(power_of_2(part_length), 32 * warps),
             num_warps=warps,
             maxnreg=min(MOST_REGISTERS, REGISTERS // (each * 32 * warps)),
             **dependent(x),
@@ -256,7 +256,7 @@ def _row_words(plan: EmitPlan, x_TC: torch.Tensor) -> tuple[int, int, int]:
 
 def _alone(row: int, x: torch.Tensor) -> dict[str, Any]:
     """Return arguments for a kernel that stores only the sum."""
-    block = triton.next_power_of_2(row) * WORD // x.element_size()
+    block = power_of_2(row) * WORD // x.element_size()
     return {
         "residual_ptr": None,
         **after_arguments(None),
@@ -282,7 +282,7 @@ def _waited(block: int, x: torch.Tensor) -> int:
 
 def _warps(wanted: int, most: int) -> int:
     """Clamp to [4, most] and round up to a power of two."""
-    return max(4, min(most, triton.next_power_of_2(wanted)))
+    return max(4, min(most, power_of_2(wanted)))
 
 
 def _ready(x: torch.Tensor) -> torch.Tensor:

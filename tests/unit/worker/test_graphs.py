@@ -25,7 +25,7 @@ from dovetail.core.testing.host_sync import NoHostSync
 from dovetail.core.worker.batch import Rows
 from dovetail.core.worker.device_state import DeviceState
 from dovetail.core.worker.drafts import Drafts
-from dovetail.core.worker.graph_sizes import DrawSize, batch_sizes, ragged_sizes, token_sizes
+from dovetail.core.worker.graph_sizes import DrawSize, batch_sizes, most_graph_tokens, ragged_sizes, token_sizes
 from dovetail.core.worker.graphs import MOST_PAIRS, StepGraphs
 from dovetail.core.worker.loader import load_rank
 from dovetail.core.worker.runner import Runner
@@ -74,7 +74,7 @@ def test_padding_tokens_fill_no_additional_tile() -> None:
 def test_steps_that_launch_longer_than_they_run_are_graphs(overrides: str, most: int) -> None:
     composition = compose(overrides.split())
     part = composition.part("model")
-    assert composition.engine.most_graph_tokens(part.facts() or part.target().spec(part.config)) == most
+    assert most_graph_tokens(composition.engine, part.facts() or part.target().spec(part.config)) == most
 
 
 @pytest.mark.parametrize("few", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 
 import torch
 from triton.experimental.gluon import language as gl
@@ -181,5 +182,10 @@ def latents(
 
 
 def _tensor_map(x: torch.Tensor, box: list[int]) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=x.dim())
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), box, layout)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), box, _layout(x.dim()))
+
+
+@cache
+def _layout(rank: int) -> gl.NVMMASharedLayout:
+    """Making one takes longer than a tensor map, before each launch."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
