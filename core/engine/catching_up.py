@@ -20,6 +20,8 @@ TRIAL_TOKENS = 16
 LATER = 2.0
 """Drafts of outputs should save this many times the time that the drafter takes for their prompts: it can also catch
 up with these rows later, when it is known how many others run."""
+LAST = 0.125
+"""Share of the rows up to which those that are still behind are the last."""
 PATIENCE = 8
 """Steps until rows are examined again that were not worth catching up with."""
 
@@ -35,17 +37,26 @@ class CatchingUp:
         """Uids of the rows for the plan that the scheduler is building, in the order of their chunks."""
         self._tried: list[int] = []
         """Uids of the rows for the next trial."""
+        self._begun: set[int] = set()
+        """Uids of the rows that were chosen since drafts save more than chunks."""
         self._pause = 0
         """Steps for which rows are not examined."""
 
     def where_it_pays(self, decoding: list[Sequence], saved: float, cost: CostModel, *, proposals: bool) -> None:
         """Want those rows whose drafts should save more time than their chunks take. `saved`: seconds per output token.
-        `proposals`: whether steps draft for other rows meanwhile, in which rows also catch up by a window each."""
+        `proposals`: whether steps draft for other rows meanwhile, in which rows also catch up by a window each.
+
+        The last rows (LAST) of those that were wanted are wanted until they have caught up. They would decode alone
+        once the others, which have drafts, have ended."""
         if self._pause:
             self._pause -= 1
             return
         behind, work = self._behind(decoding)
+        self._begun.intersection_update(seq.uid for seq, _ in behind)
         if not behind:
+            return
+        if self._begun and proposals and len(behind) <= LAST * len(decoding):
+            self.wanted = [seq.uid for seq, _ in behind if seq.uid in self._begun]
             return
         first = cost.follow_seconds([RowWork(1, work.bound, 0)])
         each = max(cost.follow_seconds([work]) - first, 0.0) / (work.tokens * work.times)
@@ -59,6 +70,7 @@ class CatchingUp:
         if gain <= seconds:
             self.wanted = []
             self._pause = PATIENCE
+        self._begun.update(self.wanted)
 
     def for_trial(self, decoding: list[Sequence], step_seconds: float, cost: CostModel) -> float | None:
         """Want a few rows that are least behind, with chunks that take no longer than a step unless it is one row.

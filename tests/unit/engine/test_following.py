@@ -313,3 +313,26 @@ def test_it_does_not_catch_up_with_rows_that_end_soon() -> None:
         catching_up.where_it_pays(lacking, 1e-4, device.cost, proposals=False)  # type: ignore[arg-type]
         assert sorted(catching_up.wanted) == wanted
         catching_up._pause = 0
+
+
+@pytest.mark.parametrize("number", [16, 4])
+def test_the_last_rows_are_not_left_behind(number: int) -> None:
+    """Two rows were wanted, and would not be chosen now that others draft. Of four, two are not the last ones."""
+    device = Device(number, resumes=True, chunks=True)
+    device.cost = ByToken(64, passes=1.0)
+    rows, catching_up = [sequence(slot) for slot in range(number)], device.drafting._catching_up
+    assert catching_up is not None
+    for seq in rows:
+        seq.computed, seq.max_len, seq.limit = 500, 501, 700
+    following = device.drafting._following
+
+    def wanted(saved: float, *, proposals: bool) -> list[int]:
+        catching_up.wanted, catching_up._pause = [], 0
+        catching_up.where_it_pays(rows, saved, device.cost, proposals=proposals)  # type: ignore[arg-type]
+        return sorted(catching_up.wanted)
+
+    assert wanted(1e-4, proposals=False) == [seq.uid for seq in rows]
+    for seq in rows[2:]:
+        following.caught_up(seq.slot, 501, 501)
+    assert wanted(1e-6, proposals=True) == ([seq.uid for seq in rows[:2]] if number == 16 else [])
+    assert wanted(1e-6, proposals=False) == []
