@@ -81,7 +81,7 @@ def most_graph_tokens(engine: EngineConfig, spec: ModelSpec) -> int:
             most = min(MOST_TOKENS, max(LEAST_TOKENS, found))
         if engine.overlap_tokens:
             # Steps of two half-batches have no graph.
-            most = min(most, max(LEAST_TOKENS, engine.overlap_tokens))
+            most = min(most, max(LEAST_TOKENS, (engine.overlap_tokens - 1) // TILE * TILE))
     return min(most, engine.token_budget)
 
 
