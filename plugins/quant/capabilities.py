@@ -15,6 +15,7 @@ from dovetail.plugins.quant.config import (
     MixedConfig,
     NF4Config,
 )
+from dovetail.plugins.quant.gguf.checkpoint import bits_of_mix
 
 
 def _provides(config: FP8Config | FP4Config | Int4Config | NF4Config, bits: float, host: Host) -> dict[str, Any]:
@@ -93,9 +94,8 @@ def _formats(quant: Selected, stated: Capabilities) -> dict[str, Any]:
 
 
 def gguf(config: GGUFConfig, host: Host) -> Capabilities:
-    # Of Q4_K_M, the most common mixture: 4.5 bits, and a zero for each scale.
     product = "fp8" if config.activations == "fp8" else "model"
-    return _with_activations(config, {"weight_bits": 5.5, "product": product, "plain_weights": False}, host)
+    return _with_activations(config, {**bits_of_mix(config.mix), "product": product, "plain_weights": False}, host)
 
 
 def fp8(config: FP8Config, host: Host) -> Capabilities:

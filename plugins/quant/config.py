@@ -94,6 +94,8 @@ class GGUFConfig(PackedConfig):
 
     activations: Literal["model", "fp8"] = "model"
     """Format of the input of matmuls. model: the model's dtype. fp8: E4M3 with a scale per token."""
+    mix: Literal["Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0"] = "Q4_K_M"
+    """Types of random weights (`model.load=dummy`): those of a file of this name. Files have their own."""
 
 
 class MixedConfig(Config):

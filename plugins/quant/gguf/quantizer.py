@@ -1,10 +1,12 @@
-"""quant=gguf: blocks of GGUF files, mixed in a file as its maker chose. Logits and embedding are in blocks, too.
+"""quant=gguf: blocks of GGUF files, mixed in a file as its maker chose. Logits and embedding are in blocks, too. Random
+weights get the types of a usual mixture.
 
 Shapes: T tokens, I input, O output, G groups of a row.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from itertools import groupby
 
@@ -12,7 +14,7 @@ import torch
 
 from dovetail.core.errors import ConfigError, TensorError, shown
 from dovetail.core.interfaces import PLAIN, ActFormat, Checkpoint, LinearMethod, LinearShape, Quantizer
-from dovetail.core.interfaces.tensor_record import OUTPUTS, Axis, TensorRecord
+from dovetail.core.interfaces.tensor_record import OUTPUTS, PLAIN_WEIGHT, Axis, TensorRecord
 from dovetail.core.layers.packed import PackedLinear
 from dovetail.core.layers.plain import PlainLinear
 from dovetail.core.layers.stacked import StackedLinear
@@ -21,9 +23,13 @@ from dovetail.plugins.quant.base import with_many_rows
 from dovetail.plugins.quant.config import GGUFConfig
 from dovetail.plugins.quant.fp8.format import FP8_TOKEN
 from dovetail.plugins.quant.gguf.blocks import FORMATS, decode_blocks
+from dovetail.plugins.quant.gguf.checkpoint import MIXES
+from dovetail.plugins.quant.int4.rounding import round_to_nearest
 
 PACKED = {"Q4_0": INT4, "Q8_0": INT8, "Q4_K": UINT4, "Q5_K": UINT8, "Q6_K": INT6}
 """GGUF type -> format of its codes. Those with zeros have minimums."""
+WIDER = re.compile(r"\.(\d*[02468])\..*\b(v_proj|down_proj)$")
+"""Names of the matrices with the second type: those of every other layer."""
 
 
 class GGUF(Quantizer):
@@ -31,7 +37,8 @@ class GGUF(Quantizer):
 
     def __init__(self, config: GGUFConfig) -> None:
         super().__init__(config)
-        self.types: dict[str, str] = {}
+        self.types: dict[str, str] | None = None
+        """Type by name of a matrix; None = weights are random."""
 
     def read_checkpoint(self, checkpoint: Checkpoint) -> None:
         stored = checkpoint.config().get("quantization_config")
@@ -48,20 +55,31 @@ class GGUF(Quantizer):
         self.types = {name.removesuffix(".weight"): header.blocks for name, header in checkpoint.tensors().items()}
 
     def linear(self, path: str, shape: LinearShape) -> LinearMethod:
-        types = [self.types.get(name, "") for name in shape.names]
+        types = [self._type(name, shape) for name in shape.names]
         # A plain part of a merged layer needs plain inputs.
         activations = FP8_TOKEN if self.config.activations == "fp8" and all(types) else PLAIN
         runs = [(kind, len(list(parts))) for kind, parts in groupby(types)]
-        methods = [(with_many_rows(_method(kind, shape, activations), self.config), count) for kind, count in runs]
+        methods = [(with_many_rows(self._method(kind, shape, activations), self.config), count) for kind, count in runs]
         return methods[0][0] if len(methods) == 1 else StackedLinear(path, shape, methods)
 
     def table(self, path: str, shape: LinearShape, *, lookup: bool) -> LinearMethod | None:
-        kind = self.types.get(shape.names[0], "")
-        return _method(kind, shape, PLAIN) if kind else None
+        kind = self._type(shape.names[0], shape)
+        return self._method(kind, shape, PLAIN) if kind else None
 
+    def _method(self, kind: str, shape: LinearShape, activations: ActFormat) -> LinearMethod:
+        if not kind:
+            return PlainLinear()
+        return (RandomBlocks if self.types is None else BlockLinear)(kind, shape, activations)
 
-def _method(kind: str, shape: LinearShape, activations: ActFormat) -> LinearMethod:
-    return BlockLinear(kind, shape, activations) if kind else PlainLinear()
+    def _type(self, name: str, shape: LinearShape) -> str:
+        """Return the type of a matrix; "" = it is plain."""
+        if self.types is not None:
+            return self.types.get(name, "")
+        most, wider, head = MIXES[self.config.mix]
+        kind = wider if WIDER.search(name) else head if name.endswith("lm_head") else most
+        # Rows that are no whole blocks of 256 are in smaller ones in files, too.
+        fitting = (one for one in (kind, "Q8_0") if shape.whole_inp % FORMATS[one].values == 0)
+        return next(fitting, "")
 
 
 class BlockLinear(PackedLinear):
@@ -97,6 +115,19 @@ class BlockLinear(PackedLinear):
             spread(scale_OG, self.group),
             None if zero_OG is None else spread(zero_OG, self.group),
         )
+
+
+class RandomBlocks(BlockLinear):
+    """Random weights in the codes and groups of a GGUF type, to the nearest. Their scales have no scales of their
+    own."""
+
+    def __init__(self, kind: str, shape: LinearShape, activations: ActFormat) -> None:
+        super().__init__(kind, shape, activations)
+        self.tensors = (PLAIN_WEIGHT,)
+
+    def load(self, params: dict[str, torch.Tensor], part: slice, tensors: Mapping[str, torch.Tensor]) -> None:
+        weight_OI = tensors["weight"].to(params["codes"].device).float()
+        self.store(params, part, *round_to_nearest(weight_OI, self.step, self.format, params["scale"].dtype))
 
 
 def _with_zeros(

@@ -9,8 +9,9 @@ import torch
 
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import PLAIN, LinearShape
+from dovetail.plugins.quant.config import GGUFConfig
 from dovetail.plugins.quant.gguf.blocks import FORMATS, decode_blocks
-from dovetail.plugins.quant.gguf.quantizer import BlockLinear
+from dovetail.plugins.quant.gguf.quantizer import GGUF, BlockLinear
 
 SCALES = {"Q4_0": (0,), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 """Positions of the float16 numbers of a block."""
@@ -73,3 +74,46 @@ def test_groups_that_hardly_vary_are_finite_in_a_16_bit_model() -> None:
 def test_an_unknown_type_names_the_others() -> None:
     with pytest.raises(ConfigError, match="Q2_K are not decoded; there are Q4_0, Q8_0, Q4_K, Q5_K, Q6_K"):
         decode_blocks("Q2_K", torch.zeros(1, 84, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("mix", "types"),
+    [
+        ("Q4_0", ("Q4_0", "Q4_0", "Q4_0", "Q6_K", "Q4_0")),
+        ("Q4_K_M", ("Q4_K", "Q6_K", "Q4_K", "Q6_K", "Q4_K")),
+        ("Q5_K_M", ("Q5_K", "Q6_K", "Q5_K", "Q6_K", "Q5_K")),
+        ("Q8_0", ("Q8_0",) * 5),
+    ],
+)
+def test_random_weights_have_the_types_of_a_mixture(mix: str, types: tuple[str, ...]) -> None:
+    quantizer = GGUF(GGUFConfig(mix=mix))  # type: ignore[arg-type]
+    layers = [f"model.layers.{layer}.{name}" for layer, name in ((3, "mlp.down_proj"), (12, "self_attn.v_proj"))]
+    names = (layers[0], layers[1], "model.layers.12.self_attn.q_proj")
+    methods = [quantizer.linear(name, LinearShape(512, 8, (8,), names=(name,))) for name in names]
+    methods += [
+        quantizer.table(name, LinearShape(512, 8, (8,), names=(name,)), lookup=name != "lm_head")
+        for name in ("lm_head", "model.embed_tokens")
+    ]
+    assert tuple(method.kind for method in methods if isinstance(method, BlockLinear)) == types
+
+
+@pytest.mark.parametrize(("inputs", "kind"), [(512, "Q4_K"), (320, "Q8_0"), (72, None)])
+def test_random_weights_fit_whole_blocks(inputs: int, kind: str | None) -> None:
+    name = "model.layers.1.mlp.gate_proj"
+    method = GGUF(GGUFConfig()).linear(name, LinearShape(inputs, 8, (8,), names=(name,)))
+    assert getattr(method, "kind", None) == kind
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_random_weights_are_rounded_to_the_nearest_code(kind: str) -> None:
+    mix = {"Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}.get(kind, kind)
+    name, whole = "model.layers.1.self_attn.q_proj", torch.rand(8, 512) - 0.3
+    shape = LinearShape(512, 8, (8,), dtype=torch.float32, names=(name,))
+    method = GGUF(GGUFConfig(mix=mix)).linear(name, shape)  # type: ignore[arg-type]
+    assert isinstance(method, BlockLinear) and method.kind == kind
+    params = method.create(shape, torch.device("cpu"))
+    method.load(params, slice(0, 8), {"weight": whole})
+    error = (method.rows(params, torch.arange(8)) - whole).abs().max()
+    # Half of a step, which spans the range or twice the largest magnitude; zeros are rounded as well.
+    step = (1.0 if method.format.zero else 1.4) / (2**method.format.bits - 1)
+    assert 0.2 * step < error < 1.01 * step
