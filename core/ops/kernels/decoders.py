@@ -331,30 +331,32 @@ def _multiply_e2m1(at, bf16):
 @triton.jit
 def decode_nf4_words(words, AT: tl.constexpr, DTYPE: tl.constexpr):
     """Look up four codes at a time: a permutation selects four of eight bytes, so the lower and the upper bytes of the
-    16 values take two each, and the codes' last bits choose between these. There must be a multiple of four words per
-    thread."""
+    16 values take two each, and a third one chooses between these by the codes' last bits. There must be a multiple of
+    four words per thread."""
     BF16: tl.constexpr = DTYPE == tl.bfloat16
     HALVES: tl.constexpr = "0x5410; " if AT < 16 else "0x7632; "
     RIGHT: tl.constexpr = ("0; ", "4; ", "8; ", "12; ")[AT % 16 // 4]
     RIGHT_LESS_4: tl.constexpr = ("shl.b32 b, b, 4; ", "", "shr.u32 b, b, 4; ", "shr.u32 b, b, 8; ")[AT % 16 // 4]
-    # Lower bytes of values 0 to 3, 4 to 7 and so on, then upper bytes.
+    # Lower bytes of values 0 to 3, 4 to 7 and so on, then upper bytes. A permutation has one constant at most. The
+    # compiler would move the others to registers each time, if it knew them: no lane is above and below itself.
     TABLE: tl.constexpr = (
-        "mov.b32 l0, 0xca063280; mov.b32 l1, 0x00ba3d92; mov.b32 l2, 0xad7c25a3; mov.b32 l3, 0x803910e2; "
-        "mov.b32 u0, 0xbebfbfbf; mov.b32 u1, 0x00bdbebe; mov.b32 u2, 0x3e3e3e3d; mov.b32 u3, 0x3f3f3f3e; "
+        "xor.b32 l0, none, 0xca063280; mov.b32 l1, 0x00ba3d92; xor.b32 l2, none, 0xad7c25a3; mov.b32 l3, 0x803910e2; "
+        "xor.b32 u0, none, 0xbebfbfbf; mov.b32 u1, 0x00bdbebe; xor.b32 u2, none, 0x3e3e3e3d; mov.b32 u3, 0x3f3f3f3e; "
         if BF16
-        else "mov.b32 l0, 0x52339200; mov.b32 l1, 0x00d4ea8d; mov.b32 l2, 0x68e02618; mov.b32 l3, 0x00c9800d; "
-        "mov.b32 u0, 0xb6b8b9bc; mov.b32 u1, 0x00adb1b4; mov.b32 u2, 0x3533312d; mov.b32 u3, 0x3c393837; "
+        else "xor.b32 l0, none, 0x52339200; mov.b32 l1, 0x00d4ea8d; xor.b32 l2, none, 0x68e02618; "
+        "mov.b32 l3, 0x00c9800d; xor.b32 u0, none, 0xb6b8b9bc; mov.b32 u1, 0x00adb1b4; "
+        "xor.b32 u2, none, 0x3533312d; mov.b32 u3, 0x3c393837; "
     )
     return tl.inline_asm_elementwise(
-        "{.reg .b32 a, b, last, l0, l1, l2, l3, u0, u1, u2, u3; " + TABLE
+        "{.reg .b32 a, b, last, none, l0, l1, l2, l3, u0, u1, u2, u3; "
+        + "mov.u32 none, %lanemask_gt; mov.u32 a, %lanemask_lt; and.b32 none, none, a; " + TABLE
         + "prmt.b32 a, $2, $3, " + HALVES + "prmt.b32 b, $4, $5, " + HALVES
         # One selector with the codes 0, 2, 1, 3.
         + "shr.u32 a, a, " + RIGHT + "and.b32 a, a, 0x000f000f; " + RIGHT_LESS_4
         + "lop3.b32 a, b, 0x00f000f0, a, 0xea; prmt.b32 a, a, 0, 0x4420; "
-        # Bytes of ones where the last bit is set.
-        + "shr.u32 last, a, 3; and.b32 last, last, 0x1111; prmt.b32 last, 0x0000ff00, 0, last; and.b32 a, a, 0x7777; "
-        + "prmt.b32 l0, l0, l1, a; prmt.b32 l2, l2, l3, a; lop3.b32 l0, l2, l0, last, 0xe4; "
-        + "prmt.b32 u0, u0, u1, a; prmt.b32 u2, u2, u3, a; lop3.b32 u0, u2, u0, last, 0xe4; "
+        + "shr.u32 last, a, 1; lop3.b32 last, last, 0x4444, 0x3210, 0xea; and.b32 a, a, 0x7777; "
+        + "prmt.b32 l0, l0, l1, a; prmt.b32 l2, l2, l3, a; prmt.b32 l0, l0, l2, last; "
+        + "prmt.b32 u0, u0, u1, a; prmt.b32 u2, u2, u3, a; prmt.b32 u0, u0, u2, last; "
         + "prmt.b32 $0, l0, u0, 0x6240; prmt.b32 $1, l0, u0, 0x7351;}",
         "=r,=r,r,r,r,r",
         [words],

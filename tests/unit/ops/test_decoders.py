@@ -63,8 +63,9 @@ def joined(values: torch.Tensor, dtype: torch.dtype) -> int:
 
 
 def run(block: str, inputs: dict[str, int], dtype: torch.dtype) -> dict[str, int]:
-    """Execute the instructions of a block and return the registers."""
-    registers = dict(inputs)
+    """Execute the instructions of a block in some lane and return the registers."""
+    lane = random.randrange(32)
+    registers = inputs | {"%lanemask_lt": (1 << lane) - 1, "%lanemask_gt": -2 << lane & WORD}
     for line in block.split(";"):
         name, _, operands = line.strip().partition(" ")
         if not operands or name == ".reg":
@@ -72,8 +73,10 @@ def run(block: str, inputs: dict[str, int], dtype: torch.dtype) -> dict[str, int
         into, *rest = (one.strip() for one in operands.split(","))
         args = [registers[one] if one in registers else constant(one) for one in rest]
         match name:
-            case "mov.b32":
+            case "mov.b32" | "mov.u32":
                 registers[into] = args[0]
+            case "xor.b32":
+                registers[into] = args[0] ^ args[1]
             case "prmt.b32":
                 registers[into] = permuted(*args)
             case "lop3.b32":
