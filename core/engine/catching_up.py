@@ -20,7 +20,7 @@ TRIAL_TOKENS = 16
 LATER = 2.0
 """Drafts of outputs should save this many times the time that the drafter takes for their prompts: it can also catch
 up with these rows later, when it is known how many others run."""
-LAST = 0.125
+LAST = 0.25
 """Share of the rows up to which those that are still behind are the last."""
 PATIENCE = 8
 """Steps until rows are examined again that were not worth catching up with."""
@@ -58,8 +58,8 @@ class CatchingUp:
         if self._begun and proposals and len(behind) <= LAST * len(decoding):
             self.wanted = [seq.uid for seq, _ in behind if seq.uid in self._begun]
             return
-        first = cost.follow_seconds([RowWork(1, work.bound, 0)])
-        each = max(cost.follow_seconds([work]) - first, 0.0) / (work.tokens * work.times)
+        first = cost.catch_up_seconds([RowWork(1, work.bound, 0)])
+        each = max(cost.catch_up_seconds([work]) - first, 0.0) / (work.tokens * work.times)
         seconds, gain = first, 0.0
         for seq, tokens in behind:
             earlier = tokens / (self._window - 1) if proposals and self._window > 1 else float("inf")
@@ -82,7 +82,7 @@ class CatchingUp:
                 continue
             total += tokens
             rows = len(tried) + 1
-            found = cost.follow_seconds([RowWork(-(-total // rows), seq.computed + 1, 0, rows)])
+            found = cost.catch_up_seconds([RowWork(-(-total // rows), seq.computed + 1, 0, rows)])
             if rows > TRIAL_ROWS or (tried and (total > room or found > step_seconds)):
                 break
             tried.append(seq.uid)

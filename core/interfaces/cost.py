@@ -197,12 +197,22 @@ class CostModel(ABC):
         return first + (drafts - 1) * self.drafter.decode_seconds(rows, context)
 
     def follow_seconds(self, rows: Iterable[RowWork]) -> float:
-        """Device time of feeding these tokens to the layers of a drafter with a window (Drafter.window): chunks of
-        prompts in the step that feeds them to the model, or earlier tokens of rows (StepPlan.catch_up). Default: a step
-        of the model inside the drafter, without logits."""
+        """Device time of feeding chunks of prompts to the layers of a drafter with a window (Drafter.window), in the
+        step that feeds them to the model. Default: a step of the model inside the drafter, without logits."""
         if self.drafter is None:
             return 0.0
         return self.drafter.step_seconds(row._replace(sampled=0) for row in rows)
+
+    def catch_up_seconds(self, rows: Iterable[RowWork]) -> float:
+        """Time of feeding earlier tokens of rows to these layers (StepPlan.catch_up). The host launches them without a
+        CUDA graph while the device runs them, which takes few tokens longer."""
+        seconds = self.follow_seconds(rows)
+        return max(seconds, self.drafter.eager_seconds) if seconds and self.drafter is not None else seconds
+
+    @property
+    def eager_seconds(self) -> float:
+        """Time in which the host launches the layers of a step without a CUDA graph. Default: 0.0."""
+        return 0.0
 
     def decode_seconds(self, batch: int, context: int) -> float:
         """Time per output token: a step that feeds one token to each of `batch` sequences of length `context`."""

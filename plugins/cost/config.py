@@ -49,6 +49,8 @@ class RooflineConfig(Config):
     """Number of sequential kernels per layer."""
     kernel_us: float = Field(2.0, ge=0)
     """Overhead per kernel before its first load and after its last store, microseconds."""
+    launch_us: float = Field(125.0, ge=0)
+    """Time in which the host launches a kernel without a CUDA graph, microseconds."""
     step_us: float = Field(50.0, ge=0)
     """Overhead per step for embedding, sampling and launch, microseconds."""
     logits_passes: float = Field(2.0, ge=0)

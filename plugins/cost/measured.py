@@ -95,5 +95,9 @@ class Measured(CostModel):
         prompts = sum(row.flags & DECODE == 0 for row in rows)
         return launches.seconds(len(rows), prompts)
 
+    @property
+    def eager_seconds(self) -> float:
+        return self._prior.eager_seconds
+
     def works(self, rows: Iterable[Row]) -> Iterable[RowWork]:
         return self._prior.works(rows)

@@ -74,6 +74,10 @@ class Roofline(CostModel):
     def step_seconds(self, rows: Iterable[RowWork]) -> float:
         return self.terms(rows).seconds
 
+    @property
+    def eager_seconds(self) -> float:
+        return self.spec.layers * self.config.kernels * self.config.launch_us * 1e-6
+
     def lanes_terms(self, lanes: Sequence[Sequence[RowWork]]) -> Sequence[StepTerms]:
         total = sum(row.tokens * row.times for rows in lanes for row in rows)
         return [self._terms(rows, total / len(lanes)) for rows in lanes]

@@ -156,7 +156,7 @@ class SimulatedExecutor(Executor):
         """Return the time of drafting, of the drafter's part in prompts, and of its earlier tokens."""
         seconds = 0.0
         if plan.catch_up:
-            seconds = cost.follow_seconds(RowWork(one.count, one.first + one.count, 0) for one in plan.catch_up)
+            seconds = cost.catch_up_seconds(RowWork(one.count, one.first + one.count, 0) for one in plan.catch_up)
         if self._follows and plan.follows and plan.rows and not plan.rows[-1].flags & DECODE:
             seconds += cost.follow_seconds(RowWork.of(row) for row in plan.rows if not row.flags & DECODE)
         drafted = [row for row in plan.rows if row.draft] if self._lookahead else []

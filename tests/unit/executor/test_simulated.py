@@ -163,14 +163,18 @@ def test_drafting_takes_the_time_of_the_draft_model() -> None:
     assert 1.5 < seconds[2] / seconds[0] < 2.1, "one pass"
 
 
-def test_a_draft_model_that_catches_up_takes_the_time_of_its_chunks() -> None:
+@pytest.mark.parametrize(("launch_us", "bound_by_host"), [(0, False), (500, True)])
+def test_a_draft_model_that_catches_up_takes_the_time_of_its_chunks(launch_us: int, bound_by_host: bool) -> None:
     model = ("spec_decode=draft_model", "model@spec_decode.model=llama3_8b", "executor.acceptance=0", "cost=h200")
+    model += (f"cost.launch_us={launch_us}",)
     seconds = []
     chunks = [CatchUp(0, 0, 700), CatchUp(1, 50, 100)]
     with engine(*model) as simulated:
         cost = simulated.cost
         assert cost is not None
-        expected = cost.follow_seconds([RowWork(700, 700, 0), RowWork(100, 150, 0)])
+        works = [RowWork(700, 700, 0), RowWork(100, 150, 0)]
+        expected = 32 * 8 * 500e-6 if bound_by_host else cost.follow_seconds(works)
+        assert cost.catch_up_seconds(works) == pytest.approx(expected) and not cost.catch_up_seconds([])
         for step, catch_up in enumerate(([], chunks)):
             plan = StepPlan(step, [], catch_up=catch_up)
             plan.joins = [] if catch_up else [Join(0, 1, 0, 0), Join(1, 2, 0, 0)]
