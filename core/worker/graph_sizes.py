@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from dovetail.core.interfaces import ModelSpec
 
 LEAST_TOKENS, MOST_TOKENS = 2048, 4096
-"""Range of `engine.graph_tokens` if it is null. Steps of the fewest take any model longer to launch than as a graph."""
+"""Range of `engine.graph_tokens` if it is null."""
 TILE = 256
 """Tokens of the largest tiles of matmuls."""
 LAUNCH_WORK = 2e12

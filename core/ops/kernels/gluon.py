@@ -63,10 +63,10 @@ def scaled_sum(acc, sums, scales, box: gl.constexpr):
 def tensor_map(x: torch.Tensor, box: int, rows: int) -> TensorDescriptor:
     """Tensor map of the first `rows` rows of x's memory, with boxes of `box` rows and LINE bytes."""
     size = x.element_size()
-    return TensorDescriptor(x, [rows, x.shape[1]], list(x.stride()), [box, LINE.value // size], _layout(8 * size))
+    return TensorDescriptor(x, [rows, x.shape[1]], list(x.stride()), [box, LINE.value // size], line_layout(8 * size))
 
 
 @cache
-def _layout(bits: int) -> gl.NVMMASharedLayout:
-    """Making one takes longer than a tensor map, before each launch."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=LINE.value, element_bitwidth=bits, rank=2)
+def line_layout(bits: int, rank: int = 2) -> gl.NVMMASharedLayout:
+    """Layout of boxes whose rows have LINE bytes. Making one takes longer than a tensor map, before each launch."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=LINE.value, element_bitwidth=bits, rank=rank)

@@ -446,6 +446,4 @@ def _processors(device: torch.device) -> int:
 @cache
 def shared_bytes_of(device: torch.device) -> int:
     """Maximum shared memory of a program."""
-    if device.type != "cuda":
-        return HOPPER_SHARED
-    return shared_bytes(device)
+    return shared_bytes(device) if device.type == "cuda" else HOPPER_SHARED

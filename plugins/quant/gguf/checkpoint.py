@@ -22,8 +22,8 @@ MIXES = {
     "Q6_K": ("Q6_K", "Q6_K", "Q6_K"),
     "Q8_0": ("Q8_0", "Q8_0", "Q8_0"),
 }
-"""Mixture -> type of most matrices, of those for values and down in half of the layers, and of logits, as llama.cpp's
-tool for quantization chooses them. Which half differs a little."""
+"""Mixture -> type of most matrices, of those for values and down in half of the layers, and of logits. llama.cpp's tool
+for quantization chooses the same types, and other layers for the second one."""
 WIDER_SHARE = 0.15
 """Share of a model's weights that the second type has, about."""
 

@@ -338,3 +338,6 @@ def test_the_last_rows_are_not_left_behind(number: int) -> None:
         following.caught_up(seq.slot, 501, 501)
     assert wanted(1e-6, proposals=True) == ([seq.uid for seq in rows[:2]] if number == 16 else [])
     assert wanted(1e-6, proposals=False) == []
+    for seq in rows:
+        following.caught_up(seq.slot, 501, 501)
+    assert wanted(1e-4, proposals=True) == [] and not catching_up._begun

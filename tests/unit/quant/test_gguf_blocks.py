@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from dovetail.core.compose import Host, compose
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import PLAIN, LinearShape
 from dovetail.plugins.quant.config import GGUFConfig
 from dovetail.plugins.quant.gguf.blocks import FORMATS, decode_blocks
+from dovetail.plugins.quant.gguf.checkpoint import BITS, MIXES
 from dovetail.plugins.quant.gguf.quantizer import GGUF, BlockLinear
 
 SCALES = {"Q4_0": (0,), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
@@ -86,7 +88,7 @@ def test_an_unknown_type_names_the_others() -> None:
     ],
 )
 def test_random_weights_have_the_types_of_a_mixture(mix: str, types: tuple[str, ...]) -> None:
-    quantizer = GGUF(GGUFConfig(mix=mix))  # type: ignore[arg-type]
+    quantizer = GGUF(GGUFConfig.model_validate({"mix": mix}))
     layers = [f"model.layers.{layer}.{name}" for layer, name in ((3, "mlp.down_proj"), (12, "self_attn.v_proj"))]
     names = (layers[0], layers[1], "model.layers.12.self_attn.q_proj")
     methods = [quantizer.linear(name, LinearShape(512, 8, (8,), names=(name,))) for name in names]
@@ -95,6 +97,20 @@ def test_random_weights_have_the_types_of_a_mixture(mix: str, types: tuple[str, 
         for name in ("lm_head", "model.embed_tokens")
     ]
     assert tuple(method.kind for method in methods if isinstance(method, BlockLinear)) == types
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("model", ["llama3_8b", "llama3_70b"])
+def test_plans_count_the_bits_of_a_mixture(mix: str, model: str) -> None:
+    composition = compose([f"model={model}", "quant=gguf", f"quant.mix={mix}", "cost=h200"])
+    found = composition.part("quant").capabilities(Host(device="cuda")).provides
+    hf = composition.part("model").config.hf
+    most, wider, head = (BITS[kind][2] for kind in MIXES[mix])
+    hidden, channels, heads = hf["hidden_size"], hf["intermediate_size"], hf["num_attention_heads"]
+    values = hidden * hf["num_key_value_heads"] * hidden // heads
+    share = (hidden * channels + values) / (3 * hidden * channels + 2 * hidden**2 + 2 * values) / 2
+    assert found["weight_bits"] == pytest.approx(most + share * (wider - most), abs=0.05)
+    assert (found["embedding_bits"], found["head_bits"]) == (most, head)
 
 
 @pytest.mark.parametrize(("inputs", "kind"), [(512, "Q4_K"), (320, "Q8_0"), (72, None)])
@@ -109,7 +125,7 @@ def test_random_weights_are_rounded_to_the_nearest_code(kind: str) -> None:
     mix = {"Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}.get(kind, kind)
     name, whole = "model.layers.1.self_attn.q_proj", torch.rand(8, 512) - 0.3
     shape = LinearShape(512, 8, (8,), dtype=torch.float32, names=(name,))
-    method = GGUF(GGUFConfig(mix=mix)).linear(name, shape)  # type: ignore[arg-type]
+    method = GGUF(GGUFConfig.model_validate({"mix": mix})).linear(name, shape)
     assert isinstance(method, BlockLinear) and method.kind == kind
     params = method.create(shape, torch.device("cpu"))
     method.load(params, slice(0, 8), {"weight": whole})

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 
 import torch
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dovetail.core.interfaces import AttentionLayer, BatchMeta, QKNorm, Rope
+from dovetail.core.ops.kernels.gluon import line_layout
 from dovetail.core.ops.kernels.launch import dependent
 from dovetail.core.ops.latents import LATENT, ROTARY, SCALES
 from dovetail.plugins.attention.triton.hopper.decode import attend_decode
@@ -182,10 +181,4 @@ def latents(
 
 
 def _tensor_map(x: torch.Tensor, box: list[int]) -> TensorDescriptor:
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), box, _layout(x.dim()))
-
-
-@cache
-def _layout(rank: int) -> gl.NVMMASharedLayout:
-    """Making one takes longer than a tensor map, before each launch."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), box, line_layout(16, x.dim()))
