@@ -9,7 +9,7 @@ import pytest
 
 from dovetail.core.calibration import file
 from dovetail.core.calibration.launches import Launches
-from dovetail.core.compose import compose
+from dovetail.core.compose import EngineConfig, compose
 from dovetail.core.interfaces import CostModel, Formats, StepTerms
 from dovetail.core.testing.cost import SPEC, CostContract
 from dovetail.plugins.cost.config import MeasuredConfig
@@ -78,3 +78,8 @@ class TestMeasured(CostContract):
 
     def make(self) -> CostModel:
         return Measured(MeasuredConfig(path=self.path))
+
+    def test_launches_without_a_graph_take_as_long_as_in_the_prior(self) -> None:
+        cost = self.make()
+        cost.bind(SPEC, EngineConfig(), self.formats)
+        assert cost.eager_seconds == pytest.approx(SPEC.layers * 8 * 125e-6)

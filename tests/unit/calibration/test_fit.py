@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 
 from dovetail.core.calibration.fit import LEAST_STEPS, Fit, fit, least_squares
 from dovetail.core.calibration.launches import fit_launches
 from dovetail.core.calibration.steps import Step
-from dovetail.core.compose import EngineConfig
+from dovetail.core.compose import EngineConfig, compose
 from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import CostModel, Formats, RowWork, StepTerms
 from dovetail.core.testing.cost import SPEC
+from dovetail.plugins.app.bench.calibrate import Calibrator
+from dovetail.plugins.app.bench.config import BenchConfig
 from dovetail.plugins.cost.config import NoneConfig, RooflineConfig
 from dovetail.plugins.cost.none import NoEstimate
 from dovetail.plugins.cost.roofline import Roofline
@@ -142,3 +145,13 @@ def test_the_host_time_of_launches_is_fitted_without_steps_that_have_no_graph() 
     assert found.step_us == pytest.approx(400, rel=0.05) and found.prompt_us == pytest.approx(900, rel=0.05)
     assert found.row_us == pytest.approx(2, rel=0.2) and found.seconds(50, 1) == pytest.approx(1.4e-3, rel=0.05)
     assert fit_launches(steps[:20], 2048, least_squares()) is None
+
+
+@pytest.mark.parametrize(("given", "most"), [([], 4096), (["engine.graph_tokens=512"], 512)])
+def test_a_calibration_of_a_gpu_knows_which_steps_have_graphs(given: list[str], most: int, tmp_path: Path) -> None:
+    words = ["model=llama32_1b", "model.load=dummy", "executor=simulated", "attention=sdpa", "engine.kv_dtype=auto"]
+    composition = compose(["app=bench", "+preset=h200_fp8_tp1", *words, *given])
+    calibrator = Calibrator(composition, BenchConfig(calibrate=str(tmp_path / "made.json")), ["latency"])
+    steps = [Step(0.0, (RowWork(1, 500, times=rows),), 1e-3, (0, 0, 0), 4e-4) for rows in range(1, 101)]
+    found = calibrator._launches("NVIDIA H200", steps)
+    assert found is not None and found.most_tokens == most

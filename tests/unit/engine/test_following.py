@@ -317,6 +317,25 @@ def test_it_does_not_catch_up_with_rows_that_end_soon() -> None:
         catching_up._pause = 0
 
 
+class Launched(ByToken):
+    """The host launches a chunk for half a second."""
+
+    def catch_up_seconds(self, rows: Iterable[RowWork]) -> float:
+        return max(self.follow_seconds(rows), 0.5)
+
+
+@pytest.mark.parametrize(("cost", "wanted"), [(ByToken, True), (Launched, False)])
+def test_chunks_are_weighed_with_their_launch(cost: type[ByToken], wanted: bool) -> None:
+    """Drafts save 0.32 s, and the device needs 0.2 s for the chunks."""
+    device = Device(8, resumes=True, chunks=True)
+    rows, catching_up = [sequence(slot) for slot in range(8)], device.drafting._catching_up
+    assert catching_up is not None
+    for seq in rows:
+        seq.computed, seq.max_len, seq.limit = 5000, 5001, 5401
+    catching_up.where_it_pays(rows, 1e-4, cost(64, passes=1.0), proposals=False)  # type: ignore[arg-type]
+    assert bool(catching_up.wanted) is wanted
+
+
 @pytest.mark.parametrize("number", [16, 4])
 def test_the_last_rows_are_not_left_behind(number: int) -> None:
     """Two rows were wanted, and would not be chosen now that others draft. Of four, two are not the last ones."""

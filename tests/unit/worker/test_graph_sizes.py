@@ -24,6 +24,7 @@ def test_padding_tokens_fill_no_additional_tile() -> None:
     assert token_sizes(0) == [] and token_sizes(100) == [16, 32, 64, 100]
     sizes = token_sizes(4096)
     assert sizes == sorted(set(sizes)) and sizes[-1] == 4096
+    assert len(sizes) == 30, "each is captured at start-up"
     for tokens in range(1, 4097):
         size = next(size for size in sizes if size >= tokens)
         tile = 256 if tokens > 2048 else 128 if tokens > 512 else 64
@@ -38,6 +39,8 @@ def test_padding_tokens_fill_no_additional_tile() -> None:
         ("+preset=h200_fp8_tp1 model=llama3_70b", 2048),
         ("+preset=h200_fp8_moe_tp1 model=qwen3_30b_a3b", 4096),
         ("+preset=h200_fp8_v3_rank", 2048),
+        # Its layers are small, but it has latents.
+        ("+preset=h200_fp8_moe_tp1 model=deepseek_v2_lite", 2048),
         ("+preset=h200_fp8_tp4 engine.overlap_tokens=0", 4096),
         ("+preset=h200_fp8_tp4 engine.overlap_tokens=4096", 3840),
         ("+preset=h200_fp8_tp4 engine.overlap_tokens=1000", 2048),
