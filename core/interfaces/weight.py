@@ -68,7 +68,9 @@ class WeightFormat:
     narrow_words: bool = False
     """Whether `decode_words` also serves E4M3. Others are decoded to fp16 first."""
     shifted: Mapping[torch.dtype, ShiftedDecoder] = field(default_factory=dict)
-    """Faster decoders by the dtype that is multiplied, for whole zeros: bf16, fp16 or E4M3."""
+    """Faster decoders by the dtype that is multiplied, for whole zeros: bf16, fp16 or E4M3. That of bf16 or fp16 also
+    serves zeros that are no integers, and scales in a dtype with more bits, unless there is one of float32: it returns
+    float32 for any dtype, which is multiplied by the scale before it is rounded."""
 
 
 @dataclass(frozen=True, slots=True)

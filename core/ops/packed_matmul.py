@@ -130,13 +130,15 @@ def multiplies_e4m3(packed: PackedWeight) -> bool:
 
 
 def specializes(packed: PackedWeight, dtype: torch.dtype) -> bool:
-    """Return whether Hopper's kernel can multiply x of this dtype: words that can be decoded, whole zeros, strips of
-    LANES inputs or half as many that share a scale, and x, scales and zeros that tensor maps can read."""
-    whole_zeros = packed.zero is None or packed.zero.dtype is torch.uint8
-    whole_strips = packed.group % LANES == 0 or (packed.group == LANES // 2 and dtype is not E4M3)
-    strips = packed.format.decode_words is not None and whole_strips
+    """Return whether Hopper's kernel can multiply x of this dtype: words that can be decoded, strips of LANES inputs
+    that share a scale, in 16 bits also half as many, in E4M3 whole zeros, and x, scales and zeros that tensor maps can
+    read."""
+    if dtype is E4M3:
+        whole = (packed.zero is None or packed.zero.dtype is torch.uint8) and packed.group % LANES == 0
+    else:
+        whole = packed.group % LANES == 0 or packed.group == LANES // 2
     mapped = packed.inputs * dtype.itemsize % 16 == 0 and maps_groups(packed)
-    return whole_zeros and strips and dtype is not torch.float32 and mapped
+    return whole and packed.format.decode_words is not None and dtype is not torch.float32 and mapped
 
 
 def rounds_by_kernel(packed: PackedWeight) -> bool:

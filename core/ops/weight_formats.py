@@ -51,6 +51,11 @@ def _shifted_integers(offset: int) -> dict[torch.dtype, ShiftedDecoder]:
     }
 
 
+def _shifted_bytes(offset: int) -> dict[torch.dtype, ShiftedDecoder]:
+    """The decoder of codes of a byte less `offset` for scales with more bits than x."""
+    return {torch.float32: ShiftedDecoder(_decoder("decode_large_byte_words"), 2.0**15 + offset)}
+
+
 UINT4 = WeightFormat(
     *("uint4", 4, 4, partial(_integer, offset=0), _decoder("decode_uint4"), _decoder("decode_uint4_words")),
     zero=True,
@@ -63,12 +68,20 @@ INT4 = WeightFormat(
     shifted=_shifted_integers(8),
 )
 """Codes are offset by 8."""
-INT6 = WeightFormat("int6", 6, 8, partial(_integer, offset=32), _decoder("decode_int6"), _decoder("decode_int6_words"))
+INT6 = WeightFormat(
+    *("int6", 6, 8, partial(_integer, offset=32), _decoder("decode_int6"), _decoder("decode_int6_words")),
+    shifted=_shifted_bytes(32),
+)
 """Codes are offset by 32, as in Q6_K of GGUF."""
 UINT8 = WeightFormat(
-    "uint8", 8, 8, partial(_integer, offset=0), _decoder("decode_uint8"), _decoder("decode_uint8_words"), zero=True
+    *("uint8", 8, 8, partial(_integer, offset=0), _decoder("decode_uint8"), _decoder("decode_uint8_words")),
+    zero=True,
+    shifted=_shifted_bytes(0),
 )
-INT8 = WeightFormat("int8", 8, 8, partial(_integer, offset=128), _decoder("decode_int8"), _decoder("decode_int8_words"))
+INT8 = WeightFormat(
+    *("int8", 8, 8, partial(_integer, offset=128), _decoder("decode_int8"), _decoder("decode_int8_words")),
+    shifted=_shifted_bytes(128),
+)
 """Codes are offset by 128."""
 E2M1 = WeightFormat(
     "e2m1",

@@ -129,17 +129,21 @@ def decode_int8(code, DTYPE: tl.constexpr):
 
 @triton.jit
 def _byte_words(words, AT: tl.constexpr, OFFSET: tl.constexpr, DTYPE: tl.constexpr):
-    """Return codes of 8 bits less OFFSET, which is 0, 32 or 128, two at a time."""
+    """Return codes of 8 bits less OFFSET, which is 0, 32 or 128, two at a time. With 32 they have 6 bits."""
     PLACE: tl.constexpr = AT // 8
     # 2^23 and 1024, and the same plus the offset.
-    BIG: tl.constexpr = "0f4B000000" if OFFSET == 0 else "0f4B000020" if OFFSET == 32 else "0f4B000080"
+    BIG: tl.constexpr = "0f4B000000" if OFFSET == 0 else "0f4B000080"
     SMALL: tl.constexpr = "0x64006400" if OFFSET == 0 else "0x64206420" if OFFSET == 32 else "0x64806480"
     # A byte below the upper bytes of 2^23.
     UNDER: tl.constexpr = ("0x7440", "0x7441", "0x7442", "0x7443")[PLACE]
     BOTH: tl.constexpr = ("0x0040", "0x0051", "0x0062", "0x0073")[PLACE]
-    # bfloat16 has too few bits for the constant.
+    # bfloat16 has too few bits for a constant with 8 bits in its mantissa. 128 holds 6.
     TO_BF16: tl.constexpr = (
-        "prmt.b32 x, $1, 0x4b000000, " + UNDER + "; prmt.b32 y, $2, 0x4b000000, " + UNDER
+        "prmt.b32 x, $1, $2, " + ("0x4400", "0x5511", "0x6622", "0x7733")[PLACE]
+        + "; lop3.b32 x, x, 0x003f003f, 0x43004300, 0xea; mov.b32 y, 0x43204320; mov.b32 last, 0xbf80bf80; "
+        + "fma.rn.bf16x2 $0, y, last, x; "
+        if OFFSET == 32
+        else "prmt.b32 x, $1, 0x4b000000, " + UNDER + "; prmt.b32 y, $2, 0x4b000000, " + UNDER
         + "; mov.b32 a, x; mov.b32 b, y; sub.f32 a, a, " + BIG + "; sub.f32 b, b, " + BIG
         + "; cvt.rn.bf16x2.f32 $0, b, a; "
     )  # fmt: skip
@@ -149,8 +153,13 @@ def _byte_words(words, AT: tl.constexpr, OFFSET: tl.constexpr, DTYPE: tl.constex
     )  # fmt: skip
     VALUES: tl.constexpr = TO_BF16 if DTYPE == tl.bfloat16 else TO_FP16
     return tl.inline_asm_elementwise(
-        "{.reg .b32 x, y; .reg .f32 a, b; " + VALUES + "}", "=r,r,r", [words], dtype=DTYPE.value, is_pure=True, pack=2
-    )
+        "{.reg .b32 x, y, last; .reg .f32 a, b; " + VALUES + "}",
+        "=r,r,r",
+        [words],
+        dtype=DTYPE.value,
+        is_pure=True,
+        pack=2,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -166,6 +175,22 @@ def decode_int8_words(words, AT: tl.constexpr, DTYPE: tl.constexpr):
 @triton.jit
 def decode_int6_words(words, AT: tl.constexpr, DTYPE: tl.constexpr):
     return _byte_words(words, AT, 32, DTYPE)
+
+
+@triton.jit
+def decode_large_byte_words(words, AT: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the codes plus 2^15 in float32, whatever DTYPE is: a byte above the lowest one of 2^15."""
+    PLACE: tl.constexpr = ("0x7404;", "0x7414;", "0x7424;", "0x7434;")[AT // 8]
+    # A permutation has one constant at most. If the compiler knew the other, it would move it to a register each time.
+    HIDDEN: tl.constexpr = "mov.u32 a, %lanemask_gt; mov.u32 b, %lanemask_lt; and.b32 a, a, b; "
+    return tl.inline_asm_elementwise(
+        "{.reg .b32 a, b; " + HIDDEN + "xor.b32 a, a, 0x47000000; prmt.b32 $0, $1, a, " + PLACE + "}",
+        "=r,r",
+        [words],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @triton.jit

@@ -50,11 +50,13 @@ def scales_of_block(ring, place, block, LAYOUT: gl.constexpr, INPUTS: gl.constex
 @gluon.jit
 def decode(words, strip: gl.constexpr, zero, scale, DECODE: gl.constexpr, DTYPE: gl.constexpr, BITS: gl.constexpr,
             NARROW: gl.constexpr, SHIFT: gl.constexpr):  # fmt: skip
-    """Return a strip of the left operand [O, I]. `zero`, `scale`: [O] or None. NARROW: codes are E4M3, and DECODE
-    returns them as they are. SHIFT: what DECODE adds, or None."""
+    """Return a strip of the left operand [O, I]. `zero`, `scale`: [O] or None; a zero that is no integer has a scale.
+    NARROW: DECODE returns codes as they are multiplied. SHIFT: what DECODE adds, or None."""
     # E4M3 has no arithmetic, so words are decoded to float16, which holds its numbers.
     CODE: gl.constexpr = gl.float16 if DTYPE == gl.float8e4nv and not NARROW else DTYPE
     value = DECODE(words, strip * BITS, CODE)
+    if in_float32(None if zero is None else zero.dtype, None if scale is None else scale.dtype, CODE):
+        return scaled_once(value, zero, scale, DTYPE, SHIFT)
     if zero is not None:
         # Whole zeros are exact in 16 bits.
         zero = zero.to(CODE)
@@ -63,10 +65,35 @@ def decode(words, strip: gl.constexpr, zero, scale, DECODE: gl.constexpr, DTYPE:
         value -= zero[:, None]
     if scale is not None:
         # The product with a scale of few bits is rounded once.
-        EXACT: gl.constexpr = scale.dtype == CODE or scale.dtype == gl.float8e4nv
-        FACTOR: gl.constexpr = CODE if EXACT else gl.float32
-        value = value.to(FACTOR) * scale.to(FACTOR)[:, None]
+        value *= scale.to(CODE)[:, None]
     return value.to(DTYPE)
+
+
+@gluon.constexpr_function
+def in_float32(zero, scale, code):
+    """Return whether codes less zeros times scales need float32: the scale has more bits than `code`, the type they are
+    decoded to, or the zero is no integer. `zero`, `scale`: their types, or None."""
+    return scale is not None and (scale not in (code, gl.float8e4nv) or zero not in (None, gl.uint8))
+
+
+@gluon.jit
+def scaled_once(value, zero, scale, DTYPE: gl.constexpr, SHIFT: gl.constexpr):
+    """Return (value - SHIFT - zero) * scale with at most the error of two roundings to DTYPE."""
+    scale_O = scale.to(gl.float32)
+    if SHIFT is not None:
+        less_O = gl.full(scale_O.shape, SHIFT, gl.float32, scale_O.type.layout)
+        if zero is not None:
+            less_O += zero.to(gl.float32)
+        return (value.to(gl.float32) * scale_O[:, None] - (less_O * scale_O)[:, None]).to(DTYPE)
+    elif zero is not None:
+        return ((value.to(gl.float32) - zero.to(gl.float32)[:, None]) * scale_O[:, None]).to(DTYPE)
+    elif DTYPE == gl.bfloat16:
+        # Half of the instructions: a scale is the sum of two numbers in bfloat16, but for its last bits.
+        large_O = scale_O.to(gl.bfloat16)
+        small_O = (scale_O - large_O.to(gl.float32)).to(gl.bfloat16)
+        return gl.fma(value, large_O[:, None], value * small_O[:, None])
+    else:
+        return (value.to(gl.float32) * scale_O[:, None]).to(DTYPE)
 
 
 @gluon.jit
@@ -157,10 +184,11 @@ def load_words(box, LEFT: gl.constexpr, PIECES: gl.constexpr):
 
 
 @gluon.jit
-def filled(GROUP_O: gl.constexpr, STRIP: gl.constexpr, BITS: gl.constexpr):
-    """Return a left operand in shared memory whose numbers are all that of BITS in E4M3."""
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=STRIP, element_bitwidth=8, rank=2)
+def filled(GROUP_O: gl.constexpr, STRIP: gl.constexpr, BITS: gl.constexpr, DTYPE: gl.constexpr):
+    """Return a left operand in shared memory whose numbers are all that of BITS in DTYPE."""
+    SIZE: gl.constexpr = DTYPE.primitive_bitwidth
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=STRIP * SIZE // 8, element_bitwidth=SIZE, rank=2)
     BY_ROW: gl.constexpr = gl.BlockedLayout([1, STRIP], [32, 1], [4, 1], [1, 0])
     # Converted from float32, every other number came out wrong: ptxas of Triton 3.6 takes a constant for two.
-    bits = gl.full([GROUP_O, STRIP], BITS, gl.int8, BY_ROW)
-    return gl.allocate_shared_memory(gl.float8e4nv, [GROUP_O, STRIP], LAYOUT, bits.to(gl.float8e4nv, bitcast=True))
+    bits = gl.full([GROUP_O, STRIP], BITS, gl.int8 if SIZE == 8 else gl.int16, BY_ROW)
+    return gl.allocate_shared_memory(DTYPE, [GROUP_O, STRIP], LAYOUT, bits.to(DTYPE, bitcast=True))

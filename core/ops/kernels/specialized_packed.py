@@ -61,8 +61,8 @@ from dovetail.core.ops.weight_formats import E2M1
 WHOLE = 1 << 30
 """SPAN of a matrix with one scale for each row: a multiple of every block."""
 VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-ONE = 0x38
-"""Bits of 1 in E4M3."""
+ONE = {torch.float8_e4m3fn: 0x38, torch.bfloat16: 0x3F80, torch.float16: 0x3C00}
+"""Bits of 1."""
 MOST_IN_FLIGHT = gl.constexpr(64)
 """Tokens of a tile up to which matrix instructions of a run stay in flight while the sums of the one before are scaled.
 With more, threads lack registers for two sums beside the result."""
@@ -228,8 +228,8 @@ def packed_specialized(
 ):
     """A block has BOXES boxes of LANES words and X_BOXES of x. GROUPS: consumer warp groups, 1, 2 or 4. PLACES:
     blocks in the ring. SPAN: inputs of a scale, or of a word of scales. STRIP: inputs that are decoded together, LANES
-    or half as many. RUN: strips that are summed together. LESS: bits of a number in E4M3 that multiplies sums of x, or
-    None."""
+    or half as many. RUN: strips that are summed together. LESS: bits of a number in the type of x that multiplies sums
+    of x, or None."""
     GROUP_O: gl.constexpr = source.block_type.shape[0]
     BLOCK_T: gl.constexpr = x_source.block_type.shape[0]
     codes = gl.allocate_shared_memory(gl.int32, [PLACES * BOXES * GROUPS, GROUP_O, LANES], source.layout)
@@ -255,7 +255,7 @@ def packed_specialized(
         )
     less = x
     if LESS is not None:
-        less = filled(GROUP_O, STRIP, LESS)
+        less = filled(GROUP_O, STRIP, LESS, x.dtype)
     full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(PLACES):
@@ -360,7 +360,11 @@ def launch_packed(
     maps = [None if one is None else group_map(one, step, tile, span) for one in (packed.scale, packed.zero)]
     # More FP8 products than a line has would lose bits in the tensor core's accumulator.
     run = min(gcd(packed.group, tile.inputs) // strip, LINE.value // strip if fp8 else tile.inputs)
-    sums = fp8 or 4 * tile.tokens <= strip * run
+    whole_zeros = packed.zero is None or packed.zero.dtype is torch.uint8
+    # Zeros that are no integers and scales with more bits than x take more instructions of a weight than of a sum.
+    short = whole_zeros and packed.scale.dtype in (x_TI.dtype, torch.float8_e4m3fn, torch.int32)
+    subtracted = whole_zeros or x_TI.dtype in packed.format.shifted
+    sums = fp8 or (subtracted and (4 if short else 2) * tile.tokens <= strip * run)
     narrow, shifted, less = fp8 and packed.format.narrow_words, None, None
     sum_map, runs = None, tile.inputs // (strip * run)
     fits = strip * run == SUMMED and runs % 2 == 0
@@ -371,7 +375,12 @@ def launch_packed(
     elif fp8 and tile.tokens <= MOST_SUBTRACTED and torch.float8_e4m3fn in packed.format.shifted:
         narrow, shifted = True, packed.format.shifted[torch.float8_e4m3fn]
         # For sums of x times the shift, or sums of x where each group has a zero of its own.
-        less = shifted.less if packed.zero is None else ONE
+        less = shifted.less if packed.zero is None else ONE[x_TI.dtype]
+    elif sums and not whole_zeros:
+        narrow, shifted, less = True, packed.format.shifted[x_TI.dtype], ONE[x_TI.dtype]
+    elif not sums and not short:
+        # One instruction multiplies by the scale and subtracts shift and zero.
+        shifted = packed.format.shifted.get(torch.float32) or packed.format.shifted.get(x_TI.dtype)
     elif packed.zero is not None:
         # One instruction subtracts both the shift and the zero.
         shifted = packed.format.shifted.get(torch.float16 if fp8 else x_TI.dtype)
@@ -379,7 +388,7 @@ def launch_packed(
     inputs_bits = 8 * tile.tokens * x_TI.element_size() + tile.outputs * packed.format.stored_bits
     of_sums = 0 if sum_map is None else prod(sum_map.block_shape) * sums_TS.element_size()
     block = tile.inputs * inputs_bits // 8 + of_groups + of_sums
-    operand = 0 if less is None else tile.outputs // warp_groups * strip
+    operand = 0 if less is None else tile.outputs // warp_groups * strip * x_TI.element_size()
     packed_specialized[(programs,)](
         tensor_map(x_TI, tile.tokens, readable_rows(x_TI, tile.tokens)),
         tensor_map(packed.codes, tile.outputs // warp_groups, outputs),

@@ -74,6 +74,14 @@ def hopper_operands() -> None:
         packed_matmul(cuda(1, 4096), packed_weight(fmt, 4096, 4096, group, scale), None, BF16, counts=counts)
     uint4 = packed_weight(weight_formats.UINT4, 4096, 4096, 128, BF16)
     packed_matmul(cuda(1, 4096, dtype=E4M3), uint4, None, BF16, cuda(1, 1, dtype=FP32), counts)
+    # Zeros that are no integers, subtracted from sums and from weights, and scales with more bits than x.
+    k_quant = replace(
+        packed_weight(weight_formats.UINT4, 4096, 4096, 32, FP16),
+        zero=empty_by_group(4096, 128, dtype=FP16, device=torch.device("cuda")),
+    )
+    for rows, weight in ((1, k_quant), (64, k_quant), (64, packed_weight(weight_formats.INT6, 4096, 4096, 16, FP16))):
+        packed_matmul(cuda(rows, 4096), weight, None, BF16, counts=counts)
+    packed_matmul(cuda(64, 4096), packed_weight(weight_formats.NF4, 4096, 4096, 64, FP32), None, BF16, counts=counts)
     # Sums of x in memory.
     packed_matmul(cuda(64, 4096, dtype=E4M3), uint4, None, BF16, cuda(64, 1, dtype=FP32), counts, cuda(64, 256))
     # Rounded as it is decoded, in whole tiles and in parts.

@@ -50,7 +50,7 @@ def looked_up(a: int, b: int, c: int, table: int) -> int:
 
 
 def pairs(word: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the numbers in a register: two of 16 bits, or four of E4M3."""
+    """Return the numbers in a register: one of 32 bits, two of 16 or four of E4M3."""
     return torch.tensor([word], dtype=torch.uint32).view(dtype).double()
 
 
@@ -105,17 +105,17 @@ def run(block: str, inputs: dict[str, int], dtype: torch.dtype) -> dict[str, int
 FORMATS = (INT4, UINT4, E2M1, NF4, INT6, UINT8, INT8, E4M3)
 CASES = [(fmt, dtype, False) for fmt in FORMATS for dtype in (torch.bfloat16, torch.float16)]
 CASES.append((E4M3, torch.float8_e4m3fn, False))
-SHIFTED = [(fmt, dtype, True) for fmt in (INT4, UINT4) for dtype in fmt.shifted]
+SHIFTED = [(fmt, dtype, True) for fmt in (INT4, UINT4, INT6, UINT8, INT8) for dtype in fmt.shifted]
 
 
 def random_word(fmt: WeightFormat) -> int:
-    """Return a word without the NaN of E4M3."""
-    codes = [random.getrandbits(8) for _ in range(4)]
+    """Return a word of possible codes, without the NaN of E4M3."""
+    codes = [random.getrandbits(fmt.bits if fmt.stored_bits == 8 else 8) for _ in range(4)]
     return int.from_bytes(code - 1 if fmt is E4M3 and code & 127 == 127 else code for code in codes)
 
 
 @pytest.mark.parametrize(
-    ("fmt", "dtype", "shifted"), CASES + SHIFTED if EVERYTHING else CASES[::2] + CASES[1:2] + SHIFTED[:3]
+    ("fmt", "dtype", "shifted"), CASES + SHIFTED if EVERYTHING else CASES[::2] + CASES[1:2] + SHIFTED[:3] + SHIFTED[-1:]
 )
 def test_codes_in_words(fmt: WeightFormat, dtype: torch.dtype, shifted: bool):
     shift, unit, decode = 0.0, 1.0, fmt.decode_words

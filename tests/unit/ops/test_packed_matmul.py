@@ -123,6 +123,18 @@ if not INTERPRETED and torch.cuda.get_device_capability() == (9, 0):
             assert_multiplies(weight, rows, tile, FP8 if itemsize == 1 else WIDE)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, FP16])
+    @pytest.mark.parametrize(("fmt", "group"), [(UINT4, 32), (UINT8, 32), (UINT4, 16), (UINT4, 128), (UINT4, 0)])
+    @pytest.mark.parametrize("rows", [1, 11, 40, 131])
+    def test_zeros_that_are_no_integers(rows, fmt, group, dtype):
+        """Minimums of GGUF's blocks, far from zero, too."""
+        sizes = min(rows, 128), 200, 1344, fmt.stored_bits
+        for n, tile in enumerate(specialized_tiles(*sizes, 2, 7, HOPPER_SHARED, group)):
+            if n % 15 == rows % 15 or EVERYTHING:
+                weight = drawn(fmt, 200, 1344, group, (FP16, FP32)[n % 2])
+                zero = (torch.rand(weight.scale.shape, device=DEVICE) * (40, 12)[n % 2]).half()
+                assert_multiplies(as_kept(dataclasses.replace(weight, zero=zero)), rows, tile, dtype)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, FP16])
     @pytest.mark.parametrize(("rows", "inputs"), [(1, 4096), (9, 704), (40, 680), (70, 2048), (200, 1088)])
     def test_scales_of_nvfp4(rows, inputs, dtype):
         """All positive scales, subnormal ones and 0 among them, four of which are decoded together if they are in

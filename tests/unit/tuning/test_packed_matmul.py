@@ -228,6 +228,8 @@ def test_weights_that_hoppers_kernel_cannot_read_go_to_the_kernel_for_all_gpus()
     assert not specializes(weight(INT4), torch.float32) and not specializes(weight(BITSANDBYTES_FP4), torch.bfloat16)
     assert not specializes(weight(INT4, group=16), torch.float8_e4m3fn)
     assert not specializes(weight(INT4, group=8), torch.bfloat16)
+    k_quant = replace(weight(UINT4, group=32), zero=weight(UINT4, group=32).scale.half())
+    assert specializes(k_quant, torch.bfloat16) and not specializes(k_quant, torch.float8_e4m3fn)
     assert not specializes(weight(INT4, inputs=4100), torch.float16)
     # Tensor maps read scales whose outputs are next to each other.
     assert specializes(weight(INT4, outputs=40), torch.bfloat16) and specializes(weight(INT4, group=0), torch.bfloat16)
