@@ -38,11 +38,11 @@ PRODUCTS, COPIED = 2420, 45
 """8-bit products, and bytes that are copied to shared memory, of an SM per cycle."""
 READ = 14
 """Bytes of the weight that come from memory for an SM per cycle."""
-AGAIN = 0.05
+AGAIN = 0.02
 """Share of a product's time that each doubling of the tiles of rows adds."""
 PER_BLOCK, PER_TILE, PER_SPLIT, SUMMED = 27, 2560, 8000, 6
 """Cycles for barriers of a block, to begin and to write a tile, and to join split ones, and sums that are added per
-cycle. Fitted to timings on an H100 (benchmarks/NOTES.md)."""
+cycle. Fitted to timings on an H100 and an H200 (benchmarks/NOTES.md)."""
 
 
 def choose(
@@ -106,10 +106,12 @@ def _library_rows(choices: Choices, rows: int, outputs: int, inputs: int, kind: 
 
 def runs(tile: MatmulTile, kind: str) -> bool:
     """Whether this kind's kernels can run the tile."""
+    # Their 256 outputs are two instructions, whose sums are apart.
+    wide = tile.specialized and tile.split == 1
     if kind == "fp8_block":
-        return tile.outputs <= BLOCK and (tile.needs_hopper or tile.inputs <= BLOCK)
+        return (tile.outputs <= BLOCK or wide) and (tile.needs_hopper or tile.inputs <= BLOCK)
     if kind == "int8":
-        return not tile.prefetch and (not tile.specialized or tile.outputs <= 128)
+        return not tile.prefetch and (not tile.specialized or tile.outputs <= BLOCK or wide)
     return True
 
 
@@ -169,8 +171,10 @@ def many_rows_tile(groups: int, outputs: int, inputs: int, kind: str, processors
         _, tiles, blocks, _ = tile.launch(rows, outputs, inputs)
         yield replace(tile, programs=processors) if tiles > processors else tile
         for parts in range(2, 9):
-            if parts <= blocks and tiles * parts <= processors and tiles * tile.warp_groups <= MOST_SHARED_TILES:
-                yield replace(tile, split=parts)
+            split = replace(tile, split=parts)
+            fits = tiles * parts <= processors and tiles * tile.warp_groups <= MOST_SHARED_TILES
+            if parts <= blocks and fits and runs(split, kind):
+                yield split
 
     # Few blocks in flight are enough where sums of each are scaled, since those that follow arrive meanwhile.
     least = 3 if kind == "fp8_block" else 4

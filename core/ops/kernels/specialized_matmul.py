@@ -44,6 +44,9 @@ ROWS = gl.constexpr(64)
 """Rows of a warp group, as many as one matrix instruction takes."""
 OTHER_REGISTERS = gl.constexpr(32)
 """Registers of a thread that hold no sums."""
+PART = gl.constexpr(128)
+"""Outputs of an instruction where one of 256 is none (int8), or threads lack registers for its sums beside the total
+(EXACT)."""
 
 
 @gluon.jit
@@ -156,14 +159,17 @@ def _reduce_split(acc, tile, split, part_ptr, count_ptr, BLOCK_O: gl.constexpr, 
 
 
 @gluon.jit
-def _add_boxes(acc, x, weight, place, scales, BOXES: gl.constexpr, GROUPS: gl.constexpr, WHICH: gl.constexpr):
-    """Return acc and the products of a block's boxes, summed in float32 box by box. `scales`: of each box; () = none.
-    A box is multiplied while the sums of the one before are added, if both fit into registers."""
-    ROOM: gl.constexpr = (BOXES + 1) * acc.type.shape[1] // 2 <= consumer_registers(GROUPS, 1) - OTHER_REGISTERS
+def _add_boxes(acc, x, weight, place, part: gl.constexpr, scales, BLOCK_O: gl.constexpr, BOXES: gl.constexpr,
+               GROUPS: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
+    """Return acc and the products of a block's boxes, summed in float32 box by box, for part number `part` of the
+    outputs. `scales`: of each box; () = none. A box is multiplied while the sums of the one before are added, if both
+    fit into registers."""
+    WIDE: gl.constexpr = acc.type.shape[1]
+    ROOM: gl.constexpr = (BOXES * WIDE + BLOCK_O) // 2 <= consumer_registers(GROUPS, 1) - OTHER_REGISTERS
     sums = ()
     for box in gl.static_range(BOXES):
         rows = x.index((place * BOXES + box) * GROUPS + WHICH)
-        columns = weight.index(place * BOXES + box).permute((1, 0))
+        columns = weight.index(place * BOXES + box).slice(part * WIDE, WIDE, 0).permute((1, 0))
         sums += (warpgroup_mma(rows, columns, gl.zeros_like(acc), use_acc=False, is_async=True),)  # type: ignore[assignment]
         if not ROOM:
             acc = scaled_sum(acc, warpgroup_mma_wait(0, deps=[sums[box]]), scales, box)
@@ -180,46 +186,71 @@ def _consume(rings, work, split, part_ptr, count_ptr, epilogue, block_scale, tok
     """Consumer warp group for rows [64 * WHICH, 64 * WHICH + 64) of each tile."""
     x, weight, full, empty = rings
     first_tile, tiles, step, lo, hi, t_tiles = work
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_O, 256 // x.dtype.primitive_bitwidth])
+    WIDE: gl.constexpr = PART if BLOCK_O > PART and part_ptr is None and (EXACT or x.dtype == gl.int8) else BLOCK_O
+    PARTS: gl.constexpr = BLOCK_O // WIDE
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 256 // x.dtype.primitive_bitwidth])
     SUM: gl.constexpr = gl.int32 if x.dtype == gl.int8 else gl.float32
     block_scale_ptr, scale_columns = block_scale
     place, phase = 0, 0
     for tile in range(first_tile, tiles, step):
-        acc = gl.zeros([ROWS, BLOCK_O], SUM, ACC)
+        acc = ()
+        for _ in gl.static_range(PARTS):
+            acc += (gl.zeros([ROWS, WIDE], SUM, ACC),)  # type: ignore[assignment]
         row_o = tile // t_tiles * BLOCK_O
         scales = ()
         if SCALE_O > 0:
-            scale_row = block_scale_ptr + row_o // SCALE_O * scale_columns
-            scales = block_scales(scale_row, scale_columns, lo, hi, BOXES)
+            for part in gl.static_range(PARTS):
+                # The last tile may have fewer outputs than parts.
+                scale_row = gl.minimum(row_o + part * WIDE, outputs - 1) // SCALE_O * scale_columns
+                scales += (block_scales(block_scale_ptr + scale_row, scale_columns, lo, hi, BOXES),)  # type: ignore[assignment]
         for block in range(lo, hi):
             mbarrier.wait(full.index(place), phase)
+            total = ()
             if EXACT:
                 next_scales = ()
                 if SCALE_O > 0:
                     # Those of the next block, whose latency overlaps with this one.
-                    next_scales = block_scales(scale_row, scale_columns, block + 1, hi, BOXES)
-                acc = _add_boxes(acc, x, weight, place, scales, BOXES, GROUPS, WHICH)
+                    for part in gl.static_range(PARTS):
+                        scale_row = gl.minimum(row_o + part * WIDE, outputs - 1) // SCALE_O * scale_columns
+                        next_scales += (block_scales(block_scale_ptr + scale_row, scale_columns, block + 1, hi, BOXES),)  # type: ignore[assignment]
+                for part in gl.static_range(PARTS):
+                    of_part = scales[part] if SCALE_O > 0 else ()
+                    total += (_add_boxes(acc[part], x, weight, place, part, of_part, BLOCK_O, BOXES, GROUPS, WHICH),)  # type: ignore[assignment]
                 mbarrier.arrive(empty.index(place))
                 scales = next_scales
             else:
-                for box in gl.static_range(BOXES):
-                    rows = x.index((place * BOXES + box) * GROUPS + WHICH)
-                    columns = weight.index(place * BOXES + box).permute((1, 0))
-                    acc = warpgroup_mma(rows, columns, acc, is_async=True)
+                for part in gl.static_range(PARTS):
+                    sums = acc[part]  # type: ignore[var-annotated]
+                    for box in gl.static_range(BOXES):
+                        rows = x.index((place * BOXES + box) * GROUPS + WHICH)
+                        columns = weight.index(place * BOXES + box).slice(part * WIDE, WIDE, 0).permute((1, 0))
+                        sums = warpgroup_mma(rows, columns, sums, is_async=True)
+                    total += (sums,)  # type: ignore[assignment]
                 # The preceding block has been multiplied; this one's instructions stay in flight.
-                acc = warpgroup_mma_wait(BOXES, deps=[acc])
+                total = _waited(total, BOXES * PARTS)
                 mbarrier.arrive(empty.index(_before(place, PLACES)), pred=block > lo)
+            acc = total
             place, phase = advance(place, phase, PLACES)
         if not EXACT:
-            acc = warpgroup_mma_wait(0, deps=[acc])
+            acc = _waited(acc, 0)
             mbarrier.arrive(empty.index(_before(place, PLACES)))
         row_t = (tile % t_tiles * GROUPS + WHICH) * ROWS
         if part_ptr is None:
-            _write(acc, row_t, row_o, epilogue, tokens, outputs, BLOCK_O)
+            for part in gl.static_range(PARTS):
+                _write(acc[part], row_t, row_o + part * WIDE, epilogue, tokens, outputs, WIDE)
         else:
-            total, is_last = _reduce_split(acc, tile, split, part_ptr, count_ptr, BLOCK_O, GROUPS, WHICH)
+            total, is_last = _reduce_split(acc[0], tile, split, part_ptr, count_ptr, BLOCK_O, GROUPS, WHICH)  # type: ignore[misc]
             if is_last:
                 _write(total, row_t, row_o, epilogue, tokens, outputs, BLOCK_O)
+
+
+@gluon.jit
+def _waited(sums, LEFT_OVER: gl.constexpr):
+    """Wait for matrix instructions, but not for the last LEFT_OVER, and return the sums of all parts."""
+    if len(sums) == 1:
+        return (warpgroup_mma_wait(LEFT_OVER, deps=[sums[0]]),)
+    else:
+        return warpgroup_mma_wait(LEFT_OVER, deps=[sums[0], sums[1]])
 
 
 @gluon.jit(

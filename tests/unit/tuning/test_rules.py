@@ -6,12 +6,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from dovetail.core.ops.packed_tiles import ROUNDED_TOKENS, ranked_tiles, ruled_tile, specialized_tile
 from dovetail.core.ops.tile_choice import by_rule, choice_of
 from dovetail.core.ops.tiles import HOPPER_SHARED
 
 TIMINGS = Path(__file__).with_name("h100_eight_bits.timings.jsonl")
 """From searches on an H100: shapes of Llama 3 8B and DeepSeek-V3, about ten tiles each."""
+WIDE = Path(__file__).with_name("h200_eight_bits.timings.jsonl")
+"""From searches on an H200: Llama 3 8B with 128 rows and more, tiles of 128 x 256, too."""
 PACKED = Path(__file__).with_name("h200_packed.timings.jsonl")
 """From searches on an H200: shapes of Llama 3 8B and 70B in W4A16 and W4A8, of 8B in NVFP4, about 15 tiles each, before
 scales came through the kernel's ring. Of the rule's constants, the cost of partial sums is younger."""
@@ -20,13 +24,14 @@ IN_RING = Path(__file__).with_name("h200_packed_ring.timings.jsonl")
 ROUNDED = Path(__file__).with_name("h200_rounded.timings.jsonl")
 """Matmuls of many rows with a weight in W4A8 on an H200: ways to distribute rounded_packed's tiles, the library's
 matmul of a rounded weight, and specialized_packed, which multiplies the weight as it is (on another H200)."""
-CLOSE = 1.13
-"""Tiles of 32 rows and 576 outputs are that far behind."""
+CLOSE = {TIMINGS: 1.13, WIDE: 1.2}
+"""Tiles of 32 rows and 576 outputs are that far behind on the H100, and on the H200 those of 512 rows and 6144 outputs
+behind tiles of the kernel for all GPUs, of which an SM runs several."""
 
 
-def found():
+def found(file):
     """Yield (shape and rows, time of the rule's tile over the fastest one's); None if it was not timed."""
-    for line in map(json.loads, TIMINGS.read_text().splitlines()):
+    for line in map(json.loads, file.read_text().splitlines()):
         key, rows = line["key"], line["rows"]
         shape = rows, key["outputs"], key["inputs"]
         tile = by_rule(*shape, key["weight"], 132, HOPPER_SHARED, True)
@@ -35,11 +40,12 @@ def found():
         yield (key["weight"], *shape), same[0] / line["times"][0][0] if same else None
 
 
-def test_the_rules_tiles_are_near_the_fastest():
-    behind = dict(found())  # Of points that were timed twice, the later times.
+@pytest.mark.parametrize("file", [TIMINGS, WIDE], ids=lambda file: file.name)
+def test_the_rules_tiles_are_near_the_fastest(file):
+    behind = dict(found(file))  # Of points that were timed twice, the later times.
     timed = {key: ratio for key, ratio in behind.items() if ratio is not None}
     assert len(timed) > 0.75 * len(behind)
-    assert {key: ratio for key, ratio in timed.items() if ratio > CLOSE} == {}
+    assert {key: ratio for key, ratio in timed.items() if ratio > CLOSE[file]} == {}
     assert sum(ratio <= 1.03 for ratio in timed.values()) > 0.8 * len(timed)
 
 
