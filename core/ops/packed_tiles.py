@@ -233,23 +233,34 @@ def specialized_tiles(
     """Yield specialized_packed's tiles with as many blocks in flight as fit, and the ways to distribute their work:
     tiles as a whole or in equal parts, at most as many as run at a time, or equal ranges of all units (Stream-K)."""
     most = max(8, 1 << (rows - 1).bit_length())
+    for base in _bases(bits, itemsize, shared, 0 < group < WORDS):
+        if base.tokens > most or base.tokens < min(most, 64):
+            continue
+        if base.outputs > max(64, outputs) or base.inputs > max(WORDS * 32 // bits, inputs):
+            continue
+        _, tiles, blocks, _ = base.launch(rows, outputs, inputs)
+        running = base.residents * processors
+        if tiles > running:
+            yield replace(base, programs=running, specialized=True)
+        yield from _in_parts(base, tiles, blocks, running)
+
+
+@lru_cache
+def _bases(bits: int, itemsize: int, shared: int, fine: bool) -> tuple[MatmulTile, ...]:
+    """Return specialized_packed's tiles for any matmul, of which programs compute one each. `fine`: groups are smaller
+    than a strip. Start-up asks for thousands of numbers of rows."""
+    found = []
     for (tokens, groups, residents), boxes in product(SHAPES, (1, 2)):
-        fine, spills = 0 < group < WORDS, (tokens, groups, residents) in SPILLING
-        if tokens > most or tokens < min(most, 64) or ((itemsize == 1 or fine) and spills):
+        if (itemsize == 1 or fine) and (tokens, groups, residents) in SPILLING:
             continue
         if fine and (boxes > 1 or residents > 2 or groups > 2):
             continue
         base = MatmulTile(*(tokens, 64 * groups, boxes * WORDS * 32 // bits, 4 * groups), tma=True, residents=residents)
         room = (SM_SHARED if shared >= HOPPER_SHARED else shared) // residents - RESERVED
         stages = [n for n in range(2, 9) if packed_shared(replace(base, stages=n), bits, itemsize) <= min(room, shared)]
-        if not stages or base.outputs > max(64, outputs) or base.inputs > max(WORDS * 32 // bits, inputs):
-            continue
-        base = replace(base, stages=stages[-1])
-        _, tiles, blocks, _ = base.launch(rows, outputs, inputs)
-        running = residents * processors
-        if tiles > running:
-            yield replace(base, programs=running, specialized=True)
-        yield from _in_parts(base, tiles, blocks, running)
+        if stages:
+            found.append(replace(base, stages=stages[-1]))
+    return tuple(found)
 
 
 def _quickest_tile(
