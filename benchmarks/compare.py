@@ -26,6 +26,9 @@ have the same requests, settings and GPU:
     python benchmarks/compare.py vllm --only vllm --workloads chat --out vllm.json -- +preset=h200_fp8_tp1
     python benchmarks/compare.py vllm --reuse vllm.json --workloads chat --out both.json -- +preset=h200_fp8_tp1
 
+`--stored FORMAT` writes random weights in NF4 or GGUF to a file that both engines read: vLLM cannot draw them, as it
+draws those of other formats. It needs the packages bitsandbytes and vllm-gguf-plugin.
+
 `--lock FILE` lets several comparisons use one GPU: their engines start at the same time, which takes longest, but only
 one of them runs requests. Each engine then has the memory that its workloads need by the cost model, in place of all,
 unless options set it.
@@ -47,7 +50,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from peers import model_folder, offline, served, table
+from peers import model_folder, offline, served, stored_weights, table
 from peers.drafting import drafting_of
 from peers.jobs import Job, make_jobs, words_of
 
@@ -179,6 +182,11 @@ def arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--lock", type=Path, metavar="FILE", help="share the GPU with other comparisons that name this file"
     )
+    parser.add_argument(
+        "--stored",
+        choices=stored_weights.FORMS,
+        help="write random weights to a checkpoint in this format, which both engines load",
+    )
     parser.add_argument("--args", type=json.loads, default={}, help="more options of the peer's engine, a JSON object")
     parser.add_argument("--out", type=Path, help="JSON file for all figures, written after each run")
     args = parser.parse_args(argv[:cut])
@@ -193,6 +201,18 @@ def main(argv: Sequence[str]) -> int:
     if argv[:1] == ["table"]:
         return table.main(argv[1:])
     args, overrides = arguments(argv)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if args.stored:
+            offline.log(f"writing random weights in {args.stored}")
+            composition = compose(overrides, app="bench")
+            overrides = stored_weights.stored(composition, overrides, args.stored, folder)
+        run(args, overrides, folder)
+    return 0
+
+
+def run(args: argparse.Namespace, overrides: Sequence[str], folder: Path) -> None:
+    """Compare the engines with all workloads. `folder`: for files that they read."""
     composition = compose(overrides, app="bench")
     workloads = chosen(overrides, args.workloads.split(","), args.set)
     made = {name: compose(words, app="bench") for name, words in workloads.items()}
@@ -219,16 +239,13 @@ def main(argv: Sequence[str]) -> int:
             args.out.parent.mkdir(parents=True, exist_ok=True)
             args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        jobs = make_jobs(at_once, args.rounds, folder, list(filter(None, args.whole_only.split(","))))
-        grammars = any(request.json_schema for runs in jobs.values() for request in runs[0].requests)
-        shared = shared_settings(composition, args.peer, folder, grammars=grammars)
-        if at_once:
-            compare_engines(args, composition, shared, jobs, save)
-        if over_time:
-            compare_servers(args, composition, shared, over_time, folder, save)
-    return 0
+    jobs = make_jobs(at_once, args.rounds, folder, list(filter(None, args.whole_only.split(","))))
+    grammars = any(request.json_schema for runs in jobs.values() for request in runs[0].requests)
+    shared = shared_settings(composition, args.peer, folder, grammars=grammars)
+    if at_once:
+        compare_engines(args, composition, shared, jobs, save)
+    if over_time:
+        compare_servers(args, composition, shared, over_time, folder, save)
 
 
 def part_of_memory(share: offline.Share, overrides: Sequence[str]) -> dict[str, float]:

@@ -49,15 +49,10 @@ def hf_config(shapes: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_tokenizer(folder: Path, vocab: int, config: dict[str, Any]) -> None:
-    """Write a byte-level BPE tokenizer without merges. Token i is the word " wi", so that outputs of random weights
-    become text; 256 tokens in the middle of the vocabulary are single bytes, into which texts and schemas are encoded.
-    """
+    """Write a byte-level BPE tokenizer without merges, of `words_of` a vocabulary."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    words = [f"Ġw{i}" for i in range(vocab)]
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    middle = vocab // 2
-    words[middle : middle + len(letters)] = letters
+    words = words_of(vocab)
     tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -66,3 +61,15 @@ def write_tokenizer(folder: Path, vocab: int, config: dict[str, Any]) -> None:
     end = ends[0] if isinstance(ends, list) else ends or 0
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": words[end]}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+
+
+def words_of(vocab: int) -> list[str]:
+    """Return the tokens of a byte-level tokenizer. Token i is the word " wi", so that outputs of random weights become
+    text; 256 tokens in the middle of the vocabulary are single bytes, into which texts and schemas are encoded."""
+    from tokenizers import pre_tokenizers
+
+    words = [f"Ġw{i}" for i in range(vocab)]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    middle = vocab // 2
+    words[middle : middle + len(letters)] = letters
+    return words

@@ -209,6 +209,12 @@ _STORED_FORMATS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "nvfp4": ("NVFP4", _codes(None, "nvfp4-pack-quantized", **_NVFP4), ("+preset=h200_fp8_tp1", "quant=fp4")),
     "int8": ("INT8", _codes(_INT8_TOKENS, "int-quantized", **_INT8), ("+preset=h200_fp8_tp1", "quant=int8")),
     "fp8_block": ("FP8 in blocks", _IN_BLOCKS, ("+preset=h200_fp8_tp1", "quant=fp8_block")),
+    "nf4": ("NF4", ("--stored", "nf4", *_vllm(kv_cache_dtype="fp8")), ("+preset=h200_fp8_tp1", "quant=nf4")),
+    "gguf": (
+        "GGUF, Q4_K_M",
+        ("--stored", "gguf", *_vllm(kv_cache_dtype="fp8")),
+        ("+preset=h200_fp8_tp1", "quant=gguf"),
+    ),
 }
 """Name -> title, options of vLLM, overrides of Dovetail."""
 _QUANTIZED = {

@@ -73,13 +73,14 @@ class GGUF(Quantizer):
 
     def _type(self, name: str, shape: LinearShape) -> str:
         """Return the type of a matrix; "" = it is plain."""
-        if self.types is not None:
-            return self.types.get(name, "")
+        return self.type_of(name, shape.whole_inp) if self.types is None else self.types.get(name, "")
+
+    def type_of(self, name: str, inputs: int) -> str:
+        """Return the type of a matrix in the mixture `mix`; "" = it is plain."""
         most, wider, head = MIXES[self.config.mix]
         kind = wider if WIDER.search(name) else head if name.endswith("lm_head") else most
         # Rows that are no whole blocks of 256 are in smaller ones in files, too.
-        fitting = (one for one in (kind, "Q8_0") if shape.whole_inp % FORMATS[one].values == 0)
-        return next(fitting, "")
+        return next((one for one in (kind, "Q8_0") if inputs % FORMATS[one].values == 0), "")
 
 
 class BlockLinear(PackedLinear):
