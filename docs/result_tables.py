@@ -97,19 +97,20 @@ def _error_row(row: dict[str, Any]) -> list[str]:
 
 
 def _ratios(title: str, figures: dict[str, str], engines: Iterable[str], rows: list[tuple[str, dict[str, Any]]]) -> str:
+    """Return the table of ratios, or the figures of one engine, if only that one ran."""
     if not rows:
         return ""
-    lines = [
-        [name]
-        + [
-            " / ".join(f"{row[e][figure]:.5g}" for e in engines) + f" ({row['ratio'][figure]:.2f})"
-            if figure in row["ratio"]
-            else "-"
-            for figure in figures
-        ]
-        for name, row in rows
-    ]
-    return table((title, *(f"{text}: ours / peer (ratio)" for text in figures.values())), lines)
+    engines = list(engines)
+
+    def cell(row: dict[str, Any], figure: str) -> str:
+        if any(figure not in row[engine] for engine in engines):
+            return "-"
+        ratio = f" ({row['ratio'][figure]:.2f})" if len(engines) == 2 else ""
+        return " / ".join(f"{row[engine][figure]:.5g}" for engine in engines) + ratio
+
+    which = ": ours / peer (ratio)" if len(engines) == 2 else ""
+    lines = [[name, *(cell(row, figure) for figure in figures)] for name, row in rows]
+    return table((title, *(f"{text}{which}" for text in figures.values())), lines)
 
 
 def _result_row(result: dict[str, Any], load: dict[str, Any]) -> Iterator[str]:

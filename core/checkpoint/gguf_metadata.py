@@ -161,12 +161,13 @@ def make_tokenizer(metadata: META, where: str) -> str:
         raise ConfigError(f"{where}: no tokenizer (tokenizer.ggml.model is {shown(model)}). Choose a file that has one")
     try:
         from transformers.integrations.gguf import gguf_tokenizer_mapping as mapping
-    except ImportError as error:
+
+        splits, stated = mapping.GGUF_PRE_TOKENIZER_SPLITS, mapping.GGUF_TOKENIZER_MAPPING["tokenizer"]
+    except (ImportError, AttributeError) as error:
         raise ConfigError(f"GGUF tokenizers need transformers 5.24 ({error}): pip install 'dovetail[gguf]'") from None
-    if model == "gpt2" and pre not in (*_PLAIN_SPLIT, *mapping.GGUF_PRE_TOKENIZER_SPLITS):
+    if model == "gpt2" and pre not in (*_PLAIN_SPLIT, *splits):
         raise ConfigError(f"{where}: tokenizer.ggml.pre is {shown(pre)}, and transformers does not have its rules")
-    keys = mapping.GGUF_TOKENIZER_MAPPING["tokenizer"].items()
-    described = {ours: metadata[f"tokenizer.{key}"] for key, ours in keys if f"tokenizer.{key}" in metadata}
+    described = {ours: metadata[f"tokenizer.{key}"] for key, ours in stated.items() if f"tokenizer.{key}" in metadata}
     try:
         backend, _ = mapping.convert_gguf_tokenizer(metadata["general.architecture"], described)
         made = json.loads(backend.to_str())

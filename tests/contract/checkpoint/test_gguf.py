@@ -128,6 +128,15 @@ def test_rotary_factors_become_the_scaling_of_llama_3(factor: float, tmp_path: P
         GGUFCheckpoint(write_gguf(tmp_path / "n.gguf", config, extra=extra)).config()
 
 
+def test_a_transformers_without_tokenizers_of_gguf_files_is_named(tmp_path: Path, monkeypatch) -> None:
+    from transformers.integrations.gguf import gguf_tokenizer_mapping
+
+    checkpoint = GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", tokenizer=byte_tokenizer()))
+    monkeypatch.delattr(gguf_tokenizer_mapping, "GGUF_TOKENIZER_MAPPING")
+    with pytest.raises(ConfigError, match=r"need transformers 5.24 .*pip install 'dovetail\[gguf\]'"):
+        checkpoint.text("tokenizer.json")
+
+
 def test_the_tokenizer_and_the_chat_template(tmp_path: Path) -> None:
     checkpoint = GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", tokenizer=byte_tokenizer()))
     tokenizer, vocab = Tokenizer(checkpoint), byte_tokenizer()["model"]["vocab"]
