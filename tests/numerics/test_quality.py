@@ -16,7 +16,10 @@ from safetensors.torch import load_file, save_file
 
 from dovetail.core.compose.cli import main
 from dovetail.plugins.model import bundled
+from dovetail.plugins.quant.config import GGUFConfig
+from dovetail.plugins.quant.gguf.quantizer import GGUF
 
+from ..contract.checkpoint.gguf_files import read_tokenizer, write_gguf
 from .checkpoints import in_blocks
 
 pytestmark = pytest.mark.nightly
@@ -35,6 +38,10 @@ EXACT = f"{W4A8} quant.many_rows=exact"
 FOLDER = "model=llama model.path={}/{} quant={}"
 """Overrides of a checkpoint that the tests write."""
 GPTQ, AWQ, SMOOTH = (FOLDER.format("", name, "auto") for name in ("gptq", "awq", "smoothquant"))
+Q4_0, Q4_K_M, Q5_K_M, Q6_K, Q8_0 = (
+    FOLDER.format("", f"{mix}.gguf", "auto") for mix in ("Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0")
+)
+"""Their matrices of 688 inputs, which are no whole blocks, are plain."""
 LOUD_FP8, LOUD_INT4, LOUD_INT8 = (FOLDER.format("", "outliers", name) for name in ("fp8", "int4", "int8"))
 GATES = {
     "quant=fp8": Gate(0.7, 0.006),
@@ -49,6 +56,8 @@ GATES = {
     "quant=nf4": Gate(3.5, 0.037),
     "quant=fp4": Gate(3.7, 0.038),
     "quant=fp4 quant.block=32": Gate(6.0, 0.064),
+    Q4_0: Gate(2.6, 0.029),
+    Q4_K_M: Gate(2.2, 0.02),
     LOUD_FP8: Gate(0.8, 0.006),
     AWQ: Gate(5.0, 0.043),
     SMOOTH: Gate(0.4, 0.0012),
@@ -69,6 +78,9 @@ if THOROUGH:
         "quant=fp8 engine.kv_dtype=fp8_e4m3": Gate(1.0, 0.01),
         "quant=int4 quant.group=128 quant.symmetric=true": Gate(4.5, 0.057),
         "quant=w4a8": Gate(5.0, 0.05),
+        Q5_K_M: Gate(0.8, 0.0057),
+        Q6_K: Gate(0.6, 0.0023),
+        Q8_0: Gate(0.2, 0.00018),
     }
     BEATS |= {AWQ: LOUD_INT4, SMOOTH: LOUD_INT8}
 
@@ -105,7 +117,22 @@ def write_blocks(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": stated}))
 
 
+def write_gguf_file(path: Path, mix: str) -> None:
+    """Write the bundled model in blocks of GGUF, as llama.cpp distributes their types: the embedding is the matrix of
+    logits, too, and has the type of that."""
+    tensors, config = load_file(TINY / "model.safetensors"), json.loads((TINY / "config.json").read_text())
+    chosen = GGUF(GGUFConfig(mix=mix))
+    types = {
+        name: chosen.type_of("lm_head" if "embed" in name else name.removesuffix(".weight"), tensor.shape[-1]) or None
+        for name, tensor in tensors.items()
+        if tensor.ndim == 2
+    }
+    write_gguf(path, config, tensors, read_tokenizer(TINY), types)
+
+
 def write_checkpoints(folder: Path) -> None:
+    for mix in ("Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0"):
+        write_gguf_file(folder / f"{mix}.gguf", mix)
     write_outliers(folder / "outliers")
     write_blocks(folder / "blocks")
     for source, method, samples, symmetric in (

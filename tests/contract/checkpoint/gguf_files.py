@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import torch
+
+from . import k_quants
 
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 SMALL = {
@@ -49,6 +51,13 @@ def byte_tokenizer() -> dict[str, Any]:
     return {"model": {"vocab": vocab, "merges": merges}, "added_tokens": [{"id": 0, "content": "<bos>"}]}
 
 
+def encode(values: np.ndarray, kind: str) -> np.ndarray:
+    """Return the bytes of a matrix in a GGUF type."""
+    if kind in k_quants.ENCODERS:
+        return k_quants.encode(values, kind)
+    return gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
+
+
 def write_gguf(
     path: Path,
     config: Mapping[str, Any] = SMALL,
@@ -59,10 +68,12 @@ def write_gguf(
     *,
     architecture: str | None = None,
     split: int = 0,
+    encode: Callable[[np.ndarray, str], np.ndarray] = encode,
     **metadata: Any,
 ) -> Path:
     """`types`: GGUF type by the name of a matrix; others keep their dtype, and vectors are in F32. `extra`: tensors by
-    their GGUF name. `split`: tensors of a file. `metadata`: further keys below the architecture's name."""
+    their GGUF name. `split`: tensors of a file. `encode`: makes
+    the bytes of a matrix in the file's order of rows. `metadata`: further keys below the architecture's name."""
     tensors = small_tensors(config) if tensors is None else tensors
     architecture = architecture or ARCHITECTURES[config["architectures"][0]]
     writer = gguf.GGUFWriter(str(path), architecture, split_max_tensors=split)
@@ -87,9 +98,14 @@ def write_gguf(
         if architecture == "llama" and ".k_proj." in name:
             tensor = _paired(tensor, config["num_key_value_heads"])
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        _add_tensor(writer, theirs, tensor if tensor.ndim > 1 else tensor.float(), (types or {}).get(name))
+        kind = (types or {}).get(name)
+        if kind is not None:
+            encoded = encode(tensor.float().numpy(), kind)
+            writer.add_tensor(theirs, encoded, raw_dtype=gguf.GGMLQuantizationType[kind])
+        else:
+            _add_plain(writer, theirs, tensor if tensor.ndim > 1 else tensor.float())
     for name, tensor in (extra or {}).items():
-        _add_tensor(writer, name, tensor, None)
+        _add_plain(writer, name, tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -117,11 +133,8 @@ def _paired(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     return halves.swapaxes(1, 2).reshape(tensor.shape)
 
 
-def _add_tensor(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, kind: str | None) -> None:
-    if kind is not None:
-        number = gguf.GGMLQuantizationType[kind]
-        writer.add_tensor(name, gguf.quants.quantize(tensor.float().numpy(), number), raw_dtype=number)
-    elif tensor.dtype is torch.bfloat16:
+def _add_plain(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor) -> None:
+    if tensor.dtype is torch.bfloat16:
         values = tensor.contiguous().view(torch.int16).numpy().view(np.uint8)
         writer.add_tensor(name, values, raw_dtype=gguf.GGMLQuantizationType.BF16)
     else:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +27,9 @@ from dovetail.plugins.app.quality.config import QualityConfig
 from dovetail.plugins.app.quality.measure import Answers
 from dovetail.plugins.app.quality.rows import Rows, check_bytes
 from dovetail.plugins.app.quality.text import documents, windows
+from dovetail.plugins.model import bundled
 
+TINY = Path(bundled.__file__).parent / "tiny"
 CPU = ("engine.device=cpu", "engine.dtype=float32", "engine.max_len=64", "engine.kv_pages=64", "engine.max_seqs=4")
 SMALL = ("quality.windows=3", "quality.length=24", "quality.tokens=4")
 VOCAB = 40
@@ -198,6 +202,34 @@ def test_a_run(tmp_path: Path, tokenizer: Tokenizer, capfd: pytest.CaptureFixtur
 def test_mistakes(words: tuple[str, ...], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["app=quality", *CPU, *SMALL, *words]) == 2
     assert reason in capsys.readouterr().err
+
+
+def copy_of_tiny(folder: Path, change: Callable[[dict[str, Any]], None]) -> str:
+    """Return the override of a copy of the bundled model with a changed tokenizer."""
+    shutil.copytree(TINY, folder)
+    made = json.loads((folder / "tokenizer.json").read_text())
+    change(made)
+    (folder / "tokenizer.json").write_text(json.dumps(made))
+    return f"model=llama model.path={folder}"
+
+
+def test_the_same_tokens_may_be_made_by_other_rules(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def other_rules(made: dict[str, Any]) -> None:
+        made["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+
+    def other_tokens(made: dict[str, Any]) -> None:
+        vocab = made["model"]["vocab"]
+        vocab["a"], vocab["e"] = vocab["e"], vocab["a"]
+
+    same = copy_of_tiny(tmp_path / "same", other_rules)
+    words = ["app=quality", *CPU, *SMALL, f"quality.out={tmp_path / 'out'}"]
+    assert main([*words, f"quality.variants={json.dumps([same])}"]) == 0
+    assert "splits the text otherwise; it is measured on the reference's tokens" in capsys.readouterr().err
+    *_, variant = json.loads((tmp_path / "out" / "quality.json").read_text())["variants"]
+    assert variant["figures"]["kl"]["value"] < 1e-8
+    other = copy_of_tiny(tmp_path / "other", other_tokens)
+    assert main([*words, f"quality.variants={json.dumps([other])}"]) == 2
+    assert "its tokenizer has other tokens than the reference's" in capsys.readouterr().err
 
 
 def test_a_failure_and_ctrl_c_keep_the_other_figures(

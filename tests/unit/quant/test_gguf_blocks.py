@@ -15,6 +15,8 @@ from dovetail.plugins.quant.gguf.blocks import FORMATS, decode_blocks
 from dovetail.plugins.quant.gguf.checkpoint import BITS, MIXES
 from dovetail.plugins.quant.gguf.quantizer import GGUF, BlockLinear
 
+from ...contract.checkpoint import k_quants
+
 SCALES = {"Q4_0": (0,), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 """Positions of the float16 numbers of a block."""
 
@@ -133,3 +135,18 @@ def test_random_weights_are_rounded_to_the_nearest_code(kind: str) -> None:
     # Half of a step, which spans the range or twice the largest magnitude; zeros are rounded as well.
     step = (1.0 if method.format.zero else 1.4) / (2**method.format.bits - 1)
     assert 0.2 * step < error < 1.01 * step
+
+
+@pytest.mark.parametrize(("kind", "most"), [("Q4_K", 0.09), ("Q5_K", 0.045), ("Q6_K", 0.025)])
+def test_the_encoders_of_the_tests_round_to_the_nearest(kind, most):
+    """The package gguf decodes what they write, with the error that its bits allow. Groups of zeros stay zeros."""
+    values = np.random.default_rng(0).standard_normal((3, 512)).astype(np.float32)
+    values[1, 32:64] = 0.0
+    values[2, :256] += 3.0
+    encoded = k_quants.encode(values, kind)
+    decoded = gguf.quants.dequantize(encoded, gguf.GGMLQuantizationType[kind])
+    error = np.square(decoded - values)[:2].mean() ** 0.5
+    assert 0.3 * most < error < most
+    assert not decoded[1, 32:64].any() and abs(decoded[2, :256].mean() - values[2, :256].mean()) < 0.05
+    codes = decode_blocks(kind, torch.from_numpy(encoded))
+    np.testing.assert_array_equal(codes.values_RC().numpy(), decoded)
