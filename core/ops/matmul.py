@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -60,15 +60,18 @@ def scaled_matmul(
     dtype: torch.dtype,
     counts: torch.Tensor,
     fast_accum: bool = True,
+    *,
+    reports: bool = True,
 ) -> torch.Tensor:
     """(x @ weight^T) * x_scale * weight_scale + bias of FP8 x and weight, in `dtype`.
 
     `counts`: MOST_SHARED_TILES int32 zeros, which are zero again afterwards. Matmuls that may run concurrently need
     separate ones. `fast_accum`: whether many rows may use the tensor core's reduced-precision accumulator throughout.
+    `reports`: whether start-up shall rehearse all numbers of rows; otherwise the caller reports those that it has.
     """
     if not x_TI.is_cuda:
         return matmul_reference(x_TI, weight_OI, x_scale_T1, weight_scale_O, bias_O, dtype)
-    tile = _tile(x_TI, weight_OI)
+    tile = _tile(x_TI, weight_OI, reports)
     # With many rows, sums for each IMPRECISE products would need too many registers, so only fast ones are computed.
     fast = tile is not None and tile.specialized and len(x_TI) > MOST_ROWS
     if tile is not None and (fast_accum or not fast):
@@ -157,12 +160,12 @@ def unscaled_matmul(
     return _first_rows(y_LO, len(x_TI))
 
 
-def _tile(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> MatmulTile | None:
+def _tile(x_TI: torch.Tensor, weight_OI: torch.Tensor, reports: bool = True) -> MatmulTile | None:
     kind = KINDS.get(weight_OI.dtype)
     if kind is None or not x_TI.is_cuda or not len(x_TI):
         return None
     outputs, inputs = weight_OI.shape
-    return _choose(len(x_TI), outputs, inputs, kind, x_TI.device)
+    return _choose(len(x_TI), outputs, inputs, kind, x_TI.device, reports)
 
 
 def _library_rows(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> int:
@@ -184,15 +187,18 @@ def _first_rows(y_LO: torch.Tensor, rows: int) -> torch.Tensor:
     return y_LO if len(y_LO) == rows else y_LO[:rows]
 
 
-def _choose(rows: int, outputs: int, inputs: int, kind: str, device: torch.device) -> MatmulTile | None:
-    facts = device_facts(device)
+def _choose(
+    rows: int, outputs: int, inputs: int, kind: str, device: torch.device, reports: bool = True
+) -> MatmulTile | None:
+    if reports and rehearsing():
+        report_kernel((OP, kind, outputs, inputs), rows, partial(matmul_kernel, outputs, inputs, kind, device))
+    return choose(rows, outputs, inputs, kind, *device_facts(device))
 
-    def kernel(count: int) -> Hashable:
-        return kernel_of(choose(count, outputs, inputs, kind, *facts), count, outputs, inputs), count <= MOST_UNSCALED
 
-    if rehearsing():
-        report_kernel((OP, kind, outputs, inputs), rows, kernel)
-    return choose(rows, outputs, inputs, kind, *facts)
+def matmul_kernel(outputs: int, inputs: int, kind: str, device: torch.device, rows: int) -> Hashable:
+    """Return what identifies the kernel that multiplies so many rows of x."""
+    tile = choose(rows, outputs, inputs, kind, *device_facts(device))
+    return kernel_of(tile, rows, outputs, inputs), rows <= MOST_UNSCALED
 
 
 @cache

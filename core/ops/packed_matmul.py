@@ -11,6 +11,7 @@ Shapes: T tokens, I input, O output.
 from __future__ import annotations
 
 import sys
+from collections.abc import Hashable
 from dataclasses import replace
 from weakref import WeakValueDictionary
 
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from dovetail.core.interfaces.activation import Sums
 from dovetail.core.interfaces.tuning import Key
 from dovetail.core.interfaces.weight import PackedWeight
-from dovetail.core.ops.matmul import device_facts, matmul_reference, scaled_matmul
+from dovetail.core.ops.matmul import KINDS, device_facts, matmul_kernel, matmul_reference, scaled_matmul
 from dovetail.core.ops.packed_tiles import (
     MOST_EXACT_ROWS,
     MOST_SUBTRACTED,
@@ -74,12 +75,14 @@ def packed_matmul(
         how = key, name, processors, shared, special, rounds, rounds and hopper and rounds_by_kernel(packed)
         shape = len(packed.codes), packed.inputs
         if rehearsing():
-            sums = sums_for(packed) if special and x_TI.dtype is E4M3 else None
-            report_kernel(
-                (OP, *how),
-                len(x_TI),
-                lambda rows: (kernel_of(choose_packed(rows, *how), rows, *shape), sums is not None and sums.of(rows)),
-            )
+            sums, device = sums_for(packed) if special and x_TI.dtype is E4M3 else None, x_TI.device
+
+            def kernels(rows: int) -> Hashable:
+                chosen = choose_packed(rows, *how)
+                of_rounded = matmul_kernel(*shape, KINDS[E4M3], device, rows) if rounds and chosen is None else None
+                return kernel_of(chosen, rows, *shape), sums is not None and sums.of(rows), of_rounded
+
+            report_kernel((OP, *how), len(x_TI), kernels)
         tile = choose_packed(len(x_TI), *how)
     if tile is not None and counts is None and tile.splits_tiles(len(x_TI), len(packed.codes), packed.inputs):
         tile = replace(tile, programs=0, split=1)
@@ -90,7 +93,9 @@ def packed_matmul(
     if rounds:
         assert packed.rounded_scale is not None and x_scale_T1 is not None and counts is not None
         weight_OI = decoded(packed, E4M3)
-        return scaled_matmul(given_TI, weight_OI, x_scale_T1, packed.rounded_scale, bias_O, dtype, counts)
+        return scaled_matmul(
+            given_TI, weight_OI, x_scale_T1, packed.rounded_scale, bias_O, dtype, counts, reports=False
+        )
     if x_TI.dtype is E4M3:
         x_TI = x_TI.bfloat16()
     if x_scale_T1 is None:

@@ -49,14 +49,22 @@ class StepLimits:
 @dataclass(slots=True)
 class _Operation:
     rule: Rule
-    sampled: bool = True
-    """Whether every step so far had as many rows of it as it samples."""
+    of_samples: bool = False
+    """Whether some step had as many rows of it as it samples, and more tokens."""
     most: int = 0
     """Rows of the largest call."""
     seen: set[Hashable] = field(default_factory=set)
     """Kernels that were launched."""
     shares: set[Fraction] = field(default_factory=set)
-    """Rows of a call for each token of its step."""
+    """Rows of a call for each token of its step, of steps that do not sample all tokens."""
+    unsure: set[Fraction] = field(default_factory=set)
+    """Those of other steps, where rows may be sampled ones."""
+
+    @property
+    def sampled(self) -> bool:
+        """Whether only sampled rows have it. A drafter may have a row for each sequence in one pass, and for each token
+        in another."""
+        return self.of_samples and Fraction(1) not in self.shares
 
 
 @dataclass(slots=True)
@@ -81,9 +89,9 @@ class Rehearsal:
         operation.seen.add(rule(rows))
         if self._sizes is not None:
             tokens, samples = self._sizes
-            operation.sampled &= rows == samples
+            operation.of_samples |= rows == samples != tokens
             operation.most = max(operation.most, rows)
-            operation.shares.add(Fraction(rows, tokens))
+            (operation.unsure if samples == tokens else operation.shares).add(Fraction(rows, tokens))
 
     def missing(self) -> list[WarmupStep]:
         """Return the steps that run the requested ones, and the kernels that no step has launched yet. Those that ran
@@ -111,9 +119,10 @@ class Rehearsal:
             if operation.sampled:
                 continue
             # Some shares are those of steps with drafts, which the requested steps do not have.
-            alike = operation.shares & {Fraction(1)}
+            shares = operation.shares or operation.unsure
+            alike = shares & {Fraction(1)}
             for kernel, rows in self._unseen(operation).items():
-                if possible := self._possible(rows, alike) or self._possible(rows, operation.shares):
+                if possible := self._possible(rows, alike) or self._possible(rows, shares):
                     found[key, kernel] = possible
         return found
 

@@ -223,10 +223,13 @@ def packed_experts_triton(
     if not tokens:
         return torch.empty(tokens, hidden, dtype=dtype, device=device)
 
+    # Start-up calls the rule when this call has replaced both.
+    in_8_bits, itemsize_of_x = between is not PLAIN, x.values.element_size()
+
     def choice(rows: int) -> tuple[bool, ExpertTile]:
         """Return whether E4M3 is converted to `dtype`, and the tile, for tiles of `rows` rows."""
-        wide = rows > MOST_FP8_ROWS and between is not PLAIN
-        itemsize = dtype.itemsize if wide else x.values.element_size()
+        wide = rows > MOST_FP8_ROWS and in_8_bits
+        itemsize = dtype.itemsize if wide else itemsize_of_x
         return wide, _tile(rows, itemsize, weights.format, (hidden, channels), device)
 
     def kernel(count: int) -> Hashable:
@@ -235,7 +238,7 @@ def packed_experts_triton(
         return found, order.rows, order.block, order.counts
 
     shapes = weights.down.shape, weights.format, dtype, x.values.dtype
-    report_kernel(("packed experts", active, *shapes), tokens, kernel)
+    report_kernel(("packed experts", active, *shapes, in_8_bits), tokens, kernel)
     rows = rows_of_tile(tokens * active, experts) if chosen is None else chosen[0].rows
     wide, tile = choice(rows)
     first, second = chosen or (tile, tile)

@@ -242,10 +242,13 @@ def stacked_experts_triton(
     if not tokens:
         return torch.empty(tokens, hidden, dtype=dtype, device=device)
 
+    # Start-up calls the rule when this call has replaced both.
+    in_8_bits = x.format is not PLAIN, between is not PLAIN
+
     def choice(rows: int) -> tuple[tuple[bool, bool], tuple[ExpertTile, ExpertTile]]:
         """Return whether each product is in E4M3, and its tile, for tiles of `rows` rows."""
-        first = x.format is not PLAIN and in_e4m3(weights.up, rows)
-        second = between is not PLAIN and in_e4m3(weights.down, rows)
+        first = in_8_bits[0] and in_e4m3(weights.up, rows)
+        second = in_8_bits[1] and in_e4m3(weights.down, rows)
         up, down = (1 if narrow else dtype.itemsize for narrow in (first, second))
         tiles = tile_of(weights.up, rows, up, True, device), tile_of(weights.down, rows, down, False, device)
         return (first, second), tiles
@@ -256,7 +259,7 @@ def stacked_experts_triton(
 
     shapes = weights.up.codes.shape, weights.down.codes.shape, weights.up.format, weights.up.group, weights.down.group
     ordered = weights.order_EC is not None
-    report_kernel(("stacked experts", active, *shapes, dtype, x.values.dtype, ordered), tokens, kernel)
+    report_kernel(("stacked experts", active, *shapes, dtype, x.values.dtype, in_8_bits, ordered), tokens, kernel)
     pairs = sort_pairs(routing, experts, None if chosen is None else chosen[0].rows)
     (first_e4m3, second_e4m3), ruled = choice(pairs.rows)
     first, second = chosen or ruled

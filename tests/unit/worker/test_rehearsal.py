@@ -69,6 +69,22 @@ def test_shares_of_steps_with_drafts_do_not_mislead_steps_without() -> None:
         assert 70 < step.tokens < 90
 
 
+def test_logits_of_steps_that_verify_drafts_are_no_reason_for_steps_of_so_many_tokens() -> None:
+    """The drafter has the same matrix of logits, and a row for each sequence."""
+    with rehearsal(LIMITS) as found:
+        for step, rows in (
+            (WarmupStep(4096, 5), 5),
+            (WarmupStep(40, 8, drafts=4), 40),
+            (WarmupStep(40, 8, drafts=4), 8),
+        ):
+            found.begin(step)
+            report_kernel("logits", rows, lambda rows: rows // 10)
+            report_kernel("layer", step.tokens, lambda rows: 100 < rows < 200)
+        (step,) = found.missing()
+        assert 100 < step.tokens < 200
+        assert {rows // 10 for rows in found.missing_samples()} == {1, 2, 3}
+
+
 def test_requested_steps_run_once() -> None:
     with rehearsal(LIMITS) as found:
         found.steps[WarmupStep(10, 2)] = None
@@ -158,9 +174,11 @@ MODELS = {
     "experts": ["model=small_moe", "quant=fp8"],
     "packed experts": ["model=small_moe", "quant=w4a8"],
     "llama": ["model=qwen3_8b", "model.hf.num_hidden_layers=2", "quant=int8"],
+    "weights that many rows round": ["model=qwen3_8b", "model.hf.num_hidden_layers=2", "quant=w4a8"],
+    "blocks of unlike types": ["model=qwen3_8b", "model.hf.num_hidden_layers=2", "quant=gguf"],
     "adapters": ["model=qwen3_8b", "model.hf.num_hidden_layers=2", "quant=fp8", "adapter=lora"],
 }
-ALONE = ("adapters", "drafts", "drafts of one pass", "trees of a feature drafter")
+ALONE = ("adapters", "blocks of unlike types", "drafts", "drafts of one pass", "trees of a feature drafter")
 """Models of which general steps launch all kernels."""
 
 
@@ -190,6 +208,7 @@ def test_no_random_step_launches_a_kernel_that_start_up_did_not(name: str, monke
     def count_before(parts, found):
         alone.append(len(compiled.variants))
         others(parts, found)
+        assert found.missing() == [], "steps ran for kernels that they do not launch"
 
     monkeypatch.setattr(warmup, "_rehearse_others", count_before)
     limits = StepLimits(1024, 24, 999)
