@@ -15,7 +15,6 @@ from peers import model_folder
 
 from dovetail import Composition, ConfigError
 from dovetail.core.checkpoint.gguf_metadata import ARCHITECTURES
-from dovetail.core.interfaces import ModelSpec
 from dovetail.core.ops.weight_formats import NF4_VALUES
 from dovetail.plugins.quant.config import GGUFConfig
 from dovetail.plugins.quant.gguf.blocks import FORMATS
@@ -97,15 +96,12 @@ def _gguf(composition: Composition, folder: Path) -> Path:
     (named,) = config["architectures"]
     if named not in architectures:
         raise ConfigError(f"--stored gguf: GGUF files are read for {', '.join(architectures)}, not {named}")
-    spec: ModelSpec = composition.part("model").facts() or composition.part("model").target().spec(
-        composition.part("model").config
-    )
     quant = composition.part("quant").config
     types = GGUF(quant if isinstance(quant, GGUFConfig) else GGUFConfig())
     architecture = architectures[named]
     path = folder / "model.gguf"
     writer = gguf.GGUFWriter(str(path), architecture)
-    _write_settings(writer, config, spec.vocab)
+    _write_settings(writer, config)
     kinds = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[architecture], config["num_hidden_layers"])
     draw = np.random.default_rng(0)
@@ -126,9 +122,9 @@ def _gguf(composition: Composition, folder: Path) -> Path:
 FORMS: Mapping[str, Callable[[Composition, Path], Path]] = {"nf4": _nf4, "gguf": _gguf}
 
 
-def _write_settings(writer: Any, config: Mapping[str, Any], vocab: int) -> None:
+def _write_settings(writer: Any, config: Mapping[str, Any]) -> None:
     """Write the metadata, with the tokens of `model_folder.write_tokenizer`."""
-    heads = config["num_attention_heads"]
+    heads, vocab = config["num_attention_heads"], config["vocab_size"]
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])

@@ -78,7 +78,7 @@ def in_float32(zero, scale, code):
 
 @gluon.jit
 def scaled_once(value, zero, scale, DTYPE: gl.constexpr, SHIFT: gl.constexpr):
-    """Return (value - SHIFT - zero) * scale with at most the error of two roundings to DTYPE."""
+    """Return (value - SHIFT - zero) * scale, rounded to DTYPE from float32, or from the sum of two products."""
     scale_O = scale.to(gl.float32)
     if SHIFT is not None:
         less_O = gl.full(scale_O.shape, SHIFT, gl.float32, scale_O.type.layout)
