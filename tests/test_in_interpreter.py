@@ -12,7 +12,7 @@ import pytest
 DECODERS = (
     *("_from", "_integer", "decode_uint4", "decode_int4", "decode_e2m1", "decode_nf4"),
     *("_byte", "decode_uint8", "decode_int8", "decode_int6", "decode_e4m3_code", "decode_small_e2m1"),
-    *("decode_large_uint4", "decode_small_uint4"),
+    *("decode_large_uint4", "decode_large_byte", "decode_small_uint4"),
 )
 ELSEWHERE = {
     "dovetail.core.ops.kernels.e4m3:decode_e4m3_words": "inline assembly: unit/ops/test_kernels.py on a GPU",
