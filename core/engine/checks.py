@@ -12,7 +12,7 @@ from dovetail.core.compose.capabilities import Capabilities
 from dovetail.core.compose.config import part_fields
 from dovetail.core.compose.former import former, load
 from dovetail.core.engine.adapters import check_folders
-from dovetail.core.engine.cost import bind_cost, number_format
+from dovetail.core.engine.cost import bind_cost, many_rows_formats, number_format
 from dovetail.core.engine.lane_checks import lane_conflicts
 from dovetail.core.engine.layer_formats import over_layers
 from dovetail.core.engine.stored_weights import stored_formats, table_formats
@@ -306,7 +306,9 @@ def check_weights_fit(composition: Composition, spec: ModelSpec, host: Host) -> 
     if bits is None:
         return
     tables = table_formats(provides, stored)
-    formats, weights = Formats(dtype, each, bits, dtype, each, **tables), _WeightMemory(composition, spec, host)
+    copies = many_rows_formats(provides, str(provides.get("product")), bits)
+    formats = Formats(dtype, each, bits, dtype, each, **tables, **copies)
+    weights = _WeightMemory(composition, spec, host)
     missing = weights.missing(formats, composition.engine.tp, composition.engine.memory_fraction)
     if missing > 0:
         size = weights.bytes(formats, composition.engine.tp)
@@ -337,6 +339,10 @@ class _WeightMemory:
         engine, bits = self.composition.engine, formats.weight_bits
         if engine.memory_fraction < 0.95 and self.missing(formats, engine.tp, 0.95) <= 0:
             yield "engine.memory_fraction=0.95"
+        if formats.copy_bits:
+            formats = replace(formats, copy_bits=0.0)
+            if self.missing(formats, engine.tp, engine.memory_fraction) <= 0:
+                yield "quant.many_rows=rounded"
         others = [one for one in quantizers(self.composition, self.host) if one[1] < bits]
         # With default options, quantizers leave logits and embedding plain, and experts have the bits of other layers.
         plain = replace(formats, head_bits=None, embedding_bits=None, expert_bits=None)

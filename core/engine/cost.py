@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dovetail.core.compose import Host
 from dovetail.core.engine.layer_formats import over_layers
@@ -162,7 +162,13 @@ def formats(composition: Composition, spec: ModelSpec, device: str, here: Host |
     product = dtype if stated["product"] == "model" else str(stated["product"])
     tables = table_formats(stated, stored)
     bits = 8.0 * size if stated["weight_bits"] == "model" else float(stated["weight_bits"])  # type: ignore[arg-type]
-    return Formats(dtype, size, bits, product, kv_bytes, **tables, rounds=bool(stated.get("rounds", True)))
+    return Formats(dtype, size, bits, product, kv_bytes, **tables, **many_rows_formats(stated, product, bits))
+
+
+def many_rows_formats(stated: Mapping[str, object], product: str, bits: float) -> dict[str, Any]:
+    """Return what matmuls of many rows multiply, as Formats has it."""
+    copies = float(stated.get("copy_bits", 0)) if product == "fp8" and bits < 8 else 0.0  # type: ignore[arg-type]
+    return {"rounds": bool(stated.get("rounds", True)), "copy_bits": copies}
 
 
 def number_format(engine: EngineConfig, spec: ModelSpec, device: str) -> tuple[str, int]:

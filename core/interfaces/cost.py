@@ -40,6 +40,8 @@ class Formats:
     """Bits per weight of routed experts; None = `weight_bits`."""
     rounds: bool = True
     """Whether matmuls of many rows in fp8 round weights of fewer bits to fp8 first; False = they decode them."""
+    copy_bits: float = 0.0
+    """Bits per weight of the rounded weights, if these stay in memory; routed experts have none."""
 
     def head_bytes(self, p: Parameters) -> float:
         """Return the bytes of the matrix of logits, over all ranks."""
@@ -60,8 +62,9 @@ class Formats:
         return weights * (self.weight_bits if self.expert_bits is None else self.expert_bits) / 8
 
     def weight_bytes(self, p: Parameters) -> float:
-        """Return the bytes of all weights, over all ranks."""
-        return self.layer_bytes(p, p.experts) + self.head_bytes(p) + self.embedding_bytes(p) + p.rest * self.dtype_bytes
+        """Return the bytes of all weights in memory, over all ranks."""
+        layers = self.layer_bytes(p, p.experts) + (p.attention + p.mlp) * self.copy_bits / 8
+        return layers + self.head_bytes(p) + self.embedding_bytes(p) + p.rest * self.dtype_bytes
 
 
 class RowWork(NamedTuple):

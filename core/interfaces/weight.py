@@ -95,6 +95,8 @@ class PackedWeight:
     rounded_scale: torch.Tensor | None = None
     """float32 [O], scales with which matmuls of many rows round the weight to E4M3 once more, for the library's matmul
     (`dovetail.core.ops.packing.scales_to_round`). None = it is multiplied as it is."""
+    rounded: torch.Tensor | None = None
+    """E4M3 [O, inputs], the weight divided by `rounded_scale`; None = it is rounded in each matmul of many rows."""
 
     @property
     def groups(self) -> int:

@@ -12,7 +12,7 @@ from dovetail.core.interfaces import PLAIN, ActFormat, Activation, LinearMethod,
 from dovetail.core.interfaces.tuning import Tunable
 from dovetail.core.interfaces.weight import PackedWeight, WeightFormat
 from dovetail.core.ops.matmul import device_facts
-from dovetail.core.ops.packed_matmul import packed_matmul, packed_rows, reserve, sums_for
+from dovetail.core.ops.packed_matmul import packed_matmul, packed_rows, reserve, round_weight, sums_for
 from dovetail.core.ops.packing import SCALES, empty_by_group, pack, pack_scales, scales_to_round, words_of_row
 from dovetail.core.ops.tiles import MOST_SHARED_TILES
 from dovetail.core.tuning.packed_matmul import packed_tunables
@@ -24,6 +24,8 @@ class PackedLinear(LinearMethod):
     exact = False
     """Whether matmuls of many rows in E4M3 multiply the weight as it is. Otherwise one of 4 bits is rounded to E4M3
     once more, which is faster (`PackedWeight.rounded_scale`). A quantizer sets it before `create`."""
+    kept = False
+    """Whether the rounded weight is kept in memory beside the codes, so that many rows are as fast as those of fp8."""
 
     def __init__(
         self,
@@ -48,6 +50,8 @@ class PackedLinear(LinearMethod):
         params = self.allocate(device) | {"counts": torch.zeros(MOST_SHARED_TILES, dtype=torch.int32, device=device)}
         if self._rounds:
             params["rounded_scale"] = torch.ones(shape.out, dtype=torch.float32, device=device)
+            if self.kept:
+                params["rounded"] = torch.empty(shape.out, self.width, dtype=torch.float8_e4m3fn, device=device)
         if self.input.dtype is torch.float8_e4m3fn and device.type == "cuda" and device_facts(device)[2]:
             self.sums = sums_for(self.packed(params))
         return params
@@ -91,7 +95,10 @@ class PackedLinear(LinearMethod):
         # By now the layer with the largest weight has been built, and this one's first workspace may be freed.
         self._reserve(params["codes"].device)
         if self._rounds:
-            params["rounded_scale"].copy_(scales_to_round(self.packed(params)))
+            packed = self.packed(params)
+            params["rounded_scale"].copy_(scales_to_round(packed))
+            if self.kept:
+                round_weight(packed, params["rounded"])
 
     def _reserve(self, device: torch.device) -> None:
         if device.type == "cuda":
@@ -131,6 +138,7 @@ class PackedLinear(LinearMethod):
             params.get("zero"),
             params.get("row_scale"),
             params.get("rounded_scale"),
+            params.get("rounded"),
         )
 
     def apply(self, params: dict[str, torch.Tensor], x: Activation, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -3,7 +3,8 @@
 With few rows, where reading the weight takes most of the time, our kernel decodes it in registers. With many rows the
 whole weight is first decoded to a workspace in memory, and the library multiplies. For inputs in E4M3 it is rounded to
 E4M3 with one scale per output, unless `PackedWeight.rounded_scale` is None: no library applies scales of groups there.
-With some hundreds of rows Hopper's rounded_packed does that in registers, too.
+With some hundreds of rows Hopper's rounded_packed does that in registers, too. Neither is needed if the rounded weight
+is kept (`PackedWeight.rounded`).
 
 Shapes: T tokens, I input, O output.
 """
@@ -54,9 +55,11 @@ def packed_matmul(
     `counts`: as in scaled_matmul; None = neither split tiles over programs nor round the weight. x in E4M3 is converted
     to bfloat16, which is exact, if products in E4M3 are not (`multiplies_e4m3`)."""
     rounds = x_TI.dtype is E4M3 and packed.rounded_scale is not None and counts is not None
+    kept_OI = packed.rounded if rounds and len(x_TI) > MOST_EXACT_ROWS else None
     if not x_TI.is_cuda:
         if rounds and len(x_TI) > MOST_EXACT_ROWS:
-            return matmul_reference(x_TI, rounded(packed), x_scale_T1, packed.rounded_scale, bias_O, dtype)
+            weight_OI = rounded(packed) if kept_OI is None else kept_OI
+            return matmul_reference(x_TI, weight_OI, x_scale_T1, packed.rounded_scale, bias_O, dtype)
         return packed_matmul_reference(x_TI, packed, bias_O, dtype, x_scale_T1)
     from dovetail.core.ops.kernels.packed_matmul import packed_matmul_triton
 
@@ -78,12 +81,13 @@ def packed_matmul(
             sums, device = sums_for(packed) if special and x_TI.dtype is E4M3 else None, x_TI.device
 
             def kernels(rows: int) -> Hashable:
-                chosen = choose_packed(rows, *how)
+                kept = packed.rounded is not None and rows > MOST_EXACT_ROWS
+                chosen = None if kept else choose_packed(rows, *how)
                 of_rounded = matmul_kernel(*shape, KINDS[E4M3], device, rows) if rounds and chosen is None else None
                 return kernel_of(chosen, rows, *shape), sums is not None and sums.of(rows), of_rounded
 
             report_kernel((OP, *how), len(x_TI), kernels)
-        tile = choose_packed(len(x_TI), *how)
+        tile = choose_packed(len(x_TI), *how) if kept_OI is None else None
     if tile is not None and counts is None and tile.splits_tiles(len(x_TI), len(packed.codes), packed.inputs):
         tile = replace(tile, programs=0, split=1)
     if tile is not None and tile.tokens == ROUNDED_TOKENS:
@@ -92,7 +96,7 @@ def packed_matmul(
         return packed_matmul_triton(x_TI.contiguous(), packed, tile, counts, bias_O, x_scale_T1, dtype, sums_TS)
     if rounds:
         assert packed.rounded_scale is not None and x_scale_T1 is not None and counts is not None
-        weight_OI = decoded(packed, E4M3)
+        weight_OI = decoded(packed, E4M3) if kept_OI is None else kept_OI
         return scaled_matmul(
             given_TI, weight_OI, x_scale_T1, packed.rounded_scale, bias_O, dtype, counts, reports=False
         )
@@ -116,6 +120,16 @@ def packed_matmul_reference(
     if x_scale_T1 is not None:
         y_TO = y_TO * x_scale_T1
     return (y_TO if bias_O is None else y_TO + bias_O).to(dtype)
+
+
+def round_weight(packed: PackedWeight, out_OI: torch.Tensor) -> None:
+    """Write the weight divided by its `rounded_scale` to `out`, in E4M3."""
+    if not out_OI.is_cuda:
+        out_OI.copy_(rounded(packed))
+        return
+    from dovetail.core.ops.kernels.packed_rows import packed_rows_triton
+
+    packed_rows_triton(packed, None, out_OI)
 
 
 def packed_rows(packed: PackedWeight, ids_T: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import product
@@ -41,7 +41,7 @@ from dovetail.core.ops.padding import empty_rows
 from dovetail.core.ops.tile_choice import choice_of, tile_of
 from dovetail.core.ops.tiles import MOST_SHARED_TILES, MatmulTile
 from dovetail.core.tuning.gpu import Gpu, this_gpu
-from dovetail.core.tuning.matmul import MOST_CHANNELS
+from dovetail.core.tuning.matmul import MOST_CHANNELS, MatmulTunable
 
 
 class PackedMatmulTunable(Tunable):
@@ -188,12 +188,14 @@ class PackedMatmulTunable(Tunable):
 
 def packed_tunables(
     packed: PackedWeight, rows: int, dtype: torch.dtype, *, e4m3: bool = False
-) -> list[PackedMatmulTunable]:
+) -> Sequence[Tunable]:
     """Return the product of `rows` rows with this weight, unless the model's dtype goes to the library in any case."""
     if dtype is torch.float32:
         return []
+    if e4m3 and packed.rounded is not None and rows > MOST_EXACT_ROWS:
+        return [MatmulTunable(torch.empty_like(packed.rounded, device="meta"), rows, dtype)]
     # Values would be sent to the processes that compile.
     names = ("codes", "scale", "zero", "row_scale", "rounded_scale")
     meta = torch.device("meta")
     shapes: dict[str, Any] = {name: empty_alike(x, meta) for name in names if (x := getattr(packed, name)) is not None}
-    return [PackedMatmulTunable(replace(packed, **shapes), rows, dtype, e4m3=e4m3)]
+    return [PackedMatmulTunable(replace(packed, **shapes, rounded=None), rows, dtype, e4m3=e4m3)]

@@ -53,10 +53,11 @@ class Roofline(CostModel):
         self._linear_flops = 2 * (p.attention + p.mlp) / tp
         self._expert_flops = 2 * p.active_experts / tp
         self._many_rows_seconds, self._many_rows_flops = 0.0, self._linear_flops
-        if formats.product == "fp8" and formats.weight_bits < 8 and formats.rounds:
+        rounds = formats.product == "fp8" and formats.weight_bits < 8
+        if rounds and formats.rounds and not formats.copy_bits:
             moved = (p.attention + p.mlp) * (formats.weight_bits / 8 + 1)
             self._many_rows_seconds = moved / tp / self._bandwidth
-        elif formats.product == "fp8" and formats.weight_bits < 8:
+        elif rounds and not formats.rounds:
             self._many_rows_flops /= c.decode_share
         self._head_seconds = 2 * (p.head or p.embedding) / tp / self._flops(formats.head_product or formats.dtype)
         self._windows = Counter(spec.windows or (0,) * spec.layers)

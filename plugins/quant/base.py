@@ -61,7 +61,7 @@ def note_inputs(quant: str, activations: str, stated: Inputs | None) -> None:
 def with_many_rows(method: LinearMethod, config: Config) -> LinearMethod:
     """Return the method with the option `many_rows` of a config, if both have it."""
     if isinstance(method, PackedLinear) and isinstance(config, PackedConfig):
-        method.exact = config.many_rows == "exact"
+        method.exact, method.kept = config.many_rows == "exact", config.many_rows == "kept"
     return method
 
 

@@ -33,13 +33,19 @@ def _product(activations: str) -> dict[str, Any]:
     return {"product": "fp8" if activations == "fp8" else "model", "fixed_product": activations != "auto"}
 
 
+def _many_rows(many_rows: str, activations: str) -> dict[str, Any]:
+    """Return the capabilities that the options `many_rows` and `activations` set."""
+    copies = 8 if many_rows == "kept" and activations != "model" else 0
+    return {"rounds": many_rows != "exact", "copy_bits": copies}
+
+
 def _with_activations(
     config: FP4Config | GGUFConfig | Int4Config | NF4Config, provides: dict[str, Any], host: Host
 ) -> Capabilities:
     """Return capabilities with what the option `activations` requires, since kernels that encode E4M3 do not compile
     for older GPUs, and with what the option `many_rows` sets."""
     needs_fp8 = config.activations == "fp8" and _old(host)
-    provides = {**provides, "rounds": config.many_rows == "rounded"}
+    provides |= _many_rows(config.many_rows, config.activations)
     return Capabilities(provides=provides, requires=(_multiplies_fp8(),) if needs_fp8 else ())
 
 
@@ -79,8 +85,8 @@ def mixed(config: MixedConfig, host: Host) -> Capabilities:
     if config.activations != "auto":
         # Quantizers without the option, such as int8, keep their own format.
         provides |= {**_product(config.activations), "fixed_product": ("fp8", "model")}
-    if config.many_rows == "exact":
-        provides["rounds"] = False
+    if config.many_rows != "rounded":
+        provides |= _many_rows(config.many_rows, config.activations)
     if config.activations == "fp8" and _old(host):
         requires.append(_multiplies_fp8())
     lacks = (*those.lacks, *rest.lacks)

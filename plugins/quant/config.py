@@ -6,6 +6,9 @@ from typing import Literal
 
 from dovetail.core.compose import Config, Part, Selected
 
+ManyRows = Literal["rounded", "kept", "exact"]
+"""Values of the option `many_rows`: how matmuls of many rows treat weights of 4 bits."""
+
 
 class AutoConfig(Config):
     """The quantizer that reads the checkpoint, according to its config.json; none for plain weights. It gets the
@@ -15,7 +18,7 @@ class AutoConfig(Config):
     """Option `head` of the chosen quantizer."""
     activations: str = "auto"
     """Option `activations` of the chosen quantizer."""
-    many_rows: Literal["rounded", "exact"] = "rounded"
+    many_rows: ManyRows = "rounded"
     """Option `many_rows` of the chosen quantizer."""
 
 
@@ -34,10 +37,11 @@ class Int8Config(Config):
 class PackedConfig(Config):
     """The option that quantizers with weights of 4 bits share."""
 
-    many_rows: Literal["rounded", "exact"] = "rounded"
+    many_rows: ManyRows = "rounded"
     """Weights of matmuls of more than 128 rows with fp8 inputs. rounded: those of 4 bits may be rounded to E4M3 once
-    more, with one scale per output, so that FP8 has its full rate. exact: they are multiplied as they are, which takes
-    up to 2.3 times as long."""
+    more, with one scale per output, so that FP8 has its full rate. kept: the rounded weights are made at start-up and
+    stay in memory, 8 bits more for each weight. exact: weights are multiplied as they are, which takes up to 2.3 times
+    as long."""
 
 
 class Int4Config(PackedConfig):
@@ -113,7 +117,7 @@ class MixedConfig(Config):
     activations: str = "auto"
     """Option `activations` of the quantizers of a checkpoint with `config_groups`, of those that have it. auto: as each
     group states."""
-    many_rows: Literal["rounded", "exact"] = "rounded"
+    many_rows: ManyRows = "rounded"
     """Option `many_rows` of the quantizers of a checkpoint with `config_groups`, of those that have it."""
 
 

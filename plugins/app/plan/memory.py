@@ -78,7 +78,9 @@ class Plan:
             return probs + formats.weight_bytes(p) / engine.tp
         bits = 8 * formats.dtype_bytes if facts.weight_bits is None else facts.weight_bits
         head, embedding = facts.head_bits, facts.embedding_bits
-        own = replace(formats, weight_bits=bits, head_bits=head, embedding_bits=embedding, expert_bits=None)
+        own = replace(
+            formats, weight_bits=bits, head_bits=head, embedding_bits=embedding, expert_bits=None, copy_bits=0.0
+        )
         return probs + own.weight_bytes(p) / (facts.tp or engine.tp)
 
     @property

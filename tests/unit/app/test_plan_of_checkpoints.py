@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 
 from dovetail.core.compose import Host, compose
 from dovetail.core.engine.checks import quantizers
-from dovetail.core.engine.cost import formats
+from dovetail.core.engine.cost import bind_cost, formats
+from dovetail.core.interfaces.cost import RowWork
 from dovetail.core.layouts.words import pack_words
 
 from ...contract.checkpoint.gguf_files import SMALL, byte_tokenizer, small_tensors, write_gguf
@@ -154,6 +155,22 @@ def test_matmuls_of_many_rows_that_decode_are_stated(words):
     for option, rounds in (("rounded", True), ("exact", False)):
         made = compose(["app=plan", "model=llama3_8b", *words, f"quant.many_rows={option}"])
         assert formats(made, made.part("model").facts(), "cuda").rounds is rounds
+
+
+@pytest.mark.parametrize(
+    ("words", "copies"),
+    [(["quant=w4a8"], 8), (["quant=w4a16"], 0), (["quant=gguf", "quant.activations=fp8"], 8), (["quant=gguf"], 0)],
+)
+def test_kept_weights_take_memory_and_no_time(words, copies):
+    found = []
+    for option in ("rounded", "kept"):
+        made = compose(["app=plan", "model=llama3_8b", "cost=h200", *words, f"quant.many_rows={option}"])
+        cost = bind_cost(made, made.part("model").facts(), "cuda")
+        found.append((cost.weight_bytes(), cost.step_weight_bytes(), cost.step_seconds([RowWork(8192, 8192)])))
+    (memory, read, seconds), (more_memory, same_read, fewer_seconds) = found
+    p = made.part("model").facts().parameters
+    assert more_memory - memory == pytest.approx((p.attention + p.mlp) * copies / 8)
+    assert same_read == read and (fewer_seconds < seconds if copies else fewer_seconds == seconds)
 
 
 def test_a_quantized_head_is_counted(tmp_path):

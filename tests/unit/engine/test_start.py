@@ -118,6 +118,16 @@ def test_weights_that_do_not_fit_are_refused_with_settings_that_would(memory: fl
         check(memory, *words.split())
 
 
+def test_copies_of_weights_that_do_not_fit_are_left_out() -> None:
+    """8B in 4 bits takes 4 GB beside 2.1 of embedding and logits, and the copy 7."""
+    words = "quant=w4a8", "quant.many_rows=kept"
+    check(16, *words)
+    with pytest.raises(CapacityError) as caught:
+        check(12, *words)
+    assert "quant.many_rows=rounded" in caught.value.settings
+    check(12, *words, "quant.many_rows=rounded")
+
+
 def test_proposed_settings_respect_the_model_s_rank_counts() -> None:
     """With 48 heads and 6 KV heads 3 ranks are possible and 4 are not, although 4 would fit."""
     words = ["model.hf.num_attention_heads=48", "model.hf.num_key_value_heads=6", "model.hf.hidden_size=6144"]

@@ -19,7 +19,7 @@ from dovetail.core.interfaces.weight import PackedWeight, WeightFormat  # noqa: 
 from dovetail.core.ops.formats import sums_of  # noqa: E402
 from dovetail.core.ops.kernels.packed_matmul import packed_matmul_triton  # noqa: E402
 from dovetail.core.ops.kernels.packed_rows import packed_rows_triton  # noqa: E402
-from dovetail.core.ops.packed_matmul import multiplies_e4m3, packed_matmul, sums_for  # noqa: E402
+from dovetail.core.ops.packed_matmul import multiplies_e4m3, packed_matmul, round_weight, sums_for  # noqa: E402
 from dovetail.core.ops.packed_tiles import MOST_EXACT_ROWS, rounded_tiles, specialized_tiles  # noqa: E402
 from dovetail.core.ops.packing import dequantize, pack, pack_scales, rounded, scales_to_round, unpack  # noqa: E402
 from dovetail.core.ops.tiles import HOPPER_SHARED, MOST_SHARED_TILES, MatmulTile  # noqa: E402
@@ -342,11 +342,14 @@ def test_the_kernel_rounds_extremes_as_the_reference_does(scale, row_scale):
 
 
 @pytest.mark.parametrize("rows", [MOST_EXACT_ROWS, MOST_EXACT_ROWS + 1])
-@pytest.mark.parametrize("may_round", [False, True])
-def test_many_rows_multiply_the_rounded_weight(rows, may_round):
+@pytest.mark.parametrize(("may_round", "kept"), [(False, False), (True, False), (True, True)])
+def test_many_rows_multiply_the_rounded_weight(rows, may_round, kept):
     weight = packed(UINT4, 64, 256, 32)
     if may_round:
         weight = dataclasses.replace(weight, rounded_scale=scales_to_round(weight))
+    if kept:
+        weight = dataclasses.replace(weight, rounded=torch.zeros(64, 256, device=DEVICE).to(FP8))
+        round_weight(weight, weight.rounded)
     x_TI = torch.randn(rows, 256, device=DEVICE).to(FP8)
     x_scale_T1, bias_O = torch.rand(rows, 1, device=DEVICE) + 0.5, torch.randn(64, device=DEVICE).to(WIDE)
     counts = torch.zeros(MOST_SHARED_TILES, dtype=torch.int32, device=DEVICE)

@@ -74,6 +74,8 @@ def test_weights_that_are_rounded_as_they_load(name):
     fp8 = [] if name == "w4a8" else ["quant.activations=fp8"]
     assert rounds(made(*f"quant={name}".split(), *fp8)) == ["rounded_scale"]
     assert rounds(made(*f"quant={name}".split(), *fp8, "quant.many_rows=exact")) == []
+    kept = made(*f"quant={name}".split(), *fp8, "quant.many_rows=kept")
+    assert kept.linear(PATH, SHAPE).create(SHAPE, CPU)["rounded"].shape == (128, 256)
     assert rounds(made(*f"quant={name}".split(), "quant.activations=model")) == []
 
 
@@ -165,6 +167,24 @@ def test_results_of_many_rows_are_near_those_of_few(name):
     assert (error < 1e-6) if "32" in name else (1e-3 < error < 0.04), f"relative error {error:.4f}"
     few = Activation(FP8_TOKEN, x.values[:MOST_EXACT_ROWS], x.scale[:MOST_EXACT_ROWS])
     torch.testing.assert_close(method.apply(params, few), expected[:MOST_EXACT_ROWS])
+
+
+@pytest.mark.parametrize("name", ["int4", "nf4"])
+def test_kept_weights_give_the_results_of_those_that_each_matmul_rounds(name):
+    """Also if weights are loaded again, in copies of the tensors, and with few rows."""
+    words = f"quant={name}", "quant.activations=fp8"
+    x = encode(torch.randn(ROWS, 256), (FP8_TOKEN,))[FP8_TOKEN]
+    few = Activation(FP8_TOKEN, x.values[:5], x.scale[:5])
+    weight_OI = torch.randn(128, 256)
+    method, params = loaded(made(*words, "quant.many_rows=kept"), 1000 * torch.randn(128, 256))
+    load(method, params, weight_OI)
+    other, others = loaded(made(*words), weight_OI)
+    params = {key: value.clone() for key, value in params.items()}
+    for each in (x, few):
+        assert torch.equal(method.apply(params, each), other.apply(others, each))
+    # The codes have no part in it.
+    params["codes"].zero_()
+    assert torch.equal(method.apply(params, x), other.apply(others, x))
 
 
 @pytest.mark.parametrize("kind", [LoopedExperts, PackedLinearExperts])

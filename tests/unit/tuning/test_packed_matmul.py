@@ -294,6 +294,18 @@ def test_tables_are_checked(choice, message):
         CHECKS[OP](key_of(weight(INT4), 2), 16, choice)
 
 
+def test_kept_weights_are_tuned_as_those_of_fp8_with_many_rows():
+    scale_O, rounded_OI = (
+        torch.empty(4096, device="meta"),
+        torch.empty(4096, 4096, dtype=torch.float8_e4m3fn, device="meta"),
+    )
+    kept = replace(weight(INT4), rounded_scale=scale_O, rounded=rounded_OI)
+    few, many = (packed_tunables(kept, rows, torch.bfloat16, e4m3=True)[0] for rows in (128, 129))
+    assert (few.op, many.op) == ("packed_matmul", "matmul")
+    assert few.packed.rounded is None, "values would be sent to the processes that compile"
+    assert dict(many.key) == {"weight": "fp8", "outputs": 4096, "inputs": 4096}
+
+
 def test_keys_are_checked_and_float32_is_not_tuned():
     with pytest.raises(ValueError, match="has format, bits"):
         check_packed((("outputs", 4096),), 16, {"tokens": 16, "outputs": 64, "inputs": 256})
