@@ -186,9 +186,7 @@ class PackedMatmulTunable(Tunable):
         return found if packed.rounded_scale is None else replace(found, rounded_scale=scales_to_round(found))
 
 
-def packed_tunables(
-    packed: PackedWeight, rows: int, dtype: torch.dtype, *, e4m3: bool = False
-) -> Sequence[Tunable]:
+def packed_tunables(packed: PackedWeight, rows: int, dtype: torch.dtype, *, e4m3: bool = False) -> Sequence[Tunable]:
     """Return the product of `rows` rows with this weight, unless the model's dtype goes to the library in any case."""
     if dtype is torch.float32:
         return []
