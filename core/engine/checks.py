@@ -306,8 +306,8 @@ def check_weights_fit(composition: Composition, spec: ModelSpec, host: Host) -> 
     if bits is None:
         return
     tables = table_formats(provides, stored)
-    copies = many_rows_formats(provides, str(provides.get("product")), bits)
-    formats = Formats(dtype, each, bits, dtype, each, **tables, **copies)
+    product = stored.product if stored is not None and stored.product else str(provides.get("product"))
+    formats = Formats(dtype, each, bits, dtype, each, **tables, **many_rows_formats(provides, product, bits))
     weights = _WeightMemory(composition, spec, host)
     missing = weights.missing(formats, composition.engine.tp, composition.engine.memory_fraction)
     if missing > 0:
@@ -341,7 +341,8 @@ class _WeightMemory:
             yield "engine.memory_fraction=0.95"
         if formats.copy_bits:
             formats = replace(formats, copy_bits=0.0)
-            if self.missing(formats, engine.tp, engine.memory_fraction) <= 0:
+            own = getattr(self.composition.part("quant").config, "many_rows", None) == "kept"
+            if own and self.missing(formats, engine.tp, engine.memory_fraction) <= 0:
                 yield "quant.many_rows=rounded"
         others = [one for one in quantizers(self.composition, self.host) if one[1] < bits]
         # With default options, quantizers leave logits and embedding plain, and experts have the bits of other layers.

@@ -165,10 +165,10 @@ def formats(composition: Composition, spec: ModelSpec, device: str, here: Host |
     return Formats(dtype, size, bits, product, kv_bytes, **tables, **many_rows_formats(stated, product, bits))
 
 
-def many_rows_formats(stated: Mapping[str, object], product: str, bits: float) -> dict[str, Any]:
-    """Return what matmuls of many rows multiply, as Formats has it."""
-    copies = float(stated.get("copy_bits", 0)) if product == "fp8" and bits < 8 else 0.0  # type: ignore[arg-type]
-    return {"rounds": bool(stated.get("rounds", True)), "copy_bits": copies}
+def many_rows_formats(stated: Mapping[str, Any], product: str, bits: float) -> dict[str, Any]:
+    """Return how matmuls of many rows treat weights, by the fields of Formats."""
+    copied = product == "fp8" and bits < 8
+    return {"rounds": bool(stated.get("rounds", True)), "copy_bits": float(stated.get("copy_bits", 0)) * copied}
 
 
 def number_format(engine: EngineConfig, spec: ModelSpec, device: str) -> tuple[str, int]:

@@ -63,12 +63,11 @@ def packed_matmul(
         return packed_matmul_reference(x_TI, packed, bias_O, dtype, x_scale_T1)
     from dovetail.core.ops.kernels.packed_matmul import packed_matmul_triton
 
-    tile, given_TI = None, x_TI
-    x_TI = x_TI.to(multiplied_dtype(x_TI.dtype, packed))
-    if x_TI.dtype is not torch.float32:
+    tile, multiplied = None, multiplied_dtype(x_TI.dtype, packed)
+    if multiplied is not torch.float32:
         name, processors, hopper, shared = device_facts(x_TI.device)
-        key = key_of(packed, x_TI.element_size())
-        special = hopper and specializes(packed, x_TI.dtype)
+        key = key_of(packed, multiplied.itemsize)
+        special = hopper and specializes(packed, multiplied)
         if hopper and not special and not maps_groups(packed):
             note(
                 f"weights in {packed.format.name} whose scales have the strides {packed.scale.stride()} run by the "
@@ -78,28 +77,26 @@ def packed_matmul(
         how = key, name, processors, shared, special, rounds, rounds and hopper and rounds_by_kernel(packed)
         shape = len(packed.codes), packed.inputs
         if rehearsing():
-            sums, device = sums_for(packed) if special and x_TI.dtype is E4M3 else None, x_TI.device
+            sums, device = sums_for(packed) if special and multiplied is E4M3 else None, x_TI.device
+            keeps = packed.rounded is not None
 
             def kernels(rows: int) -> Hashable:
-                kept = packed.rounded is not None and rows > MOST_EXACT_ROWS
-                chosen = None if kept else choose_packed(rows, *how)
+                chosen = None if keeps and rows > MOST_EXACT_ROWS else choose_packed(rows, *how)
                 of_rounded = matmul_kernel(*shape, KINDS[E4M3], device, rows) if rounds and chosen is None else None
                 return kernel_of(chosen, rows, *shape), sums is not None and sums.of(rows), of_rounded
 
-            report_kernel((OP, *how), len(x_TI), kernels)
+            report_kernel((OP, *how, keeps), len(x_TI), kernels)
         tile = choose_packed(len(x_TI), *how) if kept_OI is None else None
-    if tile is not None and counts is None and tile.splits_tiles(len(x_TI), len(packed.codes), packed.inputs):
-        tile = replace(tile, programs=0, split=1)
-    if tile is not None and tile.tokens == ROUNDED_TOKENS:
-        x_TI = given_TI
     if tile is not None:
+        if counts is None and tile.splits_tiles(len(x_TI), len(packed.codes), packed.inputs):
+            tile = replace(tile, programs=0, split=1)
+        if tile.tokens != ROUNDED_TOKENS:
+            x_TI = x_TI.to(multiplied)
         return packed_matmul_triton(x_TI.contiguous(), packed, tile, counts, bias_O, x_scale_T1, dtype, sums_TS)
     if rounds:
         assert packed.rounded_scale is not None and x_scale_T1 is not None and counts is not None
         weight_OI = decoded(packed, E4M3) if kept_OI is None else kept_OI
-        return scaled_matmul(
-            given_TI, weight_OI, x_scale_T1, packed.rounded_scale, bias_O, dtype, counts, reports=False
-        )
+        return scaled_matmul(x_TI, weight_OI, x_scale_T1, packed.rounded_scale, bias_O, dtype, counts, reports=False)
     if x_TI.dtype is E4M3:
         x_TI = x_TI.bfloat16()
     if x_scale_T1 is None:

@@ -45,7 +45,7 @@ def _with_activations(
     """Return capabilities with what the option `activations` requires, since kernels that encode E4M3 do not compile
     for older GPUs, and with what the option `many_rows` sets."""
     needs_fp8 = config.activations == "fp8" and _old(host)
-    provides |= _many_rows(config.many_rows, config.activations)
+    provides = {**provides, **_many_rows(config.many_rows, config.activations)}
     return Capabilities(provides=provides, requires=(_multiplies_fp8(),) if needs_fp8 else ())
 
 

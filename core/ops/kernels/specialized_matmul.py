@@ -190,7 +190,6 @@ def _consume(rings, work, split, part_ptr, count_ptr, epilogue, block_scale, tok
     PARTS: gl.constexpr = BLOCK_O // WIDE
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 256 // x.dtype.primitive_bitwidth])
     SUM: gl.constexpr = gl.int32 if x.dtype == gl.int8 else gl.float32
-    block_scale_ptr, scale_columns = block_scale
     place, phase = 0, 0
     for tile in range(first_tile, tiles, step):
         acc = ()
@@ -199,10 +198,7 @@ def _consume(rings, work, split, part_ptr, count_ptr, epilogue, block_scale, tok
         row_o = tile // t_tiles * BLOCK_O
         scales = ()
         if SCALE_O > 0:
-            for part in gl.static_range(PARTS):
-                # The last tile may have fewer outputs than parts.
-                scale_row = gl.minimum(row_o + part * WIDE, outputs - 1) // SCALE_O * scale_columns
-                scales += (block_scales(block_scale_ptr + scale_row, scale_columns, lo, hi, BOXES),)  # type: ignore[assignment]
+            scales = _scales_of_parts(block_scale, row_o, outputs, lo, hi, WIDE, PARTS, SCALE_O, BOXES)
         for block in range(lo, hi):
             mbarrier.wait(full.index(place), phase)
             total = ()
@@ -210,9 +206,9 @@ def _consume(rings, work, split, part_ptr, count_ptr, epilogue, block_scale, tok
                 next_scales = ()
                 if SCALE_O > 0:
                     # Those of the next block, whose latency overlaps with this one.
-                    for part in gl.static_range(PARTS):
-                        scale_row = gl.minimum(row_o + part * WIDE, outputs - 1) // SCALE_O * scale_columns
-                        next_scales += (block_scales(block_scale_ptr + scale_row, scale_columns, block + 1, hi, BOXES),)  # type: ignore[assignment]
+                    next_scales = _scales_of_parts(
+                        block_scale, row_o, outputs, block + 1, hi, WIDE, PARTS, SCALE_O, BOXES
+                    )
                 for part in gl.static_range(PARTS):
                     of_part = scales[part] if SCALE_O > 0 else ()
                     total += (_add_boxes(acc[part], x, weight, place, part, of_part, BLOCK_O, BOXES, GROUPS, WHICH),)  # type: ignore[assignment]
@@ -242,6 +238,19 @@ def _consume(rings, work, split, part_ptr, count_ptr, epilogue, block_scale, tok
             total, is_last = _reduce_split(acc[0], tile, split, part_ptr, count_ptr, BLOCK_O, GROUPS, WHICH)  # type: ignore[misc]
             if is_last:
                 _write(total, row_t, row_o, epilogue, tokens, outputs, BLOCK_O)
+
+
+@gluon.jit
+def _scales_of_parts(block_scale, row_o, outputs, block, hi, WIDE: gl.constexpr, PARTS: gl.constexpr,
+                     SCALE_O: gl.constexpr, BOXES: gl.constexpr):  # fmt: skip
+    """Return the scales of a block's boxes for each part of a tile's outputs. Those of blocks from `hi` on are 0."""
+    scale_ptr, columns = block_scale
+    scales = ()
+    for part in gl.static_range(PARTS):
+        # The last tile may have fewer outputs than parts.
+        row = gl.minimum(row_o + part * WIDE, outputs - 1) // SCALE_O * columns
+        scales += (block_scales(scale_ptr + row, columns, block, hi, BOXES),)  # type: ignore[assignment]
+    return scales
 
 
 @gluon.jit
