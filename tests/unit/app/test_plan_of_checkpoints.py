@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import save_file
 
 from dovetail.core.compose import Host, compose
-from dovetail.core.engine.checks import quantizers
+from dovetail.core.engine.checks import check_weights_fit, quantizers
 from dovetail.core.engine.cost import bind_cost, formats
+from dovetail.core.errors import CapacityError
 from dovetail.core.interfaces.cost import RowWork
 from dovetail.core.layouts.words import pack_words
 
@@ -171,6 +172,19 @@ def test_kept_weights_take_memory_and_no_time(words, copies):
     p = made.part("model").facts().parameters
     assert more_memory - memory == pytest.approx((p.attention + p.mlp) * copies / 8)
     assert same_read == read and (fewer_seconds < seconds if copies else fewer_seconds == seconds)
+
+
+@pytest.mark.parametrize("layout", ["gptq", "nf4", "groups"])
+@pytest.mark.parametrize("option", ["rounded", "kept"])
+def test_the_check_of_memory_counts_the_bytes_of_the_plan(layout, option, tmp_path):
+    save(tmp_path, layout)
+    words = ["quant.activations=fp8", *([] if layout == "groups" else [f"quant.many_rows={option}"])]
+    words += ["cost=h200", "model=llama", f"model.path={tmp_path}", "engine.memory_fraction=0.5"]
+    made = compose(["app=plan", *words])
+    spec = made.part("model").facts()
+    with pytest.raises(CapacityError) as caught:
+        check_weights_fit(made, spec, Host(device="cuda", device_count=1, compute_capability=(9, 0), memory_bytes=1000))
+    assert caught.value.missing_bytes == int(bind_cost(made, spec, "cuda").weight_bytes() - 500)
 
 
 def test_a_quantized_head_is_counted(tmp_path):
