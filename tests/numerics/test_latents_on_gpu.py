@@ -84,6 +84,29 @@ def test_large_tiles_on_hopper(heads, dtype, kv_dtype, page):
         assert run.plan.lists[0].tile.hopper and run.plan.part_rows > 0
 
 
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="the kernel is for Hopper"
+)
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "page"),
+    [*((BF16, kv_dtype, page) for kv_dtype in (BF16, E4M3) for page in (16, 64)), (torch.float16, torch.float16, 48)],
+)
+def test_small_tiles_on_hopper(dtype, kv_dtype, page):
+    """Whole rows, and rows whose ranges the last one and another kernel join; rows of one block and of one key more;
+    tokens of no row. Slots that were not written hold NaN."""
+    arena = arena_of_v3(16, dtype, kv_dtype, page)
+    lengths = (1, 500, 59, 63, 64, 65, 129, 20, 2, 400, 257)
+    names = [f"row {i}" for i in range(len(lengths))]
+    arena.run(arena.plan(list(zip(names, lengths, strict=True))))
+    for count in (1, 2, 8, len(names)):
+        step = arena.plan([(name, 1) for name in names[:count]], num_decode=count, slack=100, padding=3)
+        arena.run(step)
+        (runs,) = (ctx.state for ctx in step.ctxs.values())
+        ((run,),) = runs.values()
+        tile = run.plan.lists[0].tile
+        assert tile.hopper and tile.block_m == 16 and tile.joins is (count > 8) and run.plan.part_rows > 0
+
+
 @pytest.mark.parametrize("variant", ["deepseek_v2_lite", "deepseek_v3"])
 def test_tokens_of_the_engine(variant, tmp_path):
     """In float32, tokens with CUDA graphs, drafts and chunks equal those of the CPU."""

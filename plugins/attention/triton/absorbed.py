@@ -44,7 +44,11 @@ VALUE_BYTES, PARTS = 128, 16
 """Bytes of a latent column in the block of the up-projection that project_ranges holds, so that rows of 512 columns fit
 into 99 KB of shared memory in float32, too, and partial results that it joins at a time."""
 HOPPER_KEYS, HOPPER_SIZES = 64, (512, 64)
-"""Keys of a block of attend_latents_hopper; kv rank and rotary dim that it supports."""
+"""Keys of a block of the kernels for Hopper; kv rank and rotary dim that they support."""
+SPLITS, ROOT = 8, 7
+"""Tokens of small tiles up to which project_ranges joins the ranges on Hopper; Tile.root of one token."""
+FEW_WHOLE = 40
+"""Tokens up to which ranges of 256 keys are faster than longer ones."""
 BLACKWELL = (10, 0)
 """Compute capability."""
 EXCHANGE = 8 << 10
@@ -56,7 +60,8 @@ class LatentTile(Tile):
     """Tile of attend_latents. All heads share a key, so a tile has heads of one token, or several tokens' heads."""
 
     hopper: bool = False
-    """Whether attend_latents_hopper (hopper/latent.py) runs in place of the kernel for all GPUs."""
+    """Whether a kernel for Hopper runs in place of the one for all GPUs: attend_latents_small (hopper/latent_small.py)
+    with LEAST_TILE_ROWS rows, or else attend_latents_hopper (hopper/latent.py)."""
 
     def queries(self, group: int) -> int:
         return max(1, self.block_m // group)
@@ -125,14 +130,16 @@ def tile_of(
     tree: bool = False,
 ) -> LatentTile:
     """Tile for `rows` rows with `tokens` tokens together, none with more than `widest`. `hopper`: whether GPU and
-    Triton support attend_latents_hopper. `tree`: the rows feed draft trees, whose masks take registers. Tiles are made
+    Triton support the kernels for Hopper. `tree`: the rows feed draft trees, whose masks take registers. Tiles are made
     smaller until they fit into shared memory."""
     assert layer.mla is not None
-    # Each tile reads and converts the row's latents, so few large ones are fastest, even half empty, and three quarters
-    # empty with the kernel for Hopper. Where few tiles fill the GPU with ranges, small ones lead.
+    # Each tile reads and converts the row's latents, so few large ones are fastest, even half empty. Where few tiles
+    # fill the GPU with ranges, small ones lead.
     tiles = max(rows, tokens * layer.heads // MOST_TILE_ROWS)
     many, width = FEW * tiles >= _processors(device), layer.heads * widest
     fast = hopper and not tree and _fits_hopper(layer.mla, dtype, kv_dtype)
+    if fast and layer.heads == LEAST_TILE_ROWS and widest == 1:
+        return _small_tile(tokens)
     if many and width >= LEAST_TILE_ROWS and fast:
         return LatentTile(MOST_TILE_ROWS, HOPPER_KEYS, 4, 2, 1, hopper=True)
     # The fastest on an H200 (benchmarks/NOTES.md, Experts).
@@ -152,6 +159,16 @@ def tile_of(
     return replace(tile, joins=False, least=tile.block_n)
 
 
+def _small_tile(tokens: int) -> LatentTile:
+    """Tile of attend_latents_small. Joining ranges takes time, too: the more tokens a program of project_ranges has,
+    the more results it joins, so with more than SPLITS tokens the last of a tile's ranges joins them. Two programs of
+    an SM are no faster than one, but more of them fill the SMs evenly where each has a long row."""
+    tile = LatentTile(LEAST_TILE_ROWS, HOPPER_KEYS, 4, 1, 1 if tokens <= MOST_PROJECTED else 2, hopper=True)
+    if tokens <= SPLITS:
+        return replace(tile, joins=False, least=HOPPER_KEYS, root=round(ROOT * tokens**0.5))
+    return replace(tile, least=256 if tokens <= FEW_WHOLE else 512)
+
+
 @cache
 def _stages_sums(device: torch.device) -> bool:
     """Whether tensor cores have a memory of their own for sums (Blackwell). Those of a large tile pass through shared
@@ -162,7 +179,7 @@ def _stages_sums(device: torch.device) -> bool:
 
 
 def _fits_hopper(mla: MLA, dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:
-    """Whether attend_latents_hopper supports sizes and formats. Its blocks fill registers and shared memory at the
+    """Whether the kernels for Hopper support sizes and formats. Their blocks fill registers and shared memory at the
     sizes of DeepSeek V2 and V3."""
     narrow = dtype == torch.bfloat16 and kv_dtype == torch.float8_e4m3fn
     return (mla.kv_rank, mla.rope_dim) == HOPPER_SIZES and (narrow or (kv_dtype == dtype and dtype.itemsize == 2))
@@ -224,9 +241,8 @@ def _attend_on_hopper(
 ) -> None:
     from dovetail.plugins.attention.triton.hopper.launch import latents
 
-    heads = tile.heads(layer.heads), tile.head_tiles(layer.heads)
     plan = items.items, items.counts
-    latents(layer, inner_HTL, q_THR, planes, meta, *heads, *plan, *results, _processors(q_THR.device))
+    latents(layer, inner_HTL, q_THR, planes, meta, tile, *plan, *results, _processors(q_THR.device))
 
 
 def _attend(

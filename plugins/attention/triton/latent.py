@@ -1,7 +1,7 @@
 """Host side of attention over compressed latents: which rows are absorbed, which expanded, and their launches.
 
 Rows of many tokens are expanded (expanded.py). All other rows, and every row while a graph is captured, are absorbed
-(latent_kernel.py, on Hopper hopper/latent.py).
+(latent_kernel.py, on Hopper hopper/latent.py and hopper/latent_small.py).
 
 Shapes: T tokens, H query heads, N dims of a query that are not rotated, R rotary dim, D = N + R, L kv rank, V value
 dim, O = N + V rows of a head's up-projection.

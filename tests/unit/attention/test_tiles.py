@@ -143,23 +143,32 @@ def test_tiles_of_latents_are_large_for_many_rows_and_fit_each_gpu(narrow, dtype
             assert absorbed.shared_bytes(sizes, tile(heads, tokens, rows, shared), dtype.itemsize) <= shared
 
 
-def test_which_latents_go_to_the_kernel_for_hopper(monkeypatch):
+def test_which_latents_go_to_the_kernels_for_hopper(monkeypatch):
     monkeypatch.setattr(absorbed, "_processors", lambda device: 132)
     sizes, bf16, fp16 = MLA(1536, 512, 64, 128, 128), torch.bfloat16, torch.float16
 
-    def hopper(tokens=1, rows=64, dtype=bf16, kv_dtype=E4M3, mla=sizes, heads=16, **options) -> bool:
+    def tile(tokens=1, rows=64, dtype=bf16, kv_dtype=E4M3, mla=sizes, heads=16, **options) -> absorbed.LatentTile:
         layer = AttentionLayer(0, 0, 0, heads, heads, 192, 0.1, mla=mla)
         device = torch.device("cpu")
-        return absorbed.tile_of(layer, tokens, rows, rows * tokens, dtype, kv_dtype, device, **options).hopper
+        return absorbed.tile_of(layer, tokens, rows, rows * tokens, dtype, kv_dtype, device, **options)
+
+    def hopper(**options) -> bool:
+        return tile(**options).hopper
 
     assert hopper(hopper=True) and hopper(kv_dtype=bf16, hopper=True) and hopper(dtype=fp16, kv_dtype=fp16, hopper=True)
     others = (
-        dict(hopper=False), dict(tree=True), dict(heads=8), dict(rows=1), dict(dtype=fp16), dict(kv_dtype=fp16),
-        dict(dtype=torch.float32, kv_dtype=torch.float32), dict(mla=MLA(0, 256, 64, 128, 128)),
+        dict(hopper=False), dict(tree=True), dict(heads=8), dict(rows=1, tokens=4), dict(dtype=fp16),
+        dict(kv_dtype=fp16), dict(dtype=torch.float32, kv_dtype=torch.float32), dict(mla=MLA(0, 256, 64, 128, 128)),
         dict(mla=MLA(0, 512, 32, 128, 128)),
     )  # fmt: skip
     for other in others:
         assert not hopper(**{"hopper": True, **other}), other
+    # One token of 16 heads has a small tile, whose ranges are joined by the value projection in steps of few rows.
+    small = {rows: tile(rows=rows, hopper=True) for rows in (1, 8, 9, 41, 500)}
+    assert {one.block_m for one in small.values()} == {16}
+    assert {rows: one.joins for rows, one in small.items()} == {1: False, 8: False, 9: True, 41: True, 500: True}
+    assert 0 < small[1].root < small[8].root and [small[rows].least for rows in (9, 41, 500)] == [256, 512, 512]
+    assert {tile(hopper=True, **more).block_m for more in (dict(tokens=2), dict(heads=32))} == {64}
 
 
 @pytest.mark.parametrize(("group", "kv_heads"), [(4, 8), (4, 1), (8, 8), (2, 8), (1, 2)])

@@ -23,16 +23,19 @@ DECODE, FEW, DRAFTS, PROMPT, MIXED = (
 
 
 def latents() -> None:
-    """The kernel for Hopper, which others replace by the one for all GPUs, and a small tile of the latter. EVERYTHING:
+    """The kernels for Hopper, which others replace by the one for all GPUs, and a small tile of the latter. EVERYTHING:
     whether to add shapes, and the kernels for the keys and values of expanded rows."""
     if has_fp8():
         attend(DRAFTS, 16, E4M3)
         attend(FEW, 16, E4M3)
+        attend(DECODE, 16, E4M3)
+        attend(FEW, 16, E4M3, gluon=False)
         attend(PROMPT, 16, E4M3)
     if EVERYTHING or not has_fp8():
         attend(DECODE, 128, BF16)
     if EVERYTHING:
         attend(DECODE, 16, BF16)
+        attend(FEW, 5, BF16)
         attend(DECODE, 8, FP32, FP32)
         attend(MIXED, 16, BF16)
         attend(MIXED, 16, BF16, gluon=False)

@@ -24,7 +24,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language import PropagateNan
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.core.ops.kernels.gluon import barrier
@@ -37,13 +36,11 @@ from dovetail.plugins.attention.triton.hopper.latent_fetch import (
     latent_item,
     produce_latents,
 )
+from dovetail.plugins.attention.triton.hopper.latent_rows import QUERY_FACTOR, hidden_zero, narrowed, rows_of_tile
 from dovetail.plugins.attention.triton.scores import LOG2_E, LOW
 
 PAIRS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 """Layout of a box of queries."""
-QUERY_FACTOR, MOST = gl.constexpr(2.0**-4), gl.constexpr(65504.0)
-"""Factor of queries in float16, and its greatest number."""
-ALL = gl.constexpr(PropagateNan.ALL)
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(208), gl.constexpr(88)
 """Registers per thread. The default partition gets the remaining registers, which is 208 again."""
 
@@ -56,17 +53,14 @@ def _load_queries(q_smem, rotary_smem, sources, first, count, unit, tokens, H: g
     q_ptr, rotary_q_ptr = sources
     NARROW: gl.constexpr = q_smem.dtype != rotary_smem.dtype
     HALF: gl.constexpr = L // 2 // BOX
-    query, head, exists = _rows(count, unit, H, HEADS, gl.SliceLayout(1, PAIRS))
+    query, head, exists = rows_of_tile(count, unit, H, HEADS, ROWS, gl.SliceLayout(1, PAIRS))
     token = gl.where(exists, first + query, first).to(gl.int64)
     column = gl.arange(0, BOX, gl.SliceLayout(0, PAIRS))[None, :]
     start = q_ptr + ((head.to(gl.int64) * tokens + token) * L)[:, None] + column
     for box in gl.static_range(HALF):
         to, at = q_smem.index(WHICH * HALF + box), start + (WHICH * HALF + box) * BOX
         if NARROW:
-            x = gl.load(at, mask=exists[:, None], other=0.0).to(gl.float32) * QUERY_FACTOR
-            # NaN stays NaN, so that a broken state shows in the result.
-            x = gl.minimum(gl.maximum(x, -MOST, propagate_nan=ALL), MOST, propagate_nan=ALL)
-            to.store(x.to(to.dtype))
+            to.store(narrowed(gl.load(at, mask=exists[:, None], other=0.0)))
         else:
             async_copy.async_copy_global_to_shared(to, at, mask=exists[:, None])
     if WHICH == 0:
@@ -80,25 +74,9 @@ def _load_queries(q_smem, rotary_smem, sources, first, count, unit, tokens, H: g
 
 
 @gluon.jit
-def _rows(count, unit, H: gl.constexpr, HEADS: gl.constexpr, M: gl.constexpr):
-    """Return query and head of each row of a tile, and whether they exist. M: layout."""
-    row = gl.arange(0, ROWS, M)
-    query = row // HEADS
-    head = unit * HEADS + row % HEADS
-    return query, head, (query < count) & (query < ROWS // HEADS) & (head < H)
-
-
-@gluon.jit
-def _hidden_zero(n):
-    """Return 0. The compiler cannot compute it before a loop, with all the descriptors of shared memory that depend on
-    it, for which there are no registers."""
-    return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def _scores(q, rotary_q, k, rotary, n, S: gl.constexpr, WHICH: gl.constexpr):
     """Start the score matmuls of this warp group's block, three groups of instructions."""
-    zero = _hidden_zero(n)
+    zero = hidden_zero(n)
     k_at = zero + 2 * WHICH
     s = gl.zeros([ROWS, BOX], gl.float32, S)
     s = warpgroup_mma(q.index(zero), k.index(k_at).permute((1, 0)), s, use_acc=False, is_async=True)
@@ -181,7 +159,7 @@ def _finish(acc, total, m, staging, output, items_ptr, index, unit, first, count
     if part < 0:
         _put(acc, out_ptr, staging, first, count, unit, H, HEADS, L, WHICH)
     else:
-        query, head, exists = _rows(count, unit, H, HEADS, M)
+        query, head, exists = rows_of_tile(count, unit, H, HEADS, ROWS, M)
         columns = WHICH * (L // 2) + gl.arange(0, L // 2, gl.SliceLayout(0, OUT))[None, :]
         to = (part + query).to(gl.int64) * H + head
         gl.store(part_ptr + (to * L)[:, None] + columns, acc, mask=exists[:, None])
@@ -221,7 +199,7 @@ def _put(acc, out_ptr, staging, first, count, unit, H: gl.constexpr, HEADS: gl.c
     """Write rows of the output through shared memory, each of them by one warp."""
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     staging.store(acc.to(staging.dtype))
-    query, head, exists = _rows(count, unit, H, HEADS, gl.SliceLayout(1, WIDE))
+    query, head, exists = rows_of_tile(count, unit, H, HEADS, ROWS, gl.SliceLayout(1, WIDE))
     columns = WHICH * (L // 2) + gl.arange(0, L // 2, gl.SliceLayout(0, WIDE))[None, :]
     offset = ((first + query).to(gl.int64) * H + head) * L
     barrier()
@@ -251,7 +229,7 @@ def _consume(q_parts, ring, weights, sums, sources, output, items_ptr, works, to
         if blocks > 0:
             # The scores of the last item are done in both warp groups, so its queries may be overwritten.
             _load_queries(q_boxes, rotary_q, sources, first, count, unit, tokens, H, HEADS, D, L, WHICH)
-            query, head, exists = _rows(count, unit, H, HEADS, gl.SliceLayout(1, S))
+            query, head, exists = rows_of_tile(count, unit, H, HEADS, ROWS, gl.SliceLayout(1, S))
             limit = gl.minimum(gl.where(exists, first_at + query + 1, hi), hi)
             whole = gl.minimum(first_at + 1, hi)
             acc = gl.zeros([ROWS, L // 2], gl.float32, OUT)

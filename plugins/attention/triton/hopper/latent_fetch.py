@@ -80,9 +80,9 @@ def _load_scales(scale_ptr, slot, exists, G: gl.constexpr):
 
 
 @gluon.jit
-def _scaled(x, scale):
-    """Return words of four E4M3 numbers [N, W] times scale [N] * LATENT_FACTOR as words of two float16 numbers
-    [N, 2 W]."""
+def scaled(x, scale):
+    """Return words of four E4M3 numbers [..., W] times scale [..., 1] * LATENT_FACTOR as pairs of words of two float16
+    numbers [..., W, 2]."""
     ASM: gl.constexpr = """{
         .reg .b16 low, high;
         .reg .b32 a, b;
@@ -95,13 +95,14 @@ def _scaled(x, scale):
     factor = (scale * LATENT_FACTOR).to(gl.float16).to(gl.int16, bitcast=True).to(gl.int32)
     twice = (factor & 0xFFFF) * 0x10001
     front, back = gl.inline_asm_elementwise(
-        ASM, "=&r,=&r,r,r", [x, twice[:, None]], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+        ASM, "=&r,=&r,r,r", [x, twice], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
     )
-    return gl.reshape(gl.join(front, back), [x.shape[0], 2 * x.shape[1]])
+    return gl.join(front, back)
 
 
 @gluon.jit
-def _copy_box(to, pointers, exists):
+def copy_box(to, pointers, exists):
+    """Start to copy a box; keys that do not exist are zeros."""
     async_copy.async_copy_global_to_shared(to, pointers, mask=exists[:, None])
 
 
@@ -148,22 +149,23 @@ def produce_latents(rings, full, empty, source, items_ptr, works, table_ptr, tab
                 rotary_slot = gl.convert_layout(slot, gl.SliceLayout(1, ROTATED), assert_trivial=True)
                 rotary_at = gl.convert_layout(n + at, gl.SliceLayout(1, ROTATED), assert_trivial=True)
                 rotated = rotary_ptr + (rotary_slot.to(gl.int64) * R)[:, None] + column
-                _copy_box(rotary.index(stage), rotated, rotary_at < hi)
+                copy_box(rotary.index(stage), rotated, rotary_at < hi)
                 async_copy.commit_group()
                 for group in gl.static_range(G):
                     if group + AHEAD < G:
                         loading = _load_group(page_ptr, slot, n + at < hi, group + AHEAD, L)
                     else:
                         loading = _load_group(page_ptr, next_slot, n + BOX + at < hi, group + AHEAD - G, L)
-                    groups.index(stage * G + group).store(_scaled(loaded[0], scales[group]))  # type: ignore[misc]
+                    words = scaled(loaded[0], scales[group][:, None])  # type: ignore[misc]
+                    groups.index(stage * G + group).store(gl.reshape(words, [BOX, GROUP // 2]))
                     loaded = _shifted(loaded, loading)
                 scales = next_scales
             else:
                 mbarrier.wait(empty.index(stage), (used & 1) ^ 1)
                 start = page_ptr + (slot.to(gl.int64) * (L + R))[:, None] + column
                 for box in gl.static_range(BOXES):
-                    _copy_box(boxes.index(stage * BOXES + box), start + box * BOX, n + at < hi)
-                _copy_box(rotary.index(stage), start + L, n + at < hi)
+                    copy_box(boxes.index(stage * BOXES + box), start + box * BOX, n + at < hi)
+                copy_box(rotary.index(stage), start + L, n + at < hi)
                 async_copy.commit_group()
             slot = next_slot
             _announce(full, stage)

@@ -1,4 +1,4 @@
-"""Launch functions of `attend_prompts`, `attend_decode` and `attend_latents_hopper`."""
+"""Launch functions of `attend_prompts`, `attend_decode`, `attend_latents_hopper` and `attend_latents_small`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from dovetail.plugins.attention.triton.hopper.decode import attend_decode
 from dovetail.plugins.attention.triton.hopper.fetch import BOX, ROWS
 from dovetail.plugins.attention.triton.hopper.kernel import attend_prompts
 from dovetail.plugins.attention.triton.hopper.latent import attend_latents_hopper
-from dovetail.plugins.attention.triton.tiles import DecodeTile, PromptTile, packed_heads, padded_dim
+from dovetail.plugins.attention.triton.hopper.latent_small import RESIDENTS as SMALL_RESIDENTS
+from dovetail.plugins.attention.triton.hopper.latent_small import ROWS as SMALL_ROWS
+from dovetail.plugins.attention.triton.hopper.latent_small import attend_latents_small
+from dovetail.plugins.attention.triton.tiles import DecodeTile, PromptTile, Tile, packed_heads, padded_dim
 
 
 def attend(
@@ -139,8 +142,7 @@ def latents(
     rotary_q: torch.Tensor,
     planes: Mapping[str, torch.Tensor],
     meta: BatchMeta,
-    heads: int,
-    units: int,
+    tile: Tile,
     items: torch.Tensor,
     counts: torch.Tensor,
     mixed_THL: torch.Tensor,
@@ -148,11 +150,15 @@ def latents(
     lse: torch.Tensor,
     processors: int,
 ) -> None:
-    """Launch attend_latents_hopper. `rotary_q`: view of queries [T, H, D] from the first rotated column on. `planes`:
-    those of the layer (core.ops.latents). An item has `units` tiles of `heads` heads."""
+    """Launch attend_latents_small if `tile` has as few rows, or else attend_latents_hopper. `rotary_q`: view of queries
+    [T, H, D] from the first rotated column on. `planes`: those of the layer (core.ops.latents)."""
     assert layer.mla is not None
+    units = tile.head_tiles(layer.heads)
     works, latent = items.shape[0] * units, planes[LATENT]
-    attend_latents_hopper[(min(works, processors),)](
+    kernel, residents, options = attend_latents_hopper, 1, {}
+    if tile.block_m == SMALL_ROWS.value:
+        kernel, residents, options = attend_latents_small, SMALL_RESIDENTS, {"JOIN": tile.joins}
+    kernel[(min(works, residents * processors),)](
         inner_HTL,
         rotary_q,
         inner_HTL.shape[1],
@@ -169,13 +175,14 @@ def latents(
         meta.page_table_BP.stride(0),
         layer.scale,
         H=layer.heads,
-        HEADS=heads,
+        HEADS=min(layer.heads, tile.block_m),
         UNITS=units,
         D=layer.head_dim,
         L=layer.mla.kv_rank,
         R=layer.mla.rope_dim,
         PAGE=meta.page_tokens,
         num_warps=4,
+        **options,
         **dependent(inner_HTL),
     )
 
