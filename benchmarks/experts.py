@@ -47,10 +47,10 @@ from dovetail.core.ops.expert_tiles import (
     most_tiles,
     packed_expert_tile,
     packed_shared,
-    rows_of_tile,
     specialized,
     specialized_expert_tile,
     specialized_packed,
+    specialized_rows,
     stacked_expert_tile,
     stacked_shared,
 )
@@ -266,7 +266,8 @@ def candidates(rows: int, itemsize: int, gated: bool) -> Iterator[ExpertTile]:
 def search(layer: Layer) -> None:
     """Print the fastest tiles, for several numbers of rows of a tile, with their time over the rule's."""
     base = layer.microseconds()
-    usual = rows_of_tile(layer.rows * layer.moe.active, layer.moe.experts)
+    pairs, experts = layer.rows * layer.moe.active, layer.moe.experts
+    usual = specialized_rows(pairs, experts, layer.moe.intermediate)
     for rows in sorted({max(16, usual // 2), usual, min(128, 2 * usual)}):
         best = list(layer.ruled(rows))
         least = layer.microseconds((best[0], best[1]))

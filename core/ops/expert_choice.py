@@ -13,13 +13,13 @@ from typing import Any
 from dovetail.core.errors import shown
 from dovetail.core.interfaces.tuning import Choice, Key, make_key
 from dovetail.core.ops.choices import Choices
-from dovetail.core.ops.expert_tiles import BLOCK_BYTES, LEAST_ROWS, MOST_ROWS, ExpertTile
+from dovetail.core.ops.expert_tiles import BLOCK_BYTES, LEAST_ROWS, MOST_ROWS, SPECIALIZED, ExpertTile
 
 UP, DOWN = "expert_up", "expert_down"
 """Names of the two products in tuning tables: gate and up in one, and down."""
 KINDS = ("bf16", "fp8", "fp8_block", "int8")
 """Kinds of weights, as in core.ops.tile_choice."""
-HOPPER = {"bf16": BLOCK_BYTES // 2, "fp8_block": BLOCK_BYTES}
+HOPPER = {"bf16": BLOCK_BYTES // 2, "fp8": BLOCK_BYTES, "fp8_block": BLOCK_BYTES, "int8": BLOCK_BYTES}
 """Kinds of weights that the kernel for Hopper multiplies, and the inputs of a block."""
 TILE_ROWS = "tile_rows"
 """Field of the second product's key."""
@@ -87,13 +87,16 @@ def check_experts(key: Key, rows: int, choice: Choice) -> None:
 
 
 def _check_hopper(kind: str, choice: Choice) -> None:
-    if kind not in HOPPER:
-        raise ValueError(f"residents is {choice['residents']}, and the kernel for Hopper has no weights of {kind}")
-    if choice["outputs"] != 16 * int(choice["warps"]):
-        raise ValueError(f"outputs is {choice['outputs']}; a warp group of the kernel for Hopper has 64 of them")
-    for name, wanted in (("rows", MOST_ROWS), ("inputs", HOPPER[kind])):
+    groups, residents = SPECIALIZED[int(choice["rows"])]
+    for name, wanted in (
+        ("outputs", 64 * groups),
+        ("warps", 4 * groups),
+        ("residents", residents),
+        ("inputs", HOPPER[kind]),
+    ):
         if choice[name] != wanted:
-            raise ValueError(f"{name} is {choice[name]}; a tile of the kernel for Hopper has {wanted}")
+            of_rows = "" if name == "inputs" else f" of {choice['rows']} rows"
+            raise ValueError(f"{name} is {choice[name]}; a tile{of_rows} of the kernel for Hopper has {wanted}")
 
 
 def fits(rows: int, sorts: bool) -> bool:

@@ -12,8 +12,8 @@ BLOCK_BYTES = 128
 """Bytes of a row that a loop iteration reads, with many rows."""
 GROUPED = 16
 """Tiles of rows that are multiplied by the same outputs one after another: their weights come from the L2 cache."""
-MANY_INPUTS = 4096
-"""Inputs of products in 16 bits from which the kernel with a producer warp is faster (benchmarks/NOTES.md, Experts)."""
+FEW_CHANNELS = 2048
+"""Channels of an expert below which the beginning and end of a tile take longer than reading its weights twice."""
 SPECIALIZED = {16: (1, 3), 32: (1, 3), 64: (1, 2), 128: (2, 1)}
 """Consumer warp groups and programs of an SM, by the rows of a tile."""
 
@@ -143,15 +143,23 @@ def specialized_packed(hidden: int, channels: int) -> bool:
 
 
 def specialized(rows: int, hidden: int, channels: int, itemsize: int, block: tuple[int, int] | None) -> bool:
-    """Whether the same kernel multiplies weights in FP8 (1 byte) with scales of blocks, or in 16 bits, in tiles of
-    `rows` rows. Its boxes have 64 outputs and 128 bytes of inputs, which share a scale. `block`: inputs and outputs of
-    the first product that share one. With fewer rows, programs of expert_tile read as fast. So do they in 16 bits with
-    fewer inputs, and in FP8 with a scale per output: several programs of an SM overlap their ends."""
-    if rows < MOST_ROWS or hidden % 16 or channels % 16:
+    """Whether the same kernel multiplies weights in 8 bits, or in 16 bits, in tiles of `rows` rows. Its boxes have 64
+    outputs and 128 bytes of inputs, which share a scale. `block`: inputs and outputs of the first product that share
+    one; None = a scale per output. With fewer rows in 16 bits, programs of expert_tile read faster."""
+    if hidden % 16 or channels % 16:
         return False
     if block is None:
-        return itemsize == 2 and min(hidden, channels) >= MANY_INPUTS
+        return itemsize == 1 or (itemsize == 2 and rows >= 64)
     return itemsize == 1 and block[0] % BLOCK_BYTES == 0 and block[1] % BLOCK_BYTES == 0
+
+
+def specialized_rows(pairs: int, experts: int, channels: int) -> int:
+    """Return the rows of a tile of that kernel. Of a tile's rows it reads only those that exist, so that tiles of 64
+    rows are as fast as those of 32; of small experts, two are as fast as one of 128."""
+    rows = rows_of_tile(pairs, experts)
+    if rows == MOST_ROWS and channels < FEW_CHANNELS and pairs <= 64 * experts:
+        return 64
+    return 64 if rows == 32 else rows
 
 
 def specialized_expert_tile(rows: int, itemsize: float, shared: int) -> ExpertTile:

@@ -35,6 +35,7 @@ from dovetail.core.ops.expert_tiles import (
     rows_of_tile,
     specialized,
     specialized_expert_tile,
+    specialized_rows,
 )
 from dovetail.core.ops.experts import ExpertWeights, gated_experts_reference
 from dovetail.core.ops.formats import encode
@@ -92,7 +93,11 @@ class ExpertTunable(Tunable):
     def candidates(self) -> Iterable[Choice]:
         """Yield the rule's tiles, and those that differ least from them; the usual number of rows first, and then twice
         and half as many in turn."""
-        near = _tile_rows(self.rows, self.active, self.experts) if self.tile_rows is None else [self.tile_rows]
+        near = (
+            _tile_rows(self.rows, self.active, self.experts, self.channels)
+            if self.tile_rows is None
+            else [self.tile_rows]
+        )
         by_rows = [list(self._of_rows(rows)) for rows in near]
         return (choice for choice in chain.from_iterable(zip_longest(*by_rows)) if choice is not None)
 
@@ -225,12 +230,17 @@ def expert_tunables(
     names = ("up", "down", "up_scale", "down_scale")
     shapes: dict[str, Any] = {name: x.to("meta") for name in names if (x := getattr(weights, name)) is not None}
     make = partial(ExpertTunable, replace(weights, **shapes), rows, active, always, fmt, dtype)
-    return [make(), *(make(tile_rows=each) for each in _tile_rows(rows, active, len(weights.down)))]
+    return [
+        make(),
+        *(make(tile_rows=each) for each in _tile_rows(rows, active, len(weights.down), weights.down.shape[2])),
+    ]
 
 
-def _tile_rows(tokens: int, active: int, experts: int) -> list[int]:
-    """Return the numbers of rows that tiles may have: the rule's first, and then twice and half as many."""
+def _tile_rows(tokens: int, active: int, experts: int, channels: int) -> list[int]:
+    """Return the numbers of rows that tiles may have: those of the rules first, and then twice and half as many."""
     if direct(tokens, active, experts):
         return [LEAST_ROWS]
-    usual = rows_of_tile(tokens * active, experts)
-    return [rows for rows in (usual, 2 * usual, usual // 2) if fits(rows, sorts=True)]
+    pairs = tokens * active
+    usual = rows_of_tile(pairs, experts)
+    near = dict.fromkeys((usual, specialized_rows(pairs, experts, channels), 2 * usual, usual // 2))
+    return [rows for rows in near if fits(rows, sorts=True)]

@@ -11,7 +11,7 @@ output, I input.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -30,14 +30,13 @@ from dovetail.core.ops.expert_tiles import (
     expert_tile,
     specialized,
     specialized_expert_tile,
+    specialized_rows,
 )
 from dovetail.core.ops.experts import ExpertWeights
 from dovetail.core.ops.formats import encode
 from dovetail.core.ops.kernels.expert_pairs import (
     Order,
     Sorted,
-    gather_rows,
-    inner_rows,
     order_of,
     sort_pairs,
     sum_pairs,
@@ -268,9 +267,7 @@ def gated_experts_triton(
     pairs = sort_pairs(routing, experts, sorted_rows)
     # Outputs and inputs of each product that share a scale.
     of_c, of_f = weights.block or (0, 0)
-    if first.residents:
-        x = replace(x, values=gather_rows(x.values, pairs, x.values.dtype), sums=None)
-    inner_PF = inner_rows(tokens * active, channels, second, dtype, device)
+    inner_PF = torch.empty(tokens * active, channels, dtype=dtype, device=device)
     up_bias, down_bias = (None, None) if bias is None else (bias.up, bias.down)
     up = weights.up, weights.up_scale, up_bias, (of_f, of_c)
     _multiply_pairs(x, *up, pairs, first, inner_PF, activation, fast_accum)
@@ -295,12 +292,12 @@ def _multiply_pairs(
 ) -> None:
     """Launch the first product, which ends in `activation`, or the second one (None). `block`: outputs and inputs that
     share a scale; 0 = a scale per output."""
+    precise = weight_EOI.dtype is torch.float8_e4m3fn and (tile.rows < MOST_ROWS or not fast_accum)
     if tile.residents:
         from dovetail.core.ops.kernels.specialized_experts import multiply_specialized
 
-        return multiply_specialized(x, weight_EOI, scale_EO, block, bias_EO, pairs, tile, out, activation)
+        return multiply_specialized(x, weight_EOI, scale_EO, block, bias_EO, pairs, tile, out, activation, precise)
     outputs, inputs = out.shape[1], weight_EOI.shape[2]
-    precise = weight_EOI.dtype is torch.float8_e4m3fn and (tile.rows < MOST_ROWS or not fast_accum)
     limit = activation.limit if activation is not None else None
     _expert_matmul[(pairs.tiles * ceil_div(outputs, tile.outputs),)](
         x.values.contiguous(),
@@ -375,37 +372,51 @@ def _tiles_for(
     """Every layer of a step asks for the same."""
     experts, hidden, channels = facts.shape
     order = order_of(tokens, active, experts)
+    if order.block and rows is None:
+        order = order_of(tokens, active, experts, _ruled_rows(tokens * active, facts))
     if facts.gpu is None or (kind := KINDS.get(facts.dtype)) is None:  # float32
         order = order if rows is None else order_of(tokens, active, experts, rows)
         return order, _ruled_tiles(order, facts)
-    name, _, _, shared = facts.gpu
+    name, _, hopper, shared = facts.gpu
     of_key = "fp8_block" if any(facts.block) else kind, experts, active, hidden, channels
-    first = listed_tile(choices, UP, name, of_key, tokens) if rows is None else None
-    if first is not None and not fits(first.rows, bool(order.block)):
-        first = None
+
+    def listed(op: str, group: int, tile_rows: int | None = None) -> ExpertTile | None:
+        """Return the entry's tile if this rank's weights can have it."""
+        tile = listed_tile(choices, op, name, of_key, tokens, tile_rows)
+        if tile is None or not divides(tile, group) or not fits(tile.rows, bool(order.block)):
+            return None
+        if tile.residents:
+            return tile if hopper and _suits_hopper(tile.rows, facts) else None
+        return tile if tile.shared_bytes(facts.dtype.itemsize, op == UP) <= shared else None
+
+    first = listed(UP, facts.block[0]) if rows is None else None
     if order.block and (wanted := rows if first is None else first.rows) is not None:
         order = order_of(tokens, active, experts, wanted)
-    second = listed_tile(choices, DOWN, name, of_key, tokens, order.rows)
-
-    def chosen(listed: ExpertTile | None, one: ExpertTile, gated: bool, group: int) -> ExpertTile:
-        """Return the entry's tile if this rank's weights can have it, or else the rule's."""
-        if listed is None or not divides(listed, group):
-            return one
-        # Hopper's kernel reads gathered rows in whole boxes.
-        runs = one.residents if listed.residents else listed.shared_bytes(facts.dtype.itemsize, gated) <= shared
-        return listed if runs else one
-
+    second = listed(DOWN, facts.block[1], order.rows)
     ruled = _ruled_tiles(order, facts)
-    return order, (chosen(first, ruled[0], True, facts.block[0]), chosen(second, ruled[1], False, facts.block[1]))
+    return order, (first or ruled[0], second or ruled[1])
+
+
+def _ruled_rows(pairs: int, facts: _Facts) -> int | None:
+    """Return the rows of a tile by the rule of Hopper's kernel; None = by that of the kernel for all GPUs."""
+    experts, hidden, channels = facts.shape
+    rows = specialized_rows(pairs, experts, channels)
+    hopper = facts.gpu is not None and facts.gpu[2]
+    return rows if hopper and _suits_hopper(rows, facts) else None
+
+
+def _suits_hopper(rows: int, facts: _Facts) -> bool:
+    _, hidden, channels = facts.shape
+    block = facts.block if any(facts.block) else None
+    return facts.alike and specialized(rows, hidden, channels, facts.dtype.itemsize, block)
 
 
 def _ruled_tiles(order: Order, facts: _Facts) -> tuple[ExpertTile, ExpertTile]:
     """Return the tiles of the two products by the rule."""
     size, (_, hidden, channels) = facts.dtype.itemsize, facts.shape
     processors, hopper, shared = (132, False, 64 << 10) if facts.gpu is None else facts.gpu[1:]
-    block = facts.block if any(facts.block) else None
     # Hopper's kernel multiplies sorted pairs.
-    if hopper and order.block and facts.alike and specialized(order.rows, hidden, channels, size, block):
+    if hopper and order.block and _suits_hopper(order.rows, facts):
         return (specialized_expert_tile(order.rows, size, shared),) * 2
     first, second = (
         expert_tile(order.rows, order.tiles, *sides, size, gated, processors, shared, group)

@@ -28,9 +28,10 @@ def launch_registers(groups, residents):
 
 
 @gluon.constexpr_function
-def consumer_registers(groups, residents):
-    """Registers per thread of a consumer: an equal share of what the launch gives to all warp groups, in steps of 8."""
-    return min(240, (launch_registers(groups, residents) * (groups + 1) - 24) // groups // 8 * 8)
+def consumer_registers(groups, residents, producer=24):
+    """Registers per thread of a consumer: an equal share of what the launch gives to all warp groups, in steps of 8.
+    `producer`: those of a producer."""
+    return min(240, (launch_registers(groups, residents) * (groups + 1) - producer) // groups // 8 * 8)
 
 
 @gluon.jit

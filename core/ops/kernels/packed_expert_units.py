@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from dovetail.core.ops.kernels.decoders import scaled_e2m1_words
-from dovetail.core.ops.kernels.expert_units import BOX, finish, unit_of
+from dovetail.core.ops.kernels.expert_units import BOX, factors_of, finish, keep, pairs_of, unit_of
 from dovetail.core.ops.kernels.gluon import advance
 from dovetail.core.ops.packed_experts import EACH, SPANS
 
@@ -86,12 +86,12 @@ def _exponents(ptr, at, o, outputs, leap, GATED: gl.constexpr):
 
 
 @gluon.jit
-def consume_packed(rings, work, scale, epilogue, size, BLOCK_T: gl.constexpr, ACTIVE: gl.constexpr,
+def consume_packed(rings, work, notes, scale, epilogue, size, BLOCK_T: gl.constexpr, ACTIVE: gl.constexpr,
                    GATED: gl.constexpr, LIMITED: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
                    PLACES: gl.constexpr, TAIL: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
     """Consumer warp group for outputs [WIDE * WHICH, WIDE * (WHICH + 1)) of each tile."""
     x, codes, full, empty = rings
-    tiles_ptr, live, o_tiles = work
+    tiles_ptr, live, o_tiles, order_ptr = work
     outputs, rows, leap, blocks = size
     exponents_ptr, groups = scale
     spans = blocks - (TAIL > 0)
@@ -107,9 +107,11 @@ def consume_packed(rings, work, scale, epilogue, size, BLOCK_T: gl.constexpr, AC
     expert, first, end, o_tile = unit_of(tiles_ptr, unit, live, o_tiles, GROUP)
     start = (o_tile * GROUPS + WHICH) * WIDE
     of_a, of_b = _exponents(exponents_ptr, expert * row_spans, start + o_code, outputs, leap, GATED)
+    pair_T = pairs_of(order_ptr, first, end, BLOCK_T)
     while unit < units:
         unit += gl.num_programs(0)
         next_expert, next_first, next_end, next_o = unit_of(tiles_ptr, unit, live, o_tiles, GROUP)
+        of_rows = factors_of(epilogue, pair_T, first, end, ACTIVE, GATED)
         next_start = (next_o * GROUPS + WHICH) * WIDE
         acc = gl.zeros([BOX, BLOCK_T], gl.float32, ACC)
         more = acc
@@ -152,6 +154,7 @@ def consume_packed(rings, work, scale, epilogue, size, BLOCK_T: gl.constexpr, AC
             of_a, of_b = next_a, next_b
         if x.dtype == gl.bfloat16:
             acc, more = acc * RESTORE, more * RESTORE
-        tile = (expert, first, end)
-        finish(acc, more, tile, epilogue, size, start, ACTIVE, GATED, LIMITED, BLOCK_T)
+        pair_T = pairs_of(order_ptr, next_first, next_end, BLOCK_T)
+        keep(notes, epilogue, of_rows, GATED, WHICH)
+        finish(acc, more, (expert, first, end), notes, epilogue, size, start, GATED, LIMITED, WHICH)
         expert, first, end, start = next_expert, next_first, next_end, next_start

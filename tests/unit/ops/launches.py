@@ -314,6 +314,7 @@ def more_functions() -> None:
     gelu(cuda(64, 1440, dtype=FP16), True, (PLAIN, eight_bits()))
     for rule in RULES[1:]:
         choose(rule)
+    multiply_experts(2, 128, 8, 2048, 768, E4M3, blocks=True)
     multiply_experts(64, 128, 8, 2048, 768, E4M3, blocks=True)
     multiply_experts(512, 8, 2, 4096, 14336, BF16)
     multiply_packed_experts(256, 32, 4, 2880, 2880, PLAIN)

@@ -5,28 +5,47 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dovetail.core.ops.expert_tiles import direct, expert_tile, most_tiles, rows_of_tile, specialized
+from dovetail.core.ops.expert_tiles import (
+    direct,
+    expert_tile,
+    most_tiles,
+    rows_of_tile,
+    specialized,
+    specialized_rows,
+)
 
 
 @pytest.mark.parametrize(
     ("rows", "hidden", "channels", "itemsize", "block", "suits"),
     [
         (128, 7168, 2048, 1, (128, 128), True),
-        (64, 7168, 2048, 1, (128, 128), False),  # few rows
+        (16, 7168, 2048, 1, (128, 128), True),
         (128, 7168, 2048, 1, (64, 128), False),  # two scales in a box
         (128, 2048, 760, 1, (128, 128), False),  # rows that a tensor map cannot read
-        (128, 4096, 14336, 1, None, False),  # a scale per output
-        (128, 4096, 14336, 2, None, True),
-        (128, 2048, 4096, 2, None, False),  # few inputs of the first product
-        (128, 4096, 2048, 2, None, False),
+        (16, 4096, 14336, 1, None, True),  # a scale per output
+        (64, 2048, 768, 2, None, True),
+        (32, 2048, 768, 2, None, False),  # few rows
         (128, 7168, 2048, 2, (128, 128), False),  # scales of 16-bit weights
         (128, 7168, 2048, 4, None, False),  # float32
         (128, 4104, 14336, 2, None, False),  # outputs that fill no vector
-        (64, 4096, 14336, 2, None, False),
     ],
 )
 def test_what_the_kernel_for_hopper_can_multiply(rows, hidden, channels, itemsize, block, suits):
     assert specialized(rows, hidden, channels, itemsize, block) == suits
+
+
+@pytest.mark.parametrize(
+    ("tokens", "active", "experts", "channels", "rows"),
+    [
+        (64, 8, 128, 768, 16),
+        (256, 8, 128, 768, 64),  # 32 rows are no faster
+        (1024, 8, 128, 768, 64),  # two tiles of a small expert
+        (1025, 8, 128, 768, 128),
+        (256, 2, 8, 14336, 128),
+    ],
+)
+def test_rows_of_a_tile_on_hopper(tokens, active, experts, channels, rows):
+    assert specialized_rows(tokens * active, experts, channels) == rows
 
 
 def test_tiles_suffice_for_every_routing():

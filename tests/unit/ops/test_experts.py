@@ -14,6 +14,7 @@ import torch
 from dovetail.core.interfaces import (
     PLAIN,
     SWIGLU,
+    ActFormat,
     Activation,
     ExpertBias,
     GatedActivation,
@@ -207,7 +208,9 @@ def routings(tokens: int, experts: int, active: int) -> dict[str, torch.Tensor]:
     few = torch.zeros_like(random) - 1
     few[tokens // 2, 0] = experts - 1
     partly = torch.where(torch.rand(tokens, active) < 0.3, -1, random)
-    return {"random": random, "all in one": torch.zeros_like(random) + 1, "one row": few, "some padding": partly}
+    none = torch.zeros_like(random) - 1
+    one = none + 2
+    return {"random": random, "all in one": one, "one row": few, "some padding": partly, "no expert": none}
 
 
 def exact(
@@ -304,18 +307,12 @@ def on_device(weights: ExpertWeights) -> ExpertWeights:
 
 @kernels
 @pytest.mark.parametrize(("tokens", "routed"), [(1, "random"), (20, "some padding"), (70, "random")])
-@pytest.mark.parametrize(("fmt", "rounded"), [(FP8_TOKEN, quantize_rows), (INT8_TOKEN, quantize_to_int8)])
-def test_kernels_of_8_bits_equal_the_reference(tokens, routed, fmt, rounded):
+@pytest.mark.parametrize("fmt", [FP8_TOKEN, INT8_TOKEN])
+def test_kernels_of_8_bits_equal_the_reference(tokens, routed, fmt):
     from dovetail.core.ops.kernels.experts import gated_experts_triton
 
     x_TC, routing, up, down, _ = case(tokens, 3, 2, 64, 48, routed, torch.float32)
-    quantized = [rounded(weight.flatten(0, 1)) for weight in (up, down)]
-    weights = ExpertWeights(
-        quantized[0][0].view(up.shape),
-        quantized[1][0].view(down.shape),
-        quantized[0][1].view(up.shape[:2]),
-        quantized[1][1].view(down.shape[:2]),
-    )
+    weights = rounded(up, down, fmt)
     x = encode(x_TC.to(DEVICE), (fmt,))[fmt]
     placed = on_device(weights)
     on = Routing(routing.experts_TK.to(DEVICE), routing.weights_TK.to(DEVICE))
@@ -363,18 +360,22 @@ HOPPER = pytest.mark.skipif(
         (300, 1024, 336, "random"),
         (150, 64, 48, "one row"),
         (260, 2048, 80, "all in one"),
+        (40, 320, 192, "no expert"),
     ],
 )
-@pytest.mark.parametrize("kind", ["blocks", "fp16", "bf16"])
+@pytest.mark.parametrize("kind", ["blocks", "fp8", "int8", "fp16", "bf16"])
 def test_the_kernel_for_hopper_equals_the_reference(tokens, hidden, channels, routed, kind):
     """Tiles of 64 and 128 rows, and rows whose last block is not whole."""
     from dovetail.core.ops.kernels.expert_pairs import sort_pairs
     from dovetail.core.ops.kernels.experts import gated_experts_triton
 
-    fmt = FP8_TOKEN if kind == "blocks" else PLAIN
+    fmt = {"blocks": FP8_TOKEN, "fp8": FP8_TOKEN, "int8": INT8_TOKEN}.get(kind, PLAIN)
     dtype = torch.bfloat16 if kind == "bf16" else DTYPE
     x_TC, routing, up, down, bias = case(tokens, 3, 2, hidden, channels, routed, dtype, biased=True)
-    weights = blocks_of(3, hidden, channels, (128, 128)) if kind == "blocks" else ExpertWeights(up, down)
+    if kind == "blocks":
+        weights = blocks_of(3, hidden, channels, (128, 128))
+    else:
+        weights = ExpertWeights(up, down) if fmt is PLAIN else rounded(up, down, fmt)
     placed = on_device(weights)
     x = encode(x_TC.cuda(), (fmt,))[fmt]
     on = Routing(routing.experts_TK.cuda(), routing.weights_TK.cuda())
@@ -393,15 +394,12 @@ def test_the_kernel_for_hopper_equals_the_reference(tokens, hidden, channels, ro
     assert row_error(got.cpu().float(), want.float()) < (4e-2 if fmt is not PLAIN else 2e-2 if kind == "bf16" else 5e-3)
 
 
-def test_the_kernel_for_hopper_refuses_a_scale_per_output():
-    """It would ignore it."""
-    from dovetail.core.ops.kernels.specialized_experts import multiply_specialized
-
-    weight_EOI, scale_EO = torch.zeros(2, 64, 64).to(torch.float8_e4m3fn), torch.ones(2, 64)
-    x = Activation(FP8_TOKEN, torch.zeros(8, 64).to(torch.float8_e4m3fn), torch.ones(8, 1))
-    tile, out = specialized_expert_tile(128, 1, HOPPER_SHARED), torch.zeros(8, 64)
-    with pytest.raises(AssertionError, match="scales of blocks"):
-        multiply_specialized(x, weight_EOI, scale_EO, (0, 0), None, None, tile, out, None)
+def rounded(up: torch.Tensor, down: torch.Tensor, fmt: ActFormat) -> ExpertWeights:
+    """Matrices of all experts in 8 bits, with a scale for each output."""
+    quantize = {FP8_TOKEN: quantize_rows, INT8_TOKEN: quantize_to_int8}[fmt]
+    (up_q, up_scale), (down_q, down_scale) = (quantize(weight.flatten(0, 1)) for weight in (up, down))
+    scales = up_scale.view(up.shape[:2]), down_scale.view(down.shape[:2])
+    return ExpertWeights(up_q.view(up.shape), down_q.view(down.shape), *scales)
 
 
 def blocks_of(experts: int, hidden: int, channels: int, block: tuple[int, int]) -> ExpertWeights:

@@ -17,7 +17,13 @@ from dovetail.core.interfaces.activation import Activation
 from dovetail.core.ops.choices import Choices, temporarily
 from dovetail.core.ops.compile_server import pack, unpack
 from dovetail.core.ops.expert_choice import DOWN, UP, check_experts, choice_of, expert_key, tile_of
-from dovetail.core.ops.expert_tiles import ExpertTile, expert_tile, rows_of_tile
+from dovetail.core.ops.expert_tiles import (
+    ExpertTile,
+    expert_tile,
+    rows_of_tile,
+    specialized_expert_tile,
+    specialized_rows,
+)
 from dovetail.core.ops.experts import ExpertWeights, _without_blocks
 from dovetail.core.ops.formats import encode
 from dovetail.core.ops.kernels import experts as kernels
@@ -73,6 +79,9 @@ def test_the_second_product_is_tuned_for_each_number_of_rows_of_the_first():
     assert {choice["rows"] for choice in islice(up.candidates(), 2)} == rows, "few candidates have each of them"
     assert rows == {one.tile_rows for one in down} == {16, 32} and rows_of_tile(512, 128) == 16
     assert [one.op for one in (up, *down)] == [UP, DOWN, DOWN]
+    up, *down = tunables(MIXTRAL, 64, 2)
+    assert {one.tile_rows for one in down} == {16, 32, 64} and specialized_rows(128, 8, 14336) == 64
+    assert next(iter(up.candidates())) == choice_of(specialized_expert_tile(32, 1, Gpu().shared))
     up, *down = tunables(QWEN, 1, 8)
     assert {choice["rows"] for choice in up.candidates()} == {one.tile_rows for one in down} == {16}
     assert not tunables(QWEN, 63, 8), "63 tokens use the choice of 64"
@@ -93,22 +102,22 @@ def on_an_h200(monkeypatch):
 def test_installed_choices_apply(on_an_h200):
     given, facts = weights(*MIXTRAL), ("fp8", 8, 2, 4096, 14336)
     ruled = before(64, on_an_h200, given)
-    assert ruled[0].rows == 32
-    up, down = dict(TILE, rows=64), dict(TILE, rows=64, stages=4)
-    other = dict(TILE, outputs=128)
+    assert ruled[0].rows == 64
+    up, down = dict(TILE), dict(TILE, stages=4)
+    other = dict(TILE, rows=64, outputs=128)
     entries = {
         (UP, "NVIDIA H200", expert_key(*facts)): {64: up},
-        (DOWN, "NVIDIA H200", expert_key(*facts, 64)): {64: down},
-        (DOWN, "NVIDIA H200", expert_key(*facts, 32)): {64: other, 512: None},
+        (DOWN, "NVIDIA H200", expert_key(*facts, 32)): {64: down},
+        (DOWN, "NVIDIA H200", expert_key(*facts, 64)): {64: other, 512: None},
     }
     with temporarily(Choices(entries)):
         order, tiles = kernels.tiles_for(60, 2, on_an_h200, given)
-        assert order.rows == 64 and tiles == (tile_of(up), tile_of(down))
+        assert order.rows == 32 and tiles == (tile_of(up), tile_of(down))
         # More tokens than the first product's entry: the rule applies, also in the second product's entry.
         assert kernels.tiles_for(100, 2, on_an_h200, given) == before(100, on_an_h200, given)
         # Rows that the caller gives.
-        order, tiles = kernels.tiles_for(60, 2, on_an_h200, given, 32)
-        assert order.rows == 32 and tiles == (ruled[1][0], tile_of(other))
+        order, tiles = kernels.tiles_for(60, 2, on_an_h200, given, 64)
+        assert order.rows == 64 and tiles == (ruled[1][0], tile_of(other))
         # One token: its pairs are not sorted, and each is a tile of 16 rows.
         assert kernels.tiles_for(1, 2, on_an_h200, given) == before(1, on_an_h200, given)
 
@@ -175,11 +184,16 @@ def test_tables_are_checked(choice, message):
 @pytest.mark.parametrize(
     ("kind", "choice", "message"),
     [
-        ("fp8", {}, "residents is 1, and the kernel for Hopper has no weights of fp8"),
         ("fp8_block", {"inputs": 256}, "inputs is 256; a tile of the kernel for Hopper has 128"),
         ("bf16", {}, "inputs is 128; a tile of the kernel for Hopper has 64"),
-        ("fp8_block", {"outputs": 256}, "a warp group of the kernel for Hopper has 64"),
-        ("fp8_block", {"rows": 64}, "rows is 64; a tile of the kernel for Hopper has 128"),
+        ("fp8", {"outputs": 256}, "outputs is 256; a tile of 128 rows of the kernel for Hopper has 128"),
+        ("int8", {"warps": 4}, "warps is 4; a tile of 128 rows of the kernel for Hopper has 8"),
+        ("fp8_block", {"rows": 64}, "outputs is 128; a tile of 64 rows of the kernel for Hopper has 64"),
+        (
+            "fp8",
+            {"rows": 16, "outputs": 64, "warps": 4},
+            "residents is 1; a tile of 16 rows of the kernel for Hopper has 3",
+        ),
     ],
 )
 def test_tiles_for_hopper_are_checked(kind, choice, message):
