@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dovetail.core.compose import Host
-from dovetail.core.engine.layer_formats import over_layers
+from dovetail.core.engine.layer_formats import copy_bits, over_layers
 from dovetail.core.engine.stored_weights import stored_formats, table_formats
 from dovetail.core.errors import ConfigError, PluginError
 from dovetail.core.interfaces import CostModel, DrafterFacts, ExpertPlacement, Formats
@@ -167,8 +167,7 @@ def formats(composition: Composition, spec: ModelSpec, device: str, here: Host |
 
 def many_rows_formats(stated: Mapping[str, Any], product: str, bits: float) -> dict[str, Any]:
     """Return how matmuls of many rows treat weights, by the fields of Formats."""
-    copied = product == "fp8" and bits < 8
-    return {"rounds": bool(stated.get("rounds", True)), "copy_bits": float(stated.get("copy_bits", 0)) * copied}
+    return {"rounds": bool(stated.get("rounds", True)), "copy_bits": copy_bits(stated, product, bits)}
 
 
 def number_format(engine: EngineConfig, spec: ModelSpec, device: str) -> tuple[str, int]:

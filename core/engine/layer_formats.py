@@ -18,7 +18,8 @@ EXPERT = "layers.{}.mlp.experts.0.gate_up"
 
 def over_layers(stated: Stated, spec: ModelSpec, plain_bits: float) -> Stated:
     """Return capabilities that count `of_layers` in, if it is stated: `weight_bits` is the mean over the model's
-    attention and MLP matrices, `product` that of most weights, and `expert_bits` the mean over layers.
+    attention and MLP matrices, as is `copy_bits`, `product` that of most weights, and `expert_bits` the mean over
+    layers.
 
     `of_layers` is a sequence of (patterns of paths, capabilities of these layers), of which the first that matches
     counts. Layers that none matches have `stated`. What some of them do not state is None for all. `plain_bits`: bits
@@ -29,10 +30,12 @@ def over_layers(stated: Stated, spec: ModelSpec, plain_bits: float) -> Stated:
     parts: list[Stated] = [stated, *(those for _, those in of_layers)]
     if missing := [key for key in ("weight_bits", "product") if any(part.get(key) is None for part in parts)]:
         return {**stated, **dict.fromkeys(missing)}
-    bits, weights = 0.0, defaultdict[Any, float](float)
+    bits, copies, weights = 0.0, 0.0, defaultdict[Any, float](float)
     for path, share in _matrices(spec):
         found = _of(path, of_layers, stated)
-        bits += share * _bits(found["weight_bits"], plain_bits)
+        own = _bits(found["weight_bits"], plain_bits)
+        bits += share * own
+        copies += share * copy_bits(found, found["product"], own)
         weights[found["product"]] += share
     if not weights:
         return stated
@@ -43,7 +46,16 @@ def over_layers(stated: Stated, spec: ModelSpec, plain_bits: float) -> Stated:
         "weight_bits": bits / sum(weights.values()),
         "product": max(weights, key=weights.__getitem__),
         "expert_bits": sum(expert_bits) / len(expert_bits),
+        "copy_bits": copies / sum(weights.values()),
+        "copies": True,
     }
+
+
+def copy_bits(stated: Stated, product: str, bits: float) -> float:
+    """Return the bits per weight of rounded weights that stay in memory: those of fewer than 8 bits that are multiplied
+    in fp8 have any. Capabilities of mixed layers (`copies`) count them already."""
+    kept = stated.get("copies") or (product == "fp8" and bits < 8)
+    return float(stated.get("copy_bits", 0)) if kept else 0.0
 
 
 def _of(path: str, of_layers: Sequence[tuple[Sequence[str], Stated]], rest: Stated) -> Stated:

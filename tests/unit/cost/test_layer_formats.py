@@ -58,6 +58,17 @@ def test_weights_fit_as_they_are_mixed():
                 check_weights_fit(composition, spec_of(composition), device)
 
 
+def test_copies_of_mixed_layers_are_counted():
+    """Those of layers in W4A8 beside layers in bfloat16, though the mean has more than 8 bits and another product."""
+    words = ("quant@quant.those=int4", "quant.those.activations=fp8", "quant.layers=[layers.0.*]")
+    rounded, kept = formats_of(*words), formats_of(*words, "quant.those.many_rows=kept")
+    share = 1 / spec_of(compose(MIXED)).layers
+    assert rounded.copy_bits == 0 and kept.copy_bits == pytest.approx(8 * share)
+    assert kept.weight_bits == rounded.weight_bits > 8 and kept.product != "fp8"
+    plain = formats_of("quant@quant.those=int4", "quant.those.many_rows=kept", "quant.layers=[layers.0.*]")
+    assert plain.copy_bits == 0
+
+
 def test_a_nested_quantizer_that_states_nothing_is_no_plain_one():
     """Its weights have any bits; only those of quant=none have the model's dtype."""
     spec, fp8 = spec_of(compose(MIXED)), {"weight_bits": 8, "product": "fp8"}
