@@ -1,9 +1,10 @@
 """Work of the kernels of routed experts for Hopper (specialized_experts.py): units, the ring of blocks in shared
-memory that a producer warp fills, and the ends of both products.
+memory that a producer fills, and the ends of both products.
 
 A unit is a tile of rows times a tile of outputs. Each consumer warp group has two boxes of 64 rows of the weight: gate
-and up of the same outputs, or twice as many outputs. Rows of x are copied in sorted order first, so that a tensor map
-can read them; a tile's box may reach into the rows of the next expert, whose outputs are not stored.
+and up of the same outputs, or twice as many outputs. For packed weights rows of x are copied in sorted order first, so
+that a tensor map can read them; a tile's box may reach into the rows of the next expert, whose outputs are not stored.
+The producer of other weights (expert_rows.py) gathers rows.
 
 Shapes: T rows of a tile, O outputs of a box.
 """
@@ -191,8 +192,10 @@ def keep(notes, epilogue, of_rows, GATED: gl.constexpr, WHICH: gl.constexpr):
 def _store(y_OT, out_ptr, pairs, first, end, start, outputs):
     """Store rows at their places, or at `pairs`."""
     BLOCK_T: gl.constexpr = y_OT.shape[1]
-    # Eight threads store the 128 bytes of a row.
-    WIDE: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+    # Eight threads store the 128 bytes of a row. In 32 bits, the exchange between warps that this takes has no room.
+    WHOLE: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+    CUT: gl.constexpr = gl.BlockedLayout([8, 1], [2, 16], [4, 1], [0, 1])
+    WIDE: gl.constexpr = CUT if out_ptr.dtype.element_ty == gl.float32 else WHOLE
     values = gl.convert_layout(y_OT.to(out_ptr.dtype.element_ty), WIDE)
     o = start + gl.arange(0, BOX, gl.SliceLayout(1, WIDE))
     row = first + gl.arange(0, BLOCK_T, gl.SliceLayout(0, WIDE))

@@ -386,7 +386,9 @@ def _tiles_for(
         if tile is None or not divides(tile, group) or not fits(tile.rows, bool(order.block)):
             return None
         if tile.residents:
-            return tile if hopper and _suits_hopper(tile.rows, facts) else None
+            suits = hopper and order.block and _suits_hopper(tile.rows, facts)
+            own = suits and tile == specialized_expert_tile(tile.rows, facts.dtype.itemsize, shared)
+            return tile if own else None
         return tile if tile.shared_bytes(facts.dtype.itemsize, op == UP) <= shared else None
 
     first = listed(UP, facts.block[0]) if rows is None else None

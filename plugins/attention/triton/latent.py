@@ -19,6 +19,7 @@ from dovetail.core.ops.latents import LATENT, expands
 from dovetail.core.ops.padding import empty_rows
 from dovetail.core.ops.rehearsal import StepLimits, WarmupStep, running
 from dovetail.plugins.attention.triton.absorbed import (
+    LEAST_TILE_ROWS,
     MOST_TILE_ROWS,
     Absorbed,
     launch_absorbed,
@@ -35,7 +36,7 @@ from dovetail.plugins.attention.triton.expanded import (
     plan_expanded,
     prompt_tile,
 )
-from dovetail.plugins.attention.triton.latent_rehearsal import absorbed_steps, expanded_steps
+from dovetail.plugins.attention.triton.latent_rehearsal import absorbed_steps, decoded_steps, expanded_steps
 
 
 def attend_latents(
@@ -100,13 +101,17 @@ def _all_steps(
     def absorbed(rows: int, tokens: int) -> Hashable:
         return tile_of(layer, MOST_TILE_ROWS, rows, tokens, dtype, kv_dtype, device, hopper=hopper)
 
+    def decoded(rows: int) -> Hashable | None:
+        tile = tile_of(layer, 1, rows, rows, dtype, kv_dtype, device, hopper=hopper)
+        return tile.joins if tile.hopper and tile.block_m == LEAST_TILE_ROWS else None
+
     def expanded(rows: int, tokens: int) -> Hashable:
         return prompt_tile(backend, layer, dtype, device, tokens, rows)
 
     def pages(heads: int) -> int:
         return pages_beside(backend, layer, heads, dtype, device)
 
-    found = list(absorbed_steps(limits, most, absorbed))
+    found = [*absorbed_steps(limits, most, absorbed), *decoded_steps(limits, decoded)]
     if most < limits.longest:
         found += expanded_steps(limits, most + 1, numbers_of_heads(layer), pages, expanded)
     return [step for _, step in found]

@@ -25,6 +25,17 @@ def absorbed_steps(
                 yield key, WarmupStep(rows * each, rows)
 
 
+def decoded_steps(limits: StepLimits, tile: Callable[[int], Hashable | None]) -> Iterator[tuple[Hashable, WarmupStep]]:
+    """Yield a step for each tile that rows of one token alone have. tile(rows): that of so many of them; None = it is
+    one of `absorbed_steps`."""
+    found: set[Hashable] = {None}
+    for rows in _doubled(min(limits.rows, limits.tokens) - 1):
+        if (key := tile(rows)) not in found:
+            found.add(key)
+            # The last row of a step is a prompt.
+            yield key, WarmupStep(rows + 1, rows + 1, rows, min(limits.longest, 2))
+
+
 def expanded_steps(
     limits: StepLimits,
     least_tokens: int,

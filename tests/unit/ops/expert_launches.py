@@ -80,6 +80,8 @@ def experts() -> None:
         multiply_packed(128, 32, 4, 2880, 384, PLAIN, FP16)
         if has_fp8():
             multiply(1024, 32, 8, 7168, 2048, E4M3, blocks=True)
+            multiply(1024, 32, 8, 7168, 2048, E4M3, blocks=True, model=FP32)
+            multiply(1024, 8, 2, 4096, 14336, E4M3, model=FP32)
         multiply_packed(16, 8, 2, 224, 96, PLAIN, FP32)
         multiply_packed(64, 2, 2, 224, 96, PLAIN, FP16)
 
@@ -100,10 +102,12 @@ def multiply(
     activation: GatedActivation = SWIGLU,
     biased: bool = False,
     blocks: bool = False,
+    model: torch.dtype = BF16,
 ) -> None:
+    """`model`: dtype of results of weights in 8 bits."""
     fmt = {E4M3: FP8_TOKEN, torch.int8: INT8_TOKEN}.get(dtype, PLAIN)
     scaled = fmt is not PLAIN
-    model = BF16 if scaled else dtype
+    model = model if scaled else dtype
     weights = ExpertWeights(
         cuda(count, 2 * channels, hidden, dtype=dtype),
         cuda(count, hidden, channels, dtype=dtype),

@@ -138,6 +138,21 @@ def test_hoppers_kernel_is_not_taken_where_the_rule_does_not(on_an_h200):
     assert first == expert_tile(128, order.tiles, 14336, 4096, 1, True, 132, 227 << 10, 128) and not first.residents
 
 
+@pytest.mark.parametrize(("tokens", "stages", "taken"), [(64, 0, True), (64, -1, False), (1, 0, False)])
+def test_hoppers_kernel_is_not_taken_for_unsorted_pairs_or_with_another_ring(on_an_h200, tokens, stages, taken):
+    """An entry for 64 tokens serves one token, too, whose pairs are tiles by themselves; and one of fewer stages could
+    wait forever."""
+    tile = specialized_expert_tile(16, 1, Gpu().shared)
+    entry = choice_of(replace(tile, stages=tile.stages + stages))
+    given, facts = weights(*MIXTRAL), ("fp8", 8, 2, 4096, 14336)
+    check_experts(expert_key(*facts), 64, entry)
+    entries = {(op, "NVIDIA H200", expert_key(*facts, *rows)): {64: entry} for op, rows in ((UP, ()), (DOWN, (16,)))}
+    with temporarily(Choices(entries)):
+        found = kernels.tiles_for(tokens, 2, on_an_h200, given)
+    assert (found[1] == (tile, tile)) is taken
+    assert taken or found == before(tokens, on_an_h200, given)
+
+
 @pytest.mark.parametrize("of_f", [128, 64])
 def test_a_block_of_inputs_has_one_scale(on_an_h200, of_f):
     """The second of four ranks begins inside a group of Qwen3-30B's channels, so that 64 of them share a scale. The

@@ -17,7 +17,7 @@ from dovetail.core.ops.rehearsal import Rehearsal, StepLimits, WarmupStep, rehea
 from dovetail.core.testing.rank_threads import on_threads
 from dovetail.core.worker.connection import Connection
 from dovetail.core.worker.warmup import agreed, agreed_steps, warmup_plan
-from dovetail.plugins.attention.triton.latent_rehearsal import absorbed_steps, expanded_steps
+from dovetail.plugins.attention.triton.latent_rehearsal import absorbed_steps, decoded_steps, expanded_steps
 
 LIMITS = StepLimits(tokens=4096, rows=32, longest=1000)
 
@@ -113,6 +113,10 @@ def test_latents_request_each_number_of_heads_and_each_tile() -> None:
         absorbed = dict(absorbed_steps(limits, 47, lambda rows, tokens: (rows > 1, tokens > 30)))
         assert all(possible(limits, step) and step.tokens // step.rows <= 47 for step in absorbed.values())
         assert len(absorbed) == (4 if limits.rows > 1 else 2)
+        decoded = dict(decoded_steps(limits, lambda rows: rows > 8))
+        assert all(possible(limits, step) and (step.decodes > 8) is many for many, step in decoded.items())
+        assert len(decoded) == {256: 2, 4: 1, 1: 0}[limits.rows]
+        assert not list(decoded_steps(limits, lambda rows: None))
 
 
 def test_ranks_run_the_same_steps() -> None:

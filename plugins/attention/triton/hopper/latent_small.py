@@ -281,6 +281,8 @@ def attend_latents_small(
                 acc = warpgroup_mma_wait(0, deps=[acc])
                 # All warps have read the block, which the next one overwrites.
                 barrier()
+            # The last block has started to fill its successor's rotated columns with zeros.
+            async_copy.wait_group(0)
             _finish(
                 acc, gl.sum(total, axis=0), m, staging, (out_ptr, part_ptr, lse_ptr, count_ptr), items_ptr, index, unit,
                 first, count, part, H, HEADS, L, UNITS, ACC, FACTOR, JOIN,
