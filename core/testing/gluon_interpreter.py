@@ -167,6 +167,10 @@ class _Language:
         return typed(torch.tensor(_program().grid[axis], dtype=torch.int32))
 
     @staticmethod
+    def num_warps() -> int:
+        return _program().threads // 32
+
+    @staticmethod
     def arange(start: int, end: int, layout: Any = None) -> Value:
         return typed(torch.arange(start, end, dtype=torch.int32))
 

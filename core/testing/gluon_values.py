@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -88,7 +89,7 @@ class Value:
 
     @property
     def type(self) -> Any:
-        return SimpleNamespace(layout=None)
+        return SimpleNamespace(layout=None, shape=self.shape)
 
     @property
     def T(self) -> Value:
@@ -119,6 +120,7 @@ class Value:
     __radd__, __rsub__, __rmul__ = __add__, _binary(operator.sub, True), __mul__
     __truediv__, __rtruediv__ = _binary(operator.truediv), _binary(operator.truediv, True)
     __floordiv__, __mod__ = _binary(operator.floordiv), _binary(operator.mod)
+    __rfloordiv__, __rmod__ = _binary(operator.floordiv, True), _binary(operator.mod, True)
     __and__, __or__, __xor__ = _binary(operator.and_), _binary(operator.or_), _binary(operator.xor)
     __rand__, __ror__, __rxor__ = __and__, __or__, __xor__
     __lshift__, __rshift__ = _binary(operator.lshift), _binary(operator.rshift)
@@ -270,8 +272,10 @@ class Descriptor:
 
 def assembly(code: str, args: Sequence[Value]) -> Any:
     """Return the result of inline assembly of the kernels that are interpreted."""
-    if code.startswith("mov.u32 $0, 0;"):
+    if code.startswith("mov.u32 $0, 0;") or "prefetch" in code:
         return Value(torch.tensor(0, dtype=torch.int32))
+    if "%clock" in code:
+        return Value(torch.tensor(time.perf_counter_ns() % 2**31, dtype=torch.int32))
     if "cvt.rn.f16x2.e4m3x2" in code and "mul.rn.f16x2" in code:
         words, factors = torch.broadcast_tensors(*(one.data for one in args))
         eight = words.contiguous().view(torch.float8_e4m3fn).reshape(*words.shape, 4).half()
