@@ -237,6 +237,10 @@ class _Language:
         return typed(torch.stack((a.data, b.data), -1))
 
     @staticmethod
+    def split(x: Value) -> tuple[Value, Value]:
+        return typed(x.data[..., 0]), typed(x.data[..., 1])
+
+    @staticmethod
     def load(pointers: Pointer, mask: Any = None, other: Any = None, **options: Any) -> Value:
         return pointers.load(mask, other)
 
@@ -294,6 +298,11 @@ def _arrive(at: Shared, count: int = 1, pred: Any = True) -> None:
         _program().change(at, count, 0)
 
 
+def _wait(at: Shared, phase: Any, pred: Any = True) -> None:
+    if pred:
+        _program().wait(at, int(phase))
+
+
 def _expect(at: Shared, nbytes: int, pred: Any = True) -> None:
     if pred:
         _program().change(at, 1, nbytes)
@@ -319,7 +328,7 @@ _MODULES = {
         init=_init,
         arrive=_arrive,
         expect=_expect,
-        wait=lambda at, phase: _program().wait(at, int(phase)),
+        wait=_wait,
         MBarrierLayout=mbarrier.MBarrierLayout,
     ),
     tma: SimpleNamespace(async_copy_global_to_shared=_copy_box),
