@@ -12,6 +12,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -233,6 +234,27 @@ class _Language:
         return x.reshape(shape)
 
     @staticmethod
+    def permute(x: Value, order: Sequence[int]) -> Value:
+        return x.permute(order)
+
+    @staticmethod
+    def expand_dims(x: Any, axis: int) -> Any:
+        """Of values and of pointers."""
+        return x[(slice(None),) * axis + (None,)]
+
+    @classmethod
+    def full_like(cls, x: Value, value: Any) -> Value:
+        return cls.full(x.shape, value, x.dtype)
+
+    @staticmethod
+    def rsqrt(x: Value) -> Value:
+        return typed(x.data.rsqrt())
+
+    @staticmethod
+    def mma_v2(a: Value, b: Value, acc: Value, **options: Any) -> Value:
+        return typed(acc.data + a.data.float() @ b.data.float())
+
+    @staticmethod
     def join(a: Value, b: Value) -> Value:
         return typed(torch.stack((a.data, b.data), -1))
 
@@ -256,7 +278,9 @@ class _Language:
 
     @staticmethod
     def inline_asm_elementwise(code: str, constraints: str, args: Sequence[Value], **options: Any) -> Any:
-        return assembly(code, [value_of(one) for one in args])
+        if "ld.relaxed.gpu.global.v4.b32" in code:
+            return _polled(*args)
+        return assembly(code, [one if isinstance(one, Pointer) else value_of(one) for one in args])
 
     @staticmethod
     def allocate_shared_memory(dtype: Any, shape: Sequence[int], layout: Any) -> Shared:
@@ -287,6 +311,15 @@ class _Language:
 
 
 LANGUAGE = _Language()
+
+
+def _polled(*pointers: Pointer) -> tuple[Value, ...]:
+    """Return the words of mailboxes, four from the address of the first. They have arrived: programs run in order."""
+    found = []
+    for one in pointers:
+        at = one + typed(torch.arange(one.at.shape[-1], dtype=torch.int32) % 4)
+        found.append(at.load(None, None))
+    return tuple(found)
 
 
 def _init(at: Shared, count: int) -> None:
@@ -358,14 +391,14 @@ def _launch(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **options:
     values = {name: x if name in constants else _given(x) for name, x in bound.arguments.items()}
     size = [*(grid if isinstance(grid, Sequence) else grid(values)), 1, 1][:3]
     run: Callable[..., None] = _translated(kernel)
-    for index in range(size[0]):
-        _running.program = _Program((index, 0, 0), size, warps)
+    for z, y, x in product(*map(range, reversed(size))):
+        _running.program = _Program((x, y, z), size, warps)
         run(**values)
 
 
 @contextmanager
 def interpreted_gluon() -> Iterator[None]:
-    """Run launches of kernels in Gluon, of one dimension, in this interpreter. Their tensors are on the CPU."""
+    """Run launches of kernels in Gluon in this interpreter. Their tensors are on the CPU."""
     before = GluonJITFunction.run
     GluonJITFunction.run = _launch
     try:

@@ -279,6 +279,9 @@ def assembly(code: str, args: Sequence[Value]) -> Any:
     if code.startswith(("cvt.rn.bf16x2.f32", "cvt.rn.f16x2.f32")):
         two = torch.stack([one.data for one in args], -1).to(torch.bfloat16 if ".bf16x2" in code else torch.float16)
         return Value(two.view(torch.int32)[..., 0])
+    if "prmt.b32 bytes, $2, 0, 0x3120;" in code:  # low and high bytes
+        half = args[0].data.contiguous().view(torch.float8_e4m3fn).reshape(*args[0].shape, 2).half()
+        return Value(half[..., 0]), Value(half[..., 1])
     if "cvt.rn.f16x2.e4m3x2" in code and "mul.rn.f16x2" in code:
         words, factors = torch.broadcast_tensors(*(one.data for one in args))
         eight = words.contiguous().view(torch.float8_e4m3fn).reshape(*words.shape, 4).half()
