@@ -239,7 +239,7 @@ class _Language:
 
     @staticmethod
     def expand_dims(x: Any, axis: int) -> Any:
-        """Of values and of pointers."""
+        """Add a dimension of 1, to values or to pointers."""
         return x[(slice(None),) * axis + (None,)]
 
     @classmethod
@@ -277,10 +277,10 @@ class _Language:
         return before
 
     @staticmethod
-    def inline_asm_elementwise(code: str, constraints: str, args: Sequence[Value], **options: Any) -> Any:
+    def inline_asm_elementwise(code: str, constraints: str, args: Sequence[Any], **options: Any) -> Any:
         if "ld.relaxed.gpu.global.v4.b32" in code:
             return _polled(*args)
-        return assembly(code, [one if isinstance(one, Pointer) else value_of(one) for one in args])
+        return assembly(code, [value_of(one) for one in args if not isinstance(one, Pointer)])
 
     @staticmethod
     def allocate_shared_memory(dtype: Any, shape: Sequence[int], layout: Any) -> Shared:

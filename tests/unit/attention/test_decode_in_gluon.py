@@ -28,7 +28,7 @@ class Case:
     lengths: tuple[int, ...]
     splits: int = 1
     tokens: int = 1
-    """Of each row, and of a tile."""
+    """Tokens of each row, which one tile has."""
     kv_dtype: torch.dtype = BF16
     window: int = 0
     page: int = 32
