@@ -16,7 +16,7 @@ from dovetail.core.engine.cost import bind_cost, many_rows_formats, number_forma
 from dovetail.core.engine.lane_checks import lane_conflicts
 from dovetail.core.engine.layer_formats import over_layers
 from dovetail.core.engine.stored_weights import stored_formats, table_formats
-from dovetail.core.errors import CapabilityError, CapacityError, DovetailError
+from dovetail.core.errors import CapabilityError, CapacityError, DovetailError, shown
 from dovetail.core.interfaces import ExpertPlacement, Formats, Model
 from dovetail.core.interfaces.placement import expert_ranks
 from dovetail.core.interfaces.spec_decode import MOST_NODES, Verify
@@ -229,11 +229,22 @@ def expert_conflicts(composition: Composition, spec: ModelSpec) -> list[str]:
             f"experts={part.name} has every expert on each rank, and engine.ep={ep} spreads them. Would work: "
             f"engine.ep=1, {spread}."
         ]
-    slots = [len(placement.layout(spec.moe.experts, rank, ep)) for rank in range(ep)]
+    slots = _slots(part, placement, spec.moe.experts, ep)
     return [
         *_own_rows_conflicts(composition, placement, spec.moe.shared),
         *_move_conflicts(part.name, placement.rebalance, slots),
     ]
+
+
+def _slots(part: Selected, placement: ExpertPlacement, experts: int, ep: int) -> list[int]:
+    """Return the number of slots of each expert rank. Raise PluginError if the layout is none of these experts."""
+    with part.registered.blamed(f"cannot lay out {experts} experts on {ep} ranks"):
+        layouts = [list(placement.layout(experts, rank, ep)) for rank in range(ep)]
+    for rank, layout in enumerate(layouts):
+        wrong = [x for x in layout if not isinstance(x, int) or isinstance(x, bool) or not 0 <= x < experts]
+        if wrong:
+            raise part.fault(f"layout({experts}, {rank}, {ep}) has {shown(wrong[0])}, which is no expert's number")
+    return [len(layout) for layout in layouts]
 
 
 def _move_conflicts(name: str, rebalance: int, slots: Sequence[int]) -> Iterator[str]:
@@ -266,10 +277,10 @@ def expert_copies(composition: Composition, spec: ModelSpec) -> float:
     model's. Lanes have a share of the experts each."""
     if "experts" not in composition.parts or spec.moe is None:
         return 1.0
-    placement: ExpertPlacement = composition.build("experts")
+    part = composition.part("experts")
+    placement: ExpertPlacement = part.build()
     ep = expert_ranks(placement, composition.engine.ep, composition.expert_ranks)
-    slots = sum(len(placement.layout(spec.moe.experts, rank, ep)) for rank in range(ep))
-    return slots / spec.moe.experts / composition.lanes
+    return sum(_slots(part, placement, spec.moe.experts, ep)) / spec.moe.experts / composition.lanes
 
 
 def spreading(composition: Composition) -> list[str]:

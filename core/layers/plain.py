@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.nn.functional as F
 
-from dovetail.core.interfaces import Activation, LinearMethod, LinearShape
+from dovetail.core.interfaces import Activation, LinearMethod, LinearShape, Quantizer
 from dovetail.core.interfaces.tuning import Tunable
 from dovetail.core.ops import matmul
 from dovetail.core.ops.tiles import MOST_SHARED_TILES
@@ -35,3 +35,14 @@ class PlainLinear(LinearMethod):
 
     def tunables(self, params: dict[str, torch.Tensor], rows: int, *, defers: bool = False) -> Sequence[Tunable]:
         return matmul_tunables(params["weight"], rows)
+
+
+class Given(Quantizer):
+    """Quantizer that returns a method that is made already."""
+
+    def __init__(self, method: LinearMethod) -> None:
+        super().__init__(None)
+        self.method = method
+
+    def linear(self, path: str, shape: LinearShape) -> LinearMethod:
+        return self.method

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dovetail.core.checkpoint import open_checkpoint
 from dovetail.core.host import detect_host
 from dovetail.core.interfaces import (
     Adapters,
@@ -258,8 +259,15 @@ def _note_choice(composition: Composition, spec: ModelSpec) -> None:
         why = "which has" if model.component.reads is not None else "because no native model runs this"
         note(f"model={model.chooser} chose model={model.name}, {why} {spec.architecture}")
     facts: DrafterFacts | None = composition.part("spec_decode").facts()
-    if spec.mtp is not None and spec.checkpoint is not None and (facts is None or not facts.mtp):
+    unused = spec.mtp is not None and (facts is None or not facts.mtp)
+    if unused and spec.checkpoint is not None and _has_layer(spec.checkpoint, spec.layers):
         note("the checkpoint's layer for multi-token prediction is not loaded; spec_decode=mtp drafts with it")
+
+
+def _has_layer(path: str, index: int) -> bool:
+    """Whether the checkpoint has tensors of this layer. Newer versions of transformers do not write one that predicts
+    further tokens, though config.json states it."""
+    return any(f"layers.{index}." in name for name in open_checkpoint(path).tensors())
 
 
 def _build_adapters(composition: Composition, device: torch.device, dtype: torch.dtype) -> Adapters | None:

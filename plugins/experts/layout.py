@@ -28,17 +28,17 @@ def _slots(experts: int, redundant: int, size: int) -> int:
     if redundant and size == 1:
         raise ConfigError(
             f"experts.redundant={redundant} makes copies of experts for other ranks, and engine.ep=1. Set "
-            "experts.redundant=0, or engine.ep to at least 2 (null: as many as engine.tp)"
+            "experts.redundant=0, or engine.ep to at least 2 (by default it is engine.tp)"
         )
     if (experts + redundant) % size:
         less = (experts + redundant) // size * size - experts
         numbers = [str(number) for number in (less, less + size) if 0 <= number <= experts * (size - 1)]
         fewest = 2 if redundant else 1
-        works = [str(ranks) for ranks in range(fewest, experts + 1) if (experts + redundant) % ranks == 0]
+        works = [str(ranks) for ranks in range(fewest, size) if not (experts + redundant) % ranks and not size % ranks]
         copies = f" and experts.redundant={redundant} copies" if redundant else ""
-        sizes = f"It must be one of {', '.join(works)}; or set" if works else "Set"
+        sizes = f"With as many ranks, engine.ep={', '.join(works)} would work; or set" if works else "Set"
         raise ConfigError(
-            f"engine.ep={size} does not divide {experts} experts{copies} (null: as many as engine.tp). {sizes} "
+            f"engine.ep={size} (by default engine.tp) does not divide the model's {experts} experts{copies}. {sizes} "
             f"experts.redundant to {' or '.join(numbers)}; experts=tensor has some channels of each expert on every "
             "rank"
         )

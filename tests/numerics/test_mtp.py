@@ -19,7 +19,8 @@ from dovetail.core.errors import CapabilityError, ConfigError
 from dovetail.core.interfaces import Draft, DraftContext
 from dovetail.plugins.spec_decode.mtp import MTP
 
-from .checkpoints import SHAPE, random_tokens, save_random
+from .checkpoints import SHAPE, in_blocks, random_tokens, save_random
+from .published import BLOCKS
 
 LAYERS, K, HIDDEN = 2, 3, SHAPE["hidden_size"]
 SMALL = {"num_attention_heads": 4, "num_key_value_heads": 4}
@@ -185,6 +186,22 @@ def test_drafts_do_not_depend_on_scheduling(folder: Path, plain: list[list[int]]
         assert llm.engine.scheduler.stats().preemptions > 0 or "engine.kv_pages=10" not in variant
         least = least or len(proposals.found)
     assert least > 25 and proposals.proposed > 2 * least
+
+
+def test_a_checkpoint_in_blocks_may_have_a_plain_pair(folder: Path, tmp_path: Path) -> None:
+    """As DeepSeek-V3 is published: matrices in E4M3 with scales of blocks, but `eh_proj` in bfloat16, which config.json
+    does not say."""
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("_proj.weight", "_mqa.weight"))]:
+        if name.endswith("eh_proj.weight"):
+            tensors[name] = tensors[name].bfloat16()
+        else:
+            tensors[name], tensors[f"{name}_scale_inv"], _ = in_blocks(tensors[name], outputs=128)
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": BLOCKS}))
+    drafted, llm = run(tmp_path, "quant=auto", "spec_decode=mtp", "engine.drafts=always")
+    assert drafted == run(tmp_path, "quant=auto")[0] and llm.engine.counters.drafted > 10
 
 
 def test_trees_change_no_text_and_acceptance_can_be_simulated(folder: Path, plain: list[list[int]]) -> None:

@@ -122,8 +122,9 @@ class LoRA(Adapters):
     def _check(self, name: str, factors: Factors) -> None:
         if name not in self._whole:
             known = sorted({prefix.rpartition(".")[2] for prefix in self._whole})
+            routed = ". Routed experts take no adapters" if ".experts." in name else ""
             raise RequestError(
-                f"adapter: the model has no linear layer {shown(name)} to adapt; it has {', '.join(known)}"
+                f"adapter: the model has no linear layer {shown(name)} to adapt; it has {', '.join(known)}{routed}"
             )
         if factors.rank > self.config.max_rank:
             raise RequestError(

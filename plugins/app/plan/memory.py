@@ -9,7 +9,7 @@ from dovetail.core.arithmetic import ceil_div
 from dovetail.core.compose import Composition, EngineConfig, Host
 from dovetail.core.engine.cost import bind_cost, drafter_facts
 from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces import AdapterFacts, CostModel, DrafterFacts, Formats, ModelSpec
+from dovetail.core.interfaces import AdapterFacts, CostModel, DrafterFacts, Formats, ModelSpec, Parameters
 from dovetail.plugins.app.plan.experts import PlacedExperts, placed_experts
 
 CONTEXT_BYTES = 0.6e9
@@ -75,13 +75,23 @@ class Plan:
         if p is None:
             raise ConfigError(f"the size of the draft model {facts.spec.architecture} is unknown: set spec_decode=none")
         if facts.mtp:
-            return probs + formats.weight_bytes(p) / engine.tp
+            return probs + self._mtp_weights(facts.spec, p)
         bits = 8 * formats.dtype_bytes if facts.weight_bits is None else facts.weight_bits
         head, embedding = facts.head_bits, facts.embedding_bits
         own = replace(
             formats, weight_bits=bits, head_bits=head, embedding_bits=embedding, expert_bits=None, copy_bits=0.0
         )
         return probs + own.weight_bytes(p) / (facts.tp or engine.tp)
+
+    def _mtp_weights(self, spec: ModelSpec, p: Parameters) -> float:
+        """Weights of the layer for multi-token prediction, whose experts are placed like the model's."""
+        formats, tp, placed = self.formats, self.engine.tp, self.experts
+        if placed is None or spec.moe is None:
+            return formats.weight_bytes(p) / tp
+        experts = formats.expert_bytes(p.experts)
+        own = replace(placed, spec=spec, moe=replace(spec.moe, dense_layers=0), move=False)
+        shares = (formats.weight_bytes(p) - experts + experts / placed.lanes) / tp
+        return shares + own.more_bytes(formats)
 
     @property
     def kv(self) -> float:

@@ -326,7 +326,7 @@ class Llama(Model):
         index = self.build.spec.layers
         groups = tuple(replace(group, layers=(index,)) for group in _kv_groups(build))
         block = Block(index, build, self.layout, groups[0], self._rope, None, self._sparse_options)
-        return LlamaMTPLayer(build, self.layout, index, groups, block)
+        return LlamaMTPLayer(build, self.build.spec, self.layout, index, groups, block)
 
     @property
     def _ignored(self) -> tuple[str, ...]:

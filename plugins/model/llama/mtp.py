@@ -8,10 +8,12 @@ Shapes: T tokens, C hidden channels.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dovetail.core.checkpoint import open_checkpoint
 from dovetail.core.interfaces import (
     PLAIN,
     BuildContext,
@@ -20,10 +22,12 @@ from dovetail.core.interfaces import (
     Hidden,
     KVGroup,
     Layers,
+    ModelSpec,
     MTPLayer,
 )
 from dovetail.core.layers import (
     Linear,
+    PlainLinear,
     RMSNorm,
     Taker,
     check_headers,
@@ -35,6 +39,7 @@ from dovetail.core.layers import (
     without,
 )
 from dovetail.core.layers.linear import Part
+from dovetail.core.layers.plain import Given
 from dovetail.core.ops import encode
 from dovetail.plugins.model.llama.experts import SparseMLP, stacks_of
 from dovetail.plugins.model.llama.family import Layout
@@ -46,11 +51,28 @@ COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 """Tensors of the layer that are copies of the model's."""
 
 
+def _is_plain(spec: ModelSpec, name: str) -> bool:
+    """Whether a quantized checkpoint has this matrix in 16 or 32 bits, though its config.json does not say so, as those
+    of DeepSeek-V3 and R1 have `eh_proj`."""
+    hf, path = spec.hf, spec.checkpoint
+    if path is None or hf is None or not hf.get("quantization_config"):
+        return False
+    header = open_checkpoint(path).tensors().get(f"{name}.weight")
+    return header is not None and header.dtype in ("BF16", "F16", "F32")
+
+
 class LlamaMTPLayer(MTPLayer):
     def __init__(
-        self, build: BuildContext, layout: Layout, index: int, groups: tuple[KVGroup, ...], block: Block
+        self,
+        build: BuildContext,
+        target: ModelSpec,
+        layout: Layout,
+        index: int,
+        groups: tuple[KVGroup, ...],
+        block: Block,
     ) -> None:
-        """`index`: number of the layer in the checkpoint. `block`: its decoder layer, without weights."""
+        """`target`: the whole model. `index`: number of the layer in the checkpoint. `block`: its decoder layer,
+        without weights."""
         super().__init__(build)
         hidden, self._prefix = build.spec.hidden, layout.names.layer.format(index)
         self._layout, self._groups, self.block = layout, groups, block
@@ -59,6 +81,8 @@ class LlamaMTPLayer(MTPLayer):
             for name in ("enorm", "hnorm", "shared_head.norm")
         )
         part = Part(f"{self._prefix}.eh_proj", hidden, 0, hidden)
+        if _is_plain(target, part.name):
+            build = replace(build, quantizer=Given(PlainLinear()))
         self.pair = Linear(f"layers.{index}.eh_proj", build, (part,), 2 * hidden)
 
     @property

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from dovetail.core.interfaces import BuildContext, LinearMethod, LinearShape, Quantizer
+from dovetail.core.interfaces import BuildContext, LinearMethod, LinearShape
 from dovetail.core.layers import (
     ColumnParallel,
     Linear,
@@ -24,6 +24,7 @@ from dovetail.core.layers import (
     VocabTable,
 )
 from dovetail.core.layers.linear import Part
+from dovetail.core.layers.plain import Given
 from dovetail.core.layers.share import fewer_ranks
 from dovetail.plugins.model.transformers.modules import (
     EmbeddingModule,
@@ -63,17 +64,6 @@ def is_router(model: nn.Module, path: str) -> bool:
     module, beside = model.get_submodule(parent), model.get_submodule(parent.rpartition(".")[0])
     alone = all(own.startswith(f"{name}.") for own, _ in module.named_parameters())
     return hasattr(module, "experts") or (alone and hasattr(beside, "experts"))
-
-
-class Given(Quantizer):
-    """Quantizer that returns a method that is made already."""
-
-    def __init__(self, method: LinearMethod) -> None:
-        super().__init__(None)
-        self.method = method
-
-    def linear(self, path: str, shape: LinearShape) -> LinearMethod:
-        return self.method
 
 
 class Replacement:

@@ -127,6 +127,19 @@ def test_a_plan_counts_what_adapters_take() -> None:
     )
 
 
+def test_experts_of_the_layer_that_predicts_further_tokens_are_placed_like_the_models() -> None:
+    """Eight lanes share them: each has an eighth, where each of eight replicas has all."""
+
+    def drafter(*words: str) -> float:
+        base = ("model=deepseek_v3", "cost=h200", "quant=fp8_block", "spec_decode=mtp")
+        return float(plan(*base, *words)["bytes_per_gpu"]["drafter"])
+
+    lanes = drafter("engine.dp=8", "engine.ep=8", "experts=gather")
+    apart, ranks = drafter("engine.dp=8"), drafter("engine.tp=8")
+    assert ranks == pytest.approx(apart / 8, rel=0.01) and ranks < lanes < 0.3 * apart
+    assert drafter("engine.tp=2", "engine.dp=4", "engine.ep=8", "experts=gather") < lanes
+
+
 def test_a_drafter_takes_its_share() -> None:
     """Llama 3 8B drafts for 70B on eight GPUs: weights in bfloat16 or FP8, 128 KiB of KV per token, and logits after
     each draft."""
