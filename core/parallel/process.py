@@ -24,6 +24,7 @@ from dovetail.core.compose.registry import Source
 from dovetail.core.errors import ConfigError
 from dovetail.core.parallel.channel import Channel, ChannelClosed
 from dovetail.core.parallel.failure import for_user, traceback_of
+from dovetail.core.parallel.lanes import LOST
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -100,7 +101,9 @@ def report(control: Channel, error: BaseException, composition: Composition | No
     try:
         control.send(message | {"traceback": trace})
     except ChannelClosed:
-        print(trace or str(shown), file=sys.stderr, flush=True)
+        # A lane that lost another one is not the cause, which the parent has reported.
+        text = str(shown)
+        print(text if LOST in text else trace or text, file=sys.stderr, flush=True)
 
 
 def identity(composition: Composition) -> dict[str, Any]:

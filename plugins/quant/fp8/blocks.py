@@ -42,9 +42,10 @@ def rounded_blocks(blocks: Stored, config: FP8Config, shape: LinearShape) -> Lin
 
 
 def _whole(stored: Stored, config: FP8Config, shape: LinearShape) -> bool:
-    """Whether blocks of this share are those of the block matmul: BLOCK x BLOCK, and every part and this rank's columns
-    begin with one."""
-    starts = (*shape.parts[:-1], shape.group_step(BLOCK))
+    """Whether blocks of this share are those of the block matmul: BLOCK x BLOCK, and every part, this rank's outputs
+    and its columns begin with one."""
+    begins = shape.parts if shape.shard == "column" else shape.parts[:-1]
+    starts = (*begins, shape.group_step(BLOCK))
     whole = stored.block == (BLOCK, BLOCK) and all(start % BLOCK == 0 for start in starts)
     return whole and shape.inp % MULTIPLE == 0 and not config.plain_inputs and multiplies_fp8()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -31,6 +32,8 @@ def share(inp: int, *parts: int, whole_inp: int = 0, first_inp: int = 0) -> Line
         (WHOLE, share(512, 200, 128), False),  # The second part begins inside a block,
         (WHOLE, share(192, 128, whole_inp=384, first_inp=192), False),  # and so do this rank's columns.
         (WHOLE, share(172, 128), False),  # A tensor map cannot read rows of 172 bytes.
+        (WHOLE, replace(share(512, 384), shard="column"), True),
+        (WHOLE, replace(share(512, 192), shard="column"), False),  # The next rank begins inside a block.
         (Stored(block=(64, 128)), share(512, 128), False),
         (Stored(block=MXFP8), share(512, 128), False),
     ],
