@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from dovetail.core.errors import ConfigError, RequestError, shown
 from dovetail.core.files import path_kind
-from dovetail.core.interfaces import Executor, Resource, Sequence
+from dovetail.core.interfaces import Executor, ModelSpec, Resource, Sequence
 
 if TYPE_CHECKING:
     from dovetail.core.compose import Composition
@@ -26,12 +26,16 @@ _MAX_REFUSALS = 32
 adapters go first, since switching adapters for each request would leave the device half idle."""
 
 
-def check_folders(composition: Composition) -> None:
-    """Raise ConfigError if the folder of an initial adapter is missing."""
-    if "adapter" in composition.parts:
-        for name, folder in _initial(composition).items():
-            if path_kind(folder) != "folder":
-                raise ConfigError(f"adapter {name}: there is no folder {folder}")
+def check_folders(composition: Composition, spec: ModelSpec) -> None:
+    """Raise ConfigError if the folder of an initial adapter is missing, and RequestError if no model of `spec` can have
+    the adapter."""
+    if "adapter" not in composition.parts:
+        return
+    part = composition.part("adapter")
+    for name, folder in _initial(composition).items():
+        if path_kind(folder) != "folder":
+            raise ConfigError(f"adapter {name}: there is no folder {folder}")
+        part.target().check(part.config, Path(folder), spec)
 
 
 def _initial(composition: Composition) -> Mapping[str, str]:

@@ -41,7 +41,7 @@ def check_fit(composition: Composition) -> None:
     if found:
         raise CapabilityError(found)
     check_weights_fit(composition, spec, here)
-    check_folders(composition)
+    check_folders(composition, spec)
     check_table(composition, here)
     check_cost(composition, spec, here)
     checkpoint = model.target().source(model.config).checkpoint

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
+    from dovetail.core.interfaces.model import ModelSpec
     from dovetail.core.interfaces.quant import LinearShape
 
 
@@ -76,6 +77,12 @@ class Adapters(ABC):
     @abstractmethod
     def initial(cls, config: Any) -> Mapping[str, str]:
         """Return the adapters to load at start-up: name -> folder."""
+
+    @classmethod
+    def check(cls, config: Any, folder: Path, spec: ModelSpec) -> None:
+        """Raise RequestError naming what an initial adapter changes and no model of this spec lets it change, before
+        memory is taken. By headers alone; `read` checks the rest."""
+        return
 
     @property
     @abstractmethod

@@ -15,7 +15,7 @@ import torch
 
 from dovetail.core.arithmetic import ceil_div
 from dovetail.core.errors import RequestError, shown
-from dovetail.core.interfaces import Adapters, LayerAdapters, LinearSite
+from dovetail.core.interfaces import Adapters, LayerAdapters, LinearSite, ModelSpec
 from dovetail.plugins.adapter.config import LoRAConfig
 from dovetail.plugins.adapter.lora.peft import WEIGHTS, Factors, open_adapter
 from dovetail.plugins.adapter.lora.reference import lora_reference
@@ -77,6 +77,15 @@ class LoRA(Adapters):
     @classmethod
     def initial(cls, config: LoRAConfig) -> Mapping[str, str]:
         return config.load
+
+    @classmethod
+    def check(cls, config: LoRAConfig, folder: Path, spec: ModelSpec) -> None:
+        routed = [name for name in open_adapter(folder) if spec.moe is not None and ".experts." in name]
+        if routed:
+            raise RequestError(
+                f"adapter: {folder / WEIGHTS} changes {shown(routed[0])}, and routed experts take no adapters. Leave "
+                "its tensors of experts out"
+            )
 
     @property
     def slots(self) -> int:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from dovetail.core.compose import compose
+from dovetail.core.engine.checks import check_fit
 from dovetail.core.errors import RequestError
 from dovetail.core.interfaces import LinearShape
 from dovetail.plugins.adapter.config import LoRAConfig
@@ -157,3 +159,17 @@ def test_what_does_not_fit_the_model(given: Any, config: dict[str, Any], words: 
     lora.allocate()
     with pytest.raises(RequestError, match=words):
         lora.read("a@1", save(tmp_path, given, **config))
+
+
+def test_adapters_of_experts_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    """The names of their tensors suffice."""
+    name = "model.layers.1.mlp.experts.3.gate_proj"
+    routed = {
+        f"base_model.model.{name}.lora_{factor}.weight": x for factor, x in zip("AB", tensors().values(), strict=True)
+    }
+    save(tmp_path, routed | tensors())
+    words = ["engine.device=cpu", "adapter=lora", f"+adapter.load.a='{tmp_path}'"]
+    with pytest.raises(RequestError, match=f"adapter: .*changes '{name}', and routed experts take no adapters"):
+        check_fit(compose([*words, "model=small_moe"], app="generate"))
+    save(tmp_path)
+    check_fit(compose([*words, "model=small_moe"], app="generate"))
