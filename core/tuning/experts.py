@@ -93,11 +93,8 @@ class ExpertTunable(Tunable):
     def candidates(self) -> Iterable[Choice]:
         """Yield the rule's tiles, and those that differ least from them; the usual number of rows first, and then twice
         and half as many in turn."""
-        near = (
-            _tile_rows(self.rows, self.active, self.experts, self.channels)
-            if self.tile_rows is None
-            else [self.tile_rows]
-        )
+        rows = self.tile_rows
+        near = _tile_rows(self.rows, self.active, self.weights) if rows is None else [rows]
         by_rows = [list(self._of_rows(rows)) for rows in near]
         return (choice for choice in chain.from_iterable(zip_longest(*by_rows)) if choice is not None)
 
@@ -230,14 +227,12 @@ def expert_tunables(
     names = ("up", "down", "up_scale", "down_scale")
     shapes: dict[str, Any] = {name: x.to("meta") for name in names if (x := getattr(weights, name)) is not None}
     make = partial(ExpertTunable, replace(weights, **shapes), rows, active, always, fmt, dtype)
-    return [
-        make(),
-        *(make(tile_rows=each) for each in _tile_rows(rows, active, len(weights.down), weights.down.shape[2])),
-    ]
+    return [make(), *(make(tile_rows=each) for each in _tile_rows(rows, active, weights))]
 
 
-def _tile_rows(tokens: int, active: int, experts: int, channels: int) -> list[int]:
+def _tile_rows(tokens: int, active: int, weights: ExpertWeights) -> list[int]:
     """Return the numbers of rows that tiles may have: those of the rules first, and then twice and half as many."""
+    experts, _, channels = weights.down.shape
     if direct(tokens, active, experts):
         return [LEAST_ROWS]
     pairs = tokens * active

@@ -189,7 +189,7 @@ def test_drafts_do_not_depend_on_scheduling(folder: Path, plain: list[list[int]]
 
 
 def test_a_checkpoint_in_blocks_may_have_a_plain_pair(folder: Path, tmp_path: Path) -> None:
-    """As DeepSeek-V3 is published: matrices in E4M3 with scales of blocks, but `eh_proj` in bfloat16, which config.json
+    """Those of DeepSeek-V3 have matrices in E4M3 with scales of blocks, and `eh_proj` in bfloat16, which config.json
     does not say."""
     tensors = load_file(folder / "model.safetensors")
     for name in [name for name in tensors if name.endswith(("_proj.weight", "_mqa.weight"))]:
@@ -282,4 +282,12 @@ def test_a_layer_that_is_not_used_is_noted(folder: Path) -> None:
         "layer for multi-token prediction is not loaded; spec_decode=mtp drafts with it" in note for note in notes
     )
     with LLM(str(folder), overrides=[*BASE, "spec_decode=mtp"]) as llm:
+        assert not any("multi-token prediction" in note for note in llm.engine.info.notes)
+
+
+def test_a_layer_that_the_folder_lacks_is_not_noted(folder: Path, tmp_path: Path) -> None:
+    lacks: dict[str, torch.Tensor | None] = {
+        name: None for name in load_file(folder / "model.safetensors") if name.startswith(LAYER)
+    }
+    with LLM(str(changed(folder, tmp_path / "model", {}, lacks)), overrides=BASE) as llm:
         assert not any("multi-token prediction" in note for note in llm.engine.info.notes)

@@ -48,7 +48,7 @@ HOPPER_KEYS, HOPPER_SIZES = 64, (512, 64)
 SPLITS, ROOT = 8, 7
 """Tokens of small tiles up to which project_ranges joins the ranges on Hopper; Tile.root of one token."""
 FEW_WHOLE = 40
-"""Tokens up to which ranges of 256 keys are faster than longer ones."""
+"""Tokens up to which ranges of 256 keys are faster than longer ones, for one program of an SM."""
 BLACKWELL = (10, 0)
 """Compute capability."""
 EXCHANGE = 8 << 10
@@ -161,9 +161,9 @@ def tile_of(
 
 def _small_tile(tokens: int) -> LatentTile:
     """Tile of attend_latents_small. Joining ranges takes time, too: the more tokens a program of project_ranges has,
-    the more results it joins, so with more than SPLITS tokens the last of a tile's ranges joins them. Two programs of
-    an SM are no faster than one, but more of them fill the SMs evenly where each has a long row."""
-    tile = LatentTile(LEAST_TILE_ROWS, HOPPER_KEYS, 4, 1, 1 if tokens <= MOST_PROJECTED else 2, hopper=True)
+    the more results it joins, so with more than SPLITS tokens the last of a tile's ranges joins them. With few tokens,
+    a second program of an SM costs more joins than it hides latency."""
+    tile = LatentTile(LEAST_TILE_ROWS, HOPPER_KEYS, 4, 1, 1 if tokens <= FEW_WHOLE else 2, hopper=True)
     if tokens <= SPLITS:
         return replace(tile, joins=False, least=HOPPER_KEYS, root=round(ROOT * tokens**0.5))
     return replace(tile, least=256 if tokens <= FEW_WHOLE else 512)
