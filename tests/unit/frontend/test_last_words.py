@@ -17,7 +17,7 @@ def test_only_a_cause_has_a_traceback(error: Exception, traced: bool, capsys: py
     ours, theirs = socket.socketpair()
     theirs.close()
     try:
-        raise error
+        raise error from ConnectionResetError("reset by peer")
     except Exception as raised:
         report(Channel(ours), raised)
     printed = capsys.readouterr().err

@@ -19,6 +19,7 @@ from dovetail.core.ops.experts import ExpertWeights, gated_experts_reference
 from dovetail.core.ops.formats import encode
 from dovetail.core.ops.kernels import specialized_experts
 from dovetail.core.ops.kernels.expert_pairs import Sorted
+from dovetail.core.ops.kernels.experts import _multiply_pairs as multiply_pairs
 from dovetail.core.ops.tiles import HOPPER_SHARED
 from dovetail.core.testing.gluon_interpreter import interpreted_gluon
 from dovetail.core.testing.numeric import row_error
@@ -130,3 +131,23 @@ def test_one_scale_of_x_serves_all_rows():
     got = multiply(one, routing, weights, SWIGLU, None, FP8_TOKEN, torch.float16, 64, True)
     every = replace(x, scale=torch.full((40, 1), 0.01))
     assert torch.equal(got, multiply(every, routing, weights, SWIGLU, None, FP8_TOKEN, torch.float16, 64, True))
+
+
+@pytest.mark.parametrize(
+    ("rows", "fast", "dtype", "precise"),
+    [
+        (64, True, torch.float8_e4m3fn, True),
+        (128, True, torch.float8_e4m3fn, False),
+        (128, False, torch.float8_e4m3fn, True),
+        (64, True, torch.int8, False),
+    ],
+)
+def test_sums_that_would_lose_bits_are_added_in_float32(rows, fast, dtype, precise, monkeypatch):
+    """All sums of E4M3, but with `fast_accum` in tiles of 128 rows, as in dense matmuls of many rows."""
+    found = []
+    monkeypatch.setattr(specialized_experts, "multiply_specialized", lambda *given: found.append(given[-1]))
+    weight_EOI, tile = torch.zeros(2, 64, 64).to(dtype), specialized_expert_tile(rows, 1, HOPPER_SHARED)
+    x = Activation(FP8_TOKEN, weight_EOI[0], torch.ones(64, 1))
+    pairs = sorted_pairs(Routing(torch.zeros(64, 1, dtype=torch.int32), torch.ones(64, 1)), 2, rows)
+    multiply_pairs(x, weight_EOI, torch.ones(2, 64), None, (0, 0), pairs, tile, torch.zeros(64, 64), None, fast)
+    assert found == [precise]
