@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from itertools import product
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton.language as tl
@@ -399,9 +400,5 @@ def _launch(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **options:
 @contextmanager
 def interpreted_gluon() -> Iterator[None]:
     """Run launches of kernels in Gluon in this interpreter. Their tensors are on the CPU."""
-    before = GluonJITFunction.run
-    GluonJITFunction.run = _launch
-    try:
+    with patch.object(GluonJITFunction, "run", _launch):
         yield
-    finally:
-        GluonJITFunction.run = before

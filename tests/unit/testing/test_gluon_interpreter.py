@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from dovetail.core.ops.kernels.gluon import tensor_map
 from dovetail.core.testing import gluon_interpreter
+from dovetail.core.testing.compiling import compiled_for_hopper
 from dovetail.core.testing.gluon_interpreter import StuckError, interpreted_gluon
 
 EACH = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
@@ -77,6 +78,16 @@ def test_programs_read_and_write_what_the_mask_allows():
     assert torch.equal(out, 2 * x)
     with interpreted_gluon(), pytest.raises(IndexError, match="element 100 of memory with 100 elements"):
         _double[(2,)](x, out, 100, BLOCK=64, MASKED=False)
+
+
+def test_a_launch_after_it_is_compiled_again():
+    """A function that the interpreter left behind would hide the one that only compiles."""
+    out = torch.zeros(1, dtype=torch.int32)
+    with interpreted_gluon():
+        _meet[(1,)](out, COUNT=2)
+    with compiled_for_hopper(machine_code=False) as compiled:
+        _meet[(1,)](torch.zeros(1, dtype=torch.int32, device="cuda"), COUNT=2)
+    assert compiled.launches == 1
 
 
 def test_partitions_meet_at_barriers(monkeypatch):
