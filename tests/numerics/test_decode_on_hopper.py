@@ -19,13 +19,15 @@ import triton.language as tl  # noqa: E402
 from triton.language.extra.cuda import globaltimer  # noqa: E402
 
 from dovetail.core.ops.kernels.launch import announce, dependent, wait  # noqa: E402
-from dovetail.plugins.attention.triton.backend import LaunchPlan, Triton, _has_hopper  # noqa: E402
+from dovetail.plugins.attention.triton.backend import Triton  # noqa: E402
+from dovetail.plugins.attention.triton.gpu import has_hopper  # noqa: E402
+from dovetail.plugins.attention.triton.launch_plan import LaunchPlan  # noqa: E402
 from dovetail.plugins.attention.triton.tiles import EMPTY, WARP_KEYS, DecodeTile, Shape, Tile, Tiles  # noqa: E402
 
 GPU = torch.device("cuda")
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not (torch.cuda.is_available() and _has_hopper(GPU)), reason="needs a Hopper GPU"),
+    pytest.mark.skipif(not (torch.cuda.is_available() and has_hopper(GPU)), reason="needs a Hopper GPU"),
 ]
 BF16, FP16, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
 WHOLE = 1 << 20

@@ -14,13 +14,14 @@ from dovetail.plugins.attention.config import TritonConfig
 from .attention_cases import Case, error, expected, make_step
 
 pytest.importorskip("triton")
-from dovetail.plugins.attention.triton.backend import Triton, _has_hopper
+from dovetail.plugins.attention.triton.backend import Triton
+from dovetail.plugins.attention.triton.gpu import has_hopper
 from dovetail.plugins.attention.triton.tiles import PromptTile, Shape, Tile, Tiles
 
 GPU = torch.device("cuda")
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not (torch.cuda.is_available() and _has_hopper(GPU)), reason="needs a Hopper GPU"),
+    pytest.mark.skipif(not (torch.cuda.is_available() and has_hopper(GPU)), reason="needs a Hopper GPU"),
 ]
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 TILES = {

@@ -39,7 +39,7 @@ from dovetail.core.testing.attention import AttentionContract  # noqa: E402
 from dovetail.core.testing.formats import SCALED_ROWS  # noqa: E402
 from dovetail.core.testing.numeric import poisoned_memory  # noqa: E402
 from dovetail.plugins.attention.config import TritonConfig  # noqa: E402
-from dovetail.plugins.attention.triton import backend  # noqa: E402
+from dovetail.plugins.attention.triton import launch_plan, paged  # noqa: E402
 from dovetail.plugins.attention.triton.backend import Triton  # noqa: E402
 from dovetail.plugins.attention.triton.tiles import (  # noqa: E402
     Geometry,
@@ -190,7 +190,7 @@ PAGES_8 = [(E4M3, 8), (E5M2, 64), (None, 16)]
 @pytest.mark.parametrize(("kv_dtype", "page_tokens"), PAGES_8 if MOST else PAGES_8[:1])
 def test_gathered_pages(step, kv_dtype, page_tokens, monkeypatch):
     # The interpreter copies the whole storage of a tensor.
-    monkeypatch.setattr(backend, "ROOM_BYTES", 1 << 20)
+    monkeypatch.setattr(paged, "ROOM_BYTES", 1 << 20)
     case = replace(STEPS[step], kv_dtype=kv_dtype, page_tokens=page_tokens, dtype=torch.float16, slack=90)
     check(case, GatheringTiles())
     check(replace(case, dim=64), GatheringTiles(programs=1, tma=True))
@@ -207,7 +207,7 @@ def test_decode_rows_do_not_make_a_short_prompt_long():
         page_tokens=16,
     )
     geometry = Geometry(4, 1, 64, 0, torch.float16, E4M3, 16)
-    plan = backend._make_plan(Tiles(), geometry, meta, HostBounds(counts, counts, 8), sum(counts), lambda: None)
+    plan = launch_plan.make_plan(Tiles(), geometry, meta, HostBounds(counts, counts, 8), sum(counts), lambda: None)
     assert [items.gathered for items in plan.lists] == [None, None]
 
 

@@ -21,7 +21,7 @@ from dovetail.core.interfaces import (  # noqa: E402
     BatchMeta,
     HostBounds,
 )
-from dovetail.plugins.attention.triton import backend  # noqa: E402
+from dovetail.plugins.attention.triton import launch_plan  # noqa: E402
 from dovetail.plugins.attention.triton.tiles import (  # noqa: E402
     EMPTY,
     WARP_KEYS,
@@ -43,7 +43,7 @@ DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 @pytest.mark.parametrize(("programs", "window"), [(0, 0), (64, 0), (64, 40)])
 def test_items_cover_every_key_of_many_rows_once(programs, window, monkeypatch):
     """More rows than a program of plan_items processes at once, decode rows and prompts, and tokens of no row."""
-    monkeypatch.setattr(backend, "ROWS_AT_ONCE", 16)
+    monkeypatch.setattr(launch_plan, "ROWS_AT_ONCE", 16)
     random = torch.Generator().manual_seed(3)
     decodes, counts, padding = 35, (1,) * 35 + tuple(torch.randint(1, 90, (20,), generator=random).tolist()), 5
     lengths = tuple(n + int(torch.randint(2500, (), generator=random)) for n in counts)
@@ -56,7 +56,7 @@ def test_items_cover_every_key_of_many_rows_once(programs, window, monkeypatch):
     )
     geometry = Geometry(2, 1, 16, window, torch.float32, torch.float32, meta.page_tokens)
     tiles = SmallTiles(programs) if programs else WholeRows()
-    plan = backend._make_plan(tiles, geometry, meta, HostBounds(counts, lengths, decodes), total, lambda: None)
+    plan = launch_plan.make_plan(tiles, geometry, meta, HostBounds(counts, lengths, decodes), total, lambda: None)
     seen = [torch.zeros(count, length, dtype=torch.int32) for count, length in zip(counts, lengths, strict=True)]
     fed, parts = torch.zeros(total, dtype=torch.int32), 0
     for made in plan.lists:
@@ -95,7 +95,7 @@ def test_items_of_single_tokens_have_their_first_pages(page_tokens, window):
     )
     geometry = Geometry(4, 2, 64, window, torch.float16, torch.float16, meta.page_tokens)
     host = HostBounds(counts, tuple(length + 9 for length in lengths), len(lengths))
-    (made,) = backend._make_plan(FixedTile(tile), geometry, meta, host, len(lengths) + 2, lambda: None).lists
+    (made,) = launch_plan.make_plan(FixedTile(tile), geometry, meta, host, len(lengths) + 2, lambda: None).lists
     assert (made.mail == EMPTY).all() and made.mail.numel() == made.items.shape[0] * 2 * tile.box_words(64)
     grain = tile.grain(page_tokens)
     pages = made.first_pages.view(made.items.shape[0], -1).cpu()
@@ -130,10 +130,10 @@ def test_mailboxes_are_filled_after_the_plan_even_if_no_row_is_split(tile, words
         launched.append(size[0])
         return filled(size, *args, **options)
 
-    plan_items, filled = backend.plan_items, torch.full
-    monkeypatch.setattr(backend, "plan_items", Planning())
+    plan_items, filled = launch_plan.plan_items, torch.full
+    monkeypatch.setattr(launch_plan, "plan_items", Planning())
     monkeypatch.setattr(torch, "full", full)
     step = make_step(Case(lengths=(5, 9), counts=(1, 1), num_decode=2), make(), DEVICE)
     geometry = Geometry(4, 2, 64, 0, torch.float16, torch.float16, step.ctx.meta.page_tokens)
-    backend._make_plan(FixedTile(tile), geometry, step.ctx.meta, step.ctx.host, 2, lambda: None)
+    launch_plan.make_plan(FixedTile(tile), geometry, step.ctx.meta, step.ctx.host, 2, lambda: None)
     assert launched == ["plan", words]

@@ -6,16 +6,12 @@ rows of a head's up-projection, D query head dim (nope + R), V value dim.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 
 from dovetail.core.interfaces import AttentionLayer, KVPool
 from dovetail.core.ops.latents import expands, read_latents
-
-if TYPE_CHECKING:
-    from dovetail.plugins.attention.sdpa.backend import RowBatch
+from dovetail.plugins.attention.sdpa.rows import RowBatch
 
 
 def attend_latents(

@@ -16,18 +16,12 @@ from dovetail.core.arithmetic import ceil_div, power_of_2
 from dovetail.core.interfaces import MLA, AttentionLayer, BatchMeta, HostBounds
 from dovetail.core.ops.kernels.launch import dependent
 from dovetail.core.ops.latents import GROUP, LATENT, ROTARY, SCALES
-from dovetail.plugins.attention.triton.backend import (
-    COMPUTE,
-    LaunchPlan,
-    Triton,
-    _has_hopper,
-    _processors,
-    make_items,
-    shared_bytes_of,
-    visible_keys,
-)
+from dovetail.plugins.attention.triton.gpu import has_hopper, processors, shared_bytes_of
+from dovetail.plugins.attention.triton.kernels import COMPUTE
 from dovetail.plugins.attention.triton.latent_kernel import attend_latents as attend_kernel
 from dovetail.plugins.attention.triton.latent_values import project_ranges
+from dovetail.plugins.attention.triton.launch_plan import LaunchPlan, make_items, visible_keys
+from dovetail.plugins.attention.triton.paged import PagedTriton
 from dovetail.plugins.attention.triton.plan import Items
 from dovetail.plugins.attention.triton.tiles import Geometry, Tile
 
@@ -87,7 +81,7 @@ class Absorbed:
 
 
 def plan_absorbed(
-    backend: Triton, layer: AttentionLayer, meta: BatchMeta, host: HostBounds, tokens: slice, dtype: torch.dtype
+    backend: PagedTriton, layer: AttentionLayer, meta: BatchMeta, host: HostBounds, tokens: slice, dtype: torch.dtype
 ) -> Absorbed:
     rows, decode = len(host.counts), host.num_decode
     plane = backend.pools[layer.group].planes[LATENT]
@@ -105,7 +99,7 @@ def plan_absorbed(
         if meta.tree is not None and first < decode:
             tree_T3 = visible_keys(meta.tree, 0, host.widest_decode - 1)
         device = meta.kv_len_B.device
-        hopper = backend.config.gluon and _has_hopper(device)
+        hopper = backend.config.gluon and has_hopper(device)
         how = dtype, plane.dtype, device
         tile = tile_of(layer, widest, count, fed, *how, hopper=hopper, tree=tree_T3 is not None)
         total = tokens.stop - tokens.start
@@ -136,7 +130,7 @@ def tile_of(
     # Each tile reads and converts the row's latents, so few large ones are fastest, even half empty. Where few tiles
     # fill the GPU with ranges, small ones lead.
     tiles = max(rows, tokens * layer.heads // MOST_TILE_ROWS)
-    many, width = FEW * tiles >= _processors(device), layer.heads * widest
+    many, width = FEW * tiles >= processors(device), layer.heads * widest
     fast = hopper and not tree and _fits_hopper(layer.mla, dtype, kv_dtype)
     if fast and layer.heads == LEAST_TILE_ROWS and widest == 1:
         return _small_tile(tokens)
@@ -198,7 +192,7 @@ def _blocks(mla: MLA) -> tuple[int, int]:
 
 
 def launch_absorbed(
-    backend: Triton,
+    backend: PagedTriton,
     layer: AttentionLayer,
     run: Absorbed,
     q_THD: torch.Tensor,
@@ -242,7 +236,7 @@ def _attend_on_hopper(
     from dovetail.plugins.attention.triton.hopper.launch import latents
 
     plan = items.items, items.counts
-    latents(layer, inner_HTL, q_THR, planes, meta, tile, *plan, *results, _processors(q_THR.device))
+    latents(layer, inner_HTL, q_THR, planes, meta, tile, *plan, *results, processors(q_THR.device))
 
 
 def _attend(

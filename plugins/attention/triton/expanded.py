@@ -25,8 +25,10 @@ from dovetail.core.ops.kernels.launch import announce, dependent, wait
 from dovetail.core.ops.latents import GROUP, LATENT, ROTARY, SCALES
 from dovetail.core.ops.padding import empty_rows
 from dovetail.core.ops.rehearsal import rehearsing
-from dovetail.plugins.attention.triton.backend import LaunchPlan, Triton, _has_hopper, _processors, _shape
 from dovetail.plugins.attention.triton.gather import PAGE, ROOM_BYTES
+from dovetail.plugins.attention.triton.gpu import has_hopper, processors
+from dovetail.plugins.attention.triton.launch_plan import LaunchPlan, shape_of
+from dovetail.plugins.attention.triton.paged import PagedTriton
 from dovetail.plugins.attention.triton.tiles import Geometry, PromptTile, Tiles, padded_dim
 
 BOX = 64
@@ -49,12 +51,12 @@ class Expanded:
     """Heads that are expanded at a time, a divisor of all."""
 
 
-def joins_rotary(backend: Triton, layer: AttentionLayer, dtype: torch.dtype, device: torch.device) -> bool:
+def joins_rotary(backend: PagedTriton, layer: AttentionLayer, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether attend_prompts reads the columns that all heads share apart from those of each head."""
     mla = _mla(layer)
     return (
         backend.config.gluon
-        and _has_hopper(device)
+        and has_hopper(device)
         and dtype.itemsize == 2
         and mla.nope_dim in (BOX, 2 * BOX)
         and mla.rope_dim <= BOX
@@ -68,7 +70,7 @@ def numbers_of_heads(layer: AttentionLayer) -> list[int]:
     return [each for each in range(layer.heads, 0, -1) if layer.heads % each == 0]
 
 
-def heads_at_once(backend: Triton, layer: AttentionLayer, bounds: Sequence[int], q_THD: torch.Tensor) -> int:
+def heads_at_once(backend: PagedTriton, layer: AttentionLayer, bounds: Sequence[int], q_THD: torch.Tensor) -> int:
     """Return how many heads' keys and values fit into the buffer for copies; 0 = not even one."""
     pages = _copied_pages(bounds)
     fits = (
@@ -79,7 +81,9 @@ def heads_at_once(backend: Triton, layer: AttentionLayer, bounds: Sequence[int],
     return next(fits, 0)
 
 
-def pages_beside(backend: Triton, layer: AttentionLayer, heads: int, dtype: torch.dtype, device: torch.device) -> int:
+def pages_beside(
+    backend: PagedTriton, layer: AttentionLayer, heads: int, dtype: torch.dtype, device: torch.device
+) -> int:
     """Return how many pages of the copy fit into the buffer with keys and values of so many heads."""
     mla = _mla(layer)
     joined = joins_rotary(backend, layer, dtype, device)
@@ -88,16 +92,18 @@ def pages_beside(backend: Triton, layer: AttentionLayer, heads: int, dtype: torc
 
 
 def prompt_tile(
-    backend: Triton, layer: AttentionLayer, dtype: torch.dtype, device: torch.device, tokens: int, rows: int
+    backend: PagedTriton, layer: AttentionLayer, dtype: torch.dtype, device: torch.device, tokens: int, rows: int
 ) -> Hashable:
     """Return what identifies the kernels that attend to expanded keys, besides the number of heads."""
-    hopper = backend.config.gluon and _has_hopper(device)
-    shape = _shape(_geometry(backend, layer, 1, dtype, device), device, hopper)
+    hopper = backend.config.gluon and has_hopper(device)
+    shape = shape_of(_geometry(backend, layer, 1, dtype, device), device, hopper)
     tile = (backend.tiles or Tiles()).prefill(shape, tokens, rows)
     return replace(tile, persistent=False) if isinstance(tile, PromptTile) else tile
 
 
-def _geometry(backend: Triton, layer: AttentionLayer, heads: int, dtype: torch.dtype, device: torch.device) -> Geometry:
+def _geometry(
+    backend: PagedTriton, layer: AttentionLayer, heads: int, dtype: torch.dtype, device: torch.device
+) -> Geometry:
     """Facts by which the tile is chosen. With rotary columns apart, it is one for the columns of each head."""
     mla = _mla(layer)
     joined = joins_rotary(backend, layer, dtype, device)
@@ -110,7 +116,7 @@ def _copied_pages(bounds: Sequence[int]) -> int:
 
 
 def plan_expanded(
-    backend: Triton,
+    backend: PagedTriton,
     layer: AttentionLayer,
     meta: BatchMeta,
     host: HostBounds,
@@ -142,7 +148,7 @@ def plan_expanded(
 
 
 def attend_expanded(
-    backend: Triton,
+    backend: PagedTriton,
     layer: AttentionLayer,
     run: Expanded,
     q_THD: torch.Tensor,
@@ -169,7 +175,7 @@ class _Copies:
 
 
 def _rotary_apart(
-    backend: Triton,
+    backend: PagedTriton,
     layer: AttentionLayer,
     run: Expanded,
     copies: _Copies,
@@ -201,13 +207,13 @@ def _rotary_apart(
             out_THV,
             parts,
             lse,
-            _processors(q_THD.device),
+            processors(q_THD.device),
             copies.rotary_SR,
         )
 
 
 def _whole_keys(
-    backend: Triton,
+    backend: PagedTriton,
     layer: AttentionLayer,
     run: Expanded,
     copies: _Copies,
@@ -237,7 +243,7 @@ def _mla(layer: AttentionLayer) -> MLA:
     return layer.mla
 
 
-def _copy_latents(backend: Triton, layer: AttentionLayer, run: Expanded, dtype: torch.dtype) -> _Copies:
+def _copy_latents(backend: PagedTriton, layer: AttentionLayer, run: Expanded, dtype: torch.dtype) -> _Copies:
     """Copy the run's latents in `dtype`."""
     mla, pool, slots_S = _mla(layer), backend.pools[layer.group], run.slots_S
     latent_SL = slots_S.new_empty(len(slots_S), mla.kv_rank, dtype=dtype)

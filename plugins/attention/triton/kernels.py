@@ -10,6 +10,7 @@ Shapes: M rows of a query tile (tokens x query heads of a kv head), N keys of a 
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -20,6 +21,9 @@ from dovetail.plugins.attention.triton.plan import ITEM
 from dovetail.plugins.attention.triton.ranges import store_range
 from dovetail.plugins.attention.triton.scores import LOG2_E, LOW, add_sink, cap_scores
 from dovetail.plugins.attention.triton.visible import visible
+
+COMPUTE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+"""Formats in which tensor cores multiply."""
 
 
 @triton.jit

@@ -26,7 +26,6 @@ from dovetail.plugins.attention.triton.absorbed import (
     plan_absorbed,
     tile_of,
 )
-from dovetail.plugins.attention.triton.backend import Triton, _has_hopper
 from dovetail.plugins.attention.triton.expanded import (
     Expanded,
     attend_expanded,
@@ -36,11 +35,13 @@ from dovetail.plugins.attention.triton.expanded import (
     plan_expanded,
     prompt_tile,
 )
+from dovetail.plugins.attention.triton.gpu import has_hopper
 from dovetail.plugins.attention.triton.latent_rehearsal import absorbed_steps, decoded_steps, expanded_steps
+from dovetail.plugins.attention.triton.paged import PagedTriton
 
 
 def attend_latents(
-    backend: Triton, layer: AttentionLayer, ctx: AttnCtx, q_THD: torch.Tensor, up_HOL: torch.Tensor
+    backend: PagedTriton, layer: AttentionLayer, ctx: AttnCtx, q_THD: torch.Tensor, up_HOL: torch.Tensor
 ) -> torch.Tensor:
     """Return [T, H * V]."""
     mla = layer.mla
@@ -58,7 +59,7 @@ def attend_latents(
     return out_TC
 
 
-def _plan(backend: Triton, layer: AttentionLayer, ctx: AttnCtx, q_THD: torch.Tensor) -> list[Absorbed | Expanded]:
+def _plan(backend: PagedTriton, layer: AttentionLayer, ctx: AttnCtx, q_THD: torch.Tensor) -> list[Absorbed | Expanded]:
     meta, host, tokens = ctx.meta, ctx.host, len(q_THD)
     mla, rows = layer.mla, len(host.counts)
     assert mla is not None
@@ -89,12 +90,12 @@ def _plan(backend: Triton, layer: AttentionLayer, ctx: AttnCtx, q_THD: torch.Ten
 
 
 def _all_steps(
-    backend: Triton, layer: AttentionLayer, meta: BatchMeta, dtype: torch.dtype, limits: StepLimits
+    backend: PagedTriton, layer: AttentionLayer, meta: BatchMeta, dtype: torch.dtype, limits: StepLimits
 ) -> list[WarmupStep]:
     """Return steps that launch every kernel of the layer."""
     mla, device, kv_dtype = layer.mla, meta.kv_len_B.device, backend.pools[layer.group].planes[LATENT].dtype
     assert mla is not None
-    hopper = backend.config.gluon and _has_hopper(device)
+    hopper = backend.config.gluon and has_hopper(device)
     chain = mla.v_dim <= mla.nope_dim + mla.rope_dim
     most = next((count - 1 for count in range(1, limits.longest + 1) if chain and expands(mla, count)), limits.longest)
 

@@ -1,14 +1,12 @@
-"""Decoder of Llama and related models (Touvron et al. 2023): pre-norm blocks of attention and an MLP.
-
-A block ends in a Partial. The next one begins with `boundary`, which sums it over ranks, adds the residual, normalizes,
-and writes the input format of the next matmul. families.py has the differences between model families.
+"""Decoder of Llama and related models (Touvron et al. 2023): pre-norm blocks of attention and an MLP (block.py).
+families.py has the differences between model families.
 
 Shapes: T tokens, B sampled rows, C hidden channels, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -18,9 +16,7 @@ import torch
 from dovetail.core.checkpoint import open_checkpoint
 from dovetail.core.interfaces import (
     PLAIN,
-    ActFormat,
     BuildContext,
-    Bundle,
     Checkpoint,
     ForwardContext,
     Hidden,
@@ -32,17 +28,10 @@ from dovetail.core.interfaces import (
     MTPLayer,
     Partial,
     Plane,
-    Residual,
-    Rope,
 )
 from dovetail.core.layers import (
-    ColumnParallel,
-    LayerNorm,
     Linear,
     LMHead,
-    NoNorm,
-    RMSNorm,
-    RowParallel,
     Taker,
     VocabParallelEmbedding,
     VocabTable,
@@ -60,145 +49,18 @@ from dovetail.core.layers import (
     without,
 )
 from dovetail.core.memory.sizing import group_layers
-from dovetail.core.ops import gelu, gelu_and_mul, silu_and_mul
 from dovetail.core.ops.latents import latent_planes
 from dovetail.core.ops.rehearsal import rehearsing
 from dovetail.core.startup_notes import note
 from dovetail.plugins.model.config import LlamaConfig
-from dovetail.plugins.model.llama.attention import Attention, defers
+from dovetail.plugins.model.llama.block import Block, norm_of
 from dovetail.plugins.model.llama.experts import SparseMLP, SparseOptions, stacks_of, with_router
 from dovetail.plugins.model.llama.families import mtp_layers, read_model, spec_of
 from dovetail.plugins.model.llama.family import Layout, Names
-from dovetail.plugins.model.llama.latent import LatentAttention
 from dovetail.plugins.model.llama.mtp import LlamaMTPLayer
 
 Tensor = TypeVar("Tensor")
 """Opener or header of a checkpoint tensor."""
-ACTIVATIONS: dict[str, Callable[..., Bundle]] = {
-    "silu_and_mul": silu_and_mul,
-    "gelu_and_mul": gelu_and_mul,
-    "gelu": gelu,
-    "gelu_tanh": partial(gelu, tanh=True),
-}
-
-
-class MLP:
-    def __init__(
-        self,
-        index: int,
-        build: BuildContext,
-        layout: Layout,
-        matrices: tuple[str, ...],
-        channels: int,
-        defers: bool,
-        path: str = "mlp",
-    ) -> None:
-        """`matrices`: names within the layer, of down last. `defers`: as in RowParallel."""
-        spec, bias = build.spec, layout.mlp_bias
-        prefix, path = layout.names.layer.format(index), f"layers.{index}.{path}"
-        *ups, down = (f"{prefix}.{name}" for name in matrices)
-        self.up = ColumnParallel(
-            f"{path}.gate_up" if len(ups) == 2 else f"{path}.up",
-            tuple(ups),
-            build,
-            spec.hidden,
-            (channels,) * len(ups),
-            bias=bias,
-        )
-        self.down = RowParallel(
-            f"{path}.down",
-            down,
-            build,
-            channels,
-            spec.hidden,
-            bias=bias,
-            defers=defers,
-        )
-        self.activation = ACTIVATIONS[layout.activation]
-
-    @property
-    def inputs(self) -> tuple[ActFormat, ...]:
-        """Input formats, for the producer's `emit`."""
-        return self.up.inputs
-
-    @property
-    def linears(self) -> tuple[Linear, ...]:
-        return (self.up, self.down)
-
-    def __call__(self, x: Bundle, ctx: ForwardContext) -> Partial:
-        return self.down(self.activation(self.up(x), emit=self.down.inputs))
-
-
-BlockCalls = Generator[Callable[[], Any], Any, tuple[Any, Residual]]
-"""Type of a block's calls within `Layers`."""
-
-
-class Block:
-    def __init__(
-        self,
-        index: int,
-        build: BuildContext,
-        layout: Layout,
-        group: KVGroup,
-        rope: Rope | None,
-        before: RMSNorm | LayerNorm | None,
-        sparse: SparseOptions,
-    ) -> None:
-        """`before`: norm of the previous block's output before it is added to the residual."""
-        prefix = layout.names.layer.format(index)
-        self.before = before
-        self.boundary, self.parallel = build.collective.boundary, layout.block.parallel
-        self.mlp_boundary = self.boundary
-        # LayerNorm adds the two outputs of a parallel block, except before a sum over ranks.
-        self.adds_later = layout.norm == "layer" and build.collective.size == 1
-        own = [_norm(f"{prefix}.{name}", build, layout) for name in layout.block.norms]
-        after = [_norm(f"{prefix}.{name}", build, layout) for name in layout.block.after]
-        self.norms = [*own, *after]
-        before_both: tuple[Any, Any] = (own[0], own[-1]) if own else (NoNorm(), NoNorm())
-        after_both: tuple[Any, Any] = (after[0], after[1]) if after else (None, None)
-        self.before_attention, self.before_mlp = before_both
-        self.after_attention, self.after = after_both
-        self.attention: Attention | LatentAttention
-        if build.spec.mla is None:
-            self.attention = Attention(index, build, layout, group, rope)
-        else:
-            self.attention = LatentAttention(index, build, layout, group, rope, defers(layout))
-        self.mlp: MLP | SparseMLP
-        if build.spec.moe is None or index < build.spec.moe.dense_layers:
-            matrices = (*layout.names.up, layout.names.down)
-            self.mlp = MLP(index, build, layout, matrices, build.spec.intermediate, defers(layout))
-        else:
-            shared = partial(_shared_mlp, index, layout)
-            self.mlp = SparseMLP(index, build, layout, sparse, shared)
-            if self.mlp.own_rows:
-                self.mlp_boundary = build.collective.own_boundary
-
-    def __call__(self, x: torch.Tensor | Partial, residual: Residual | None, ctx: ForwardContext) -> BlockCalls:
-        return (self._parallel if self.parallel else self._sequential)(x, residual, ctx)
-
-    def _sequential(self, x: torch.Tensor | Partial, residual: Residual | None, ctx: ForwardContext) -> BlockCalls:
-        normed, residual = yield lambda: self.boundary(
-            x, residual, self.before_attention, self.attention.inputs, self.before
-        )
-        x = yield from self.attention.calls(normed, ctx)
-        normed, residual = yield lambda: self.mlp_boundary(
-            x, residual, self.before_mlp, self.mlp.inputs, self.after_attention
-        )
-        if isinstance(self.mlp, SparseMLP):
-            return (yield from self.mlp.calls(normed, ctx)), residual
-        return self.mlp(normed, ctx), residual
-
-    def _parallel(self, x: torch.Tensor | Partial, residual: Residual | None, ctx: ForwardContext) -> BlockCalls:
-        """Run attention and MLP on the same input: one sum over ranks per layer in place of two."""
-        one_norm = self.before_mlp is self.before_attention
-        wanted = tuple(dict.fromkeys(self.attention.inputs + self.mlp.inputs * one_norm))
-        normed, residual = yield lambda: self.boundary(x, residual, self.before_attention, wanted)
-        x = yield from self.attention.calls(normed, ctx)
-        if not one_norm:
-            normed, _ = yield lambda: self.boundary(residual, None, self.before_mlp, self.mlp.inputs)
-        assert isinstance(self.mlp, MLP), "no family has experts in parallel blocks"
-        y = self.mlp(normed, ctx)
-        return Partial(x.values, plus=y.values) if self.adds_later else Partial(x.values + y.values), residual
 
 
 class Llama(Model):
@@ -236,7 +98,7 @@ class Llama(Model):
             group, before = group_of[index], self.blocks[-1].after if self.blocks else None
             rope = local if group.window else full if layout.rotates_full else None
             self.blocks.append(Block(index, build, layout, group, rope, before, self._sparse_options))
-        self.norm = _norm(layout.names.norm, build, layout)
+        self.norm = norm_of(layout.names.norm, build, layout)
 
     @cached_property
     def _kinds(self) -> list[Hashable]:
@@ -366,19 +228,6 @@ class Llama(Model):
         head = () if self.head is None else (self.head,)
         for layer in (*self.tables, *head, *norms, self.norm, *attentions, *self._linears(), *self._sparse()):
             yield from layer.weights()
-
-
-def _shared_mlp(index: int, layout: Layout, build: BuildContext, matrices: tuple[str, ...], channels: int) -> MLP:
-    """Build the MLP of experts that process every token."""
-    return MLP(index, build, layout, matrices, channels, False, "mlp.shared")
-
-
-def _norm(name: str, build: BuildContext, layout: Layout) -> RMSNorm | LayerNorm:
-    # Residuals are divided by the factor: see Llama.layers.
-    eps = layout.eps / layout.factors.block**2
-    if layout.norm == "layer":
-        return LayerNorm(name, build, build.spec.hidden, eps, layout.norm_bias)
-    return RMSNorm(name, build, build.spec.hidden, eps, layout.norm_offset, layout.norm_fp32)
 
 
 def _renamed(tensors: Iterable[tuple[str, Tensor]], layout: Layout) -> Iterator[tuple[str, Tensor]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -41,11 +41,9 @@ from dovetail.core.layers import (
 from dovetail.core.layers.linear import Part
 from dovetail.core.layers.plain import Given
 from dovetail.core.ops import encode
+from dovetail.plugins.model.llama.block import Block
 from dovetail.plugins.model.llama.experts import SparseMLP, stacks_of
 from dovetail.plugins.model.llama.family import Layout
-
-if TYPE_CHECKING:
-    from dovetail.plugins.model.llama.decoder import Block
 
 COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 """Tensors of the layer that are copies of the model's."""

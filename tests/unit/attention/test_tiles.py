@@ -126,7 +126,7 @@ def test_rows_with_drafts(group, tokens, each):
 @pytest.mark.parametrize("narrow", [False, True])
 def test_tiles_of_latents_are_large_for_many_rows_and_fit_each_gpu(narrow, dtype, monkeypatch):
     """Counts of rows at which benchmarks/latents.py has either tile ahead."""
-    monkeypatch.setattr(absorbed, "_processors", lambda device: 132)
+    monkeypatch.setattr(absorbed, "processors", lambda device: 132)
     sizes, device = MLA(1536, 512, 64, 128, 128), torch.device("cpu")
 
     def tile(heads: int, tokens: int, rows: int, shared: int = 227 << 10) -> absorbed.LatentTile:
@@ -144,7 +144,7 @@ def test_tiles_of_latents_are_large_for_many_rows_and_fit_each_gpu(narrow, dtype
 
 
 def test_which_latents_go_to_the_kernels_for_hopper(monkeypatch):
-    monkeypatch.setattr(absorbed, "_processors", lambda device: 132)
+    monkeypatch.setattr(absorbed, "processors", lambda device: 132)
     sizes, bf16, fp16 = MLA(1536, 512, 64, 128, 128), torch.bfloat16, torch.float16
 
     def tile(tokens=1, rows=64, dtype=bf16, kv_dtype=E4M3, mla=sizes, heads=16, **options) -> absorbed.LatentTile:

@@ -17,6 +17,7 @@ from dovetail.core.testing.executor_scripts import quiet
 from dovetail.core.testing.no_gpu import no_gpu
 from dovetail.core.worker.loader import load_rank
 from dovetail.plugins.model.llama import decoder
+from dovetail.plugins.model.llama.block import Block
 
 SMALL = (
     "model=qwen25_7b model.load=dummy model.hf.num_hidden_layers=6 model.hf.hidden_size=448 model.hf.vocab_size=152064 "
@@ -65,12 +66,12 @@ def test_one_layer_of_each_kind_launches_what_all_layers_do(monkeypatch: pytest.
 
     def launched(of_each_kind: bool) -> tuple[set[tuple[str, Any]], int]:
         ran: list[int] = []
-        block = decoder.Block.__call__
+        block = Block.__call__
         with monkeypatch.context() as patched:
             patched.setattr(launch, "keep_shared_memory", lambda device: None)
             patched.setattr(JITFunction, "_do_compile", record)
             patched.setattr(decoder, "rehearsing", lambda: of_each_kind)
-            patched.setattr(decoder.Block, "__call__", lambda self, *args: ran.append(1) or block(self, *args))
+            patched.setattr(Block, "__call__", lambda self, *args: ran.append(1) or block(self, *args))
             variants.clear()
             with no_gpu():
                 load_rank(compose([*base, *words, "+preset=h200_bf16_tp1"]), quiet)

@@ -32,7 +32,8 @@ from dovetail.core.ops.tile_choice import choose
 from dovetail.core.ops.tiles import HOPPER_SHARED, MOST_SHARED_TILES
 from dovetail.core.testing.compiling import GPUS, H200, EmulatedGpu, compiled_for
 from dovetail.plugins.attention.config import TritonConfig
-from dovetail.plugins.attention.triton import absorbed, backend
+from dovetail.plugins.attention.triton import absorbed
+from dovetail.plugins.attention.triton import gpu as gpu_facts
 from dovetail.plugins.attention.triton.capabilities import capabilities
 from dovetail.plugins.collective.symm_mem.collective import FP8
 from dovetail.plugins.quant.int8.format import INT8_TOKEN
@@ -93,7 +94,8 @@ def fresh(tmp_path, monkeypatch) -> Iterator[None]:
     decoding = importlib.import_module(decoded_matmul.__module__)
     cached = (
         *(module.device_facts, module._gpu_name, decoding._device, launch._capable),
-        *(backend._gpu, backend._processors, backend.shared_bytes_of, backend._has_hopper, absorbed._stages_sums),
+        *(gpu_facts.gpu_name, gpu_facts.processors, gpu_facts.shared_bytes_of, gpu_facts.has_hopper),
+        absorbed._stages_sums,
     )
     for one in cached:
         one.cache_clear()

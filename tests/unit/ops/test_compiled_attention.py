@@ -17,7 +17,7 @@ import torch
 
 from dovetail.core.interfaces import HostBounds
 from dovetail.core.testing.compiling import compiled_for_hopper, resources
-from dovetail.plugins.attention.triton.backend import _has_hopper
+from dovetail.plugins.attention.triton.gpu import has_hopper
 
 from .attention_launches import CHUNKS, LONG, MIXED, SCARCE, attention
 from .early_access import touched_before_waiting
@@ -108,5 +108,5 @@ def test_an_unsupported_gluon_is_logged(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "dovetail.plugins.attention.triton.hopper.launch", None)
     monkeypatch.delattr("dovetail.plugins.attention.triton.hopper.launch", raising=False)
     with compiled_for_hopper():
-        assert not _has_hopper.__wrapped__(torch.device("cuda"))
+        assert not has_hopper.__wrapped__(torch.device("cuda"))
     assert "prompts, single tokens and latents use the kernels for all GPUs" in caplog.text

@@ -247,7 +247,7 @@ def attend_decode(
     first_head = unit % TILES * M
     index = gl.program_id(1)
     offset = gl.arange(0, SPAN, gl.SliceLayout(1, COPY))
-    # The plan is older than the preceding kernel (backend.py), and so are all pages except the step's own keys.
+    # The plan is older than the preceding kernel (launch_plan.py), and so are all pages except the step's own keys.
     item = items_ptr + index * ITEM_FIELDS
     row = _load_plan(item)
     first = _load_plan(item + 1)
