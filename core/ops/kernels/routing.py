@@ -13,6 +13,8 @@ from dovetail.core.ops.routing import MIX, SMALL
 
 MIX_0, MIX_1 = tl.constexpr(MIX[0]), tl.constexpr(MIX[1])
 LEAST = tl.constexpr(SMALL)
+LAST = tl.constexpr(-1e30)
+"""Score by which an expert whose score is NaN is selected: after all others. The sum of two is not -inf."""
 
 
 @triton.jit
@@ -81,8 +83,8 @@ def _route(
     choice = scores
     if bias_ptr is not None:
         choice += tl.load(bias_ptr + columns, mask=inside, other=0.0)
-    # A comparison with NaN is false: its experts come last.
-    choice = tl.where(inside & (choice == choice), choice, float("-inf"))
+    # A comparison with NaN is false: its experts come last, and each once, so that NaN is in the weights.
+    choice = tl.where(inside, tl.where(choice == choice, choice, LAST), float("-inf"))
     if GROUPS > 1:
         grouped = _keep_groups(tl.reshape(choice, (BLOCK_G, BLOCK_E)), BLOCK_G, KEPT, BEST, BLOCK_E)
         choice = tl.reshape(grouped, (BLOCK_G * BLOCK_E,))
@@ -91,7 +93,7 @@ def _route(
     weights = tl.zeros((BLOCK_K,), tl.float32)
     for k in tl.static_range(ACTIVE):
         chosen = place == tl.argmax(choice, axis=0).to(tl.int32)
-        # If all are NaN, the first place is chosen; none is ever outside.
+        # Places outside are never better than an expert; a bias of minus infinity makes some equal.
         best = tl.minimum(tl.sum(tl.where(chosen, columns, 0), axis=0), EXPERTS - 1)
         score = tl.sum(tl.where(chosen, scores, 0.0), axis=0)
         experts = tl.where(slot == k, best, experts)

@@ -118,3 +118,25 @@ def test_kernels_equal_float64(rows, heads, count, splits, joins, kv_dtype):
         assert ((got - want).norm(dim=1) / want.norm(dim=1)).max() < 6e-3
     if joins:
         assert not mixed[tokens].any(), "tokens of no row are zeros"
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_nan_stays_nan_in_ranges_that_another_kernel_joins(kv_dtype):
+    """`project_ranges` leaves out ranges whose logarithm is minus infinity, which those without keys have."""
+    heads, broken = 16, 0
+    planes, _ = pages(11, kv_dtype)
+    table = (torch.arange(10) + 1).int().view(2, 5)
+    layer = AttentionLayer(0, 0, 0, heads, heads, DIM, DIM**-0.5, mla=SIZES)
+    tile = LatentTile(16, HOPPER_KEYS, 4, 1, 1, joins=False, hopper=True)
+    items = items_of([70, 70], [1, 1], 2, 1, False)
+    inner_HTL, q_THD = torch.randn(heads, 3, RANK).bfloat16(), torch.randn(3, heads, DIM).bfloat16()
+    inner_HTL[:, broken] = torch.nan
+    parts, lse = torch.zeros(len(items), heads * RANK), torch.zeros(len(items), heads)
+    meta: Any = SimpleNamespace(page_table_BP=table, page_tokens=PAGE)
+    with interpreted_gluon():
+        latents(
+            layer, inner_HTL, q_THD[..., DIM - ROTATED :], planes, meta, tile, items, torch.zeros(len(items)).int(),
+            torch.empty(0, heads, RANK).bfloat16(), parts, lse, 1,
+        )  # fmt: skip
+    assert lse[:2].isnan().all() and lse[2:4].isfinite().all() and parts[2:4].isfinite().all()
+    assert (lse[4] == -torch.inf).all() and not parts[4].any(), "a token of no row"

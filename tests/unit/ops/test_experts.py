@@ -126,6 +126,21 @@ def test_the_kernel_routes_as_the_reference(name, options):
 
 
 @kernels
+@pytest.mark.parametrize("grouped", [{}, {"groups": 4, "kept_groups": 2}], ids=["whole", "groups"])
+def test_no_expert_is_chosen_twice_beside_nan(grouped):
+    """Too few experts have a score: the others come last, and their weights are NaN."""
+    from dovetail.core.ops.kernels.routing import route_triton
+
+    rule = RoutingRule(12, 4, scores="sigmoid", normalize=True, **grouped)
+    logits_TE = torch.randn(3, 12, device=DEVICE)
+    logits_TE[0, 2:11] = torch.nan
+    logits_TE[1] = torch.nan
+    got = route_triton(logits_TE, rule)
+    assert [len(set(experts)) for experts in got.experts_TK.tolist()] == [4, 4, 4]
+    assert got.weights_TK[:2].isnan().all() and got.weights_TK[2].isfinite().all()
+
+
+@kernels
 @pytest.mark.parametrize("tokens", [1, 90])
 def test_tokens_take_copies_in_turn(tokens):
     """Kernel and reference, against a loop; counts are added to those that there are."""

@@ -137,7 +137,8 @@ def _finish(acc, total, m, staging, output, items_ptr, index, unit, first, count
         columns = gl.arange(0, L, gl.SliceLayout(1, ACC))[:, None]
         to = (part + query).to(gl.int64) * H + head
         gl.store(part_ptr + (to * L)[None, :] + columns, acc, mask=exists[None, :])
-        gl.store(lse_ptr + to, gl.where(total > 0, m + gl.log2(total), float("-inf")), mask=exists)
+        # NaN stays NaN: project_ranges does not read results whose logarithm is minus infinity.
+        gl.store(lse_ptr + to, gl.where(total == 0, float("-inf"), m + gl.log2(total)), mask=exists)
         if JOIN:
             splits = gl.load(items_ptr + index * ITEM_FIELDS + 9)
             first_item = gl.load(items_ptr + index * ITEM_FIELDS + 10)
