@@ -106,11 +106,10 @@ def read_rope(
             high=high,
             truncate=options.flag("truncate", True),
             attention_factor=options.number("attention_factor", _yarn_attention(options, factor)),
-            score_factor=_mscale(factor, options.number("mscale_all_dim")) ** 2
-            if options.get("mscale_all_dim")
-            else 1.0,
+            score_factor=_score_factor(options, factor),
         )
     rope["factor"] = options.number("factor")
+    rope["score_factor"] = _score_factor(options, rope["factor"])
     if kind == "linear":
         return RopeConfig(**rope)
     low, high = options.number("low_freq_factor"), options.number("high_freq_factor")
@@ -176,6 +175,10 @@ def _yarn_attention(options: ConfigJson, factor: float) -> float:
     if options.get("mscale") and options.get("mscale_all_dim"):
         return _mscale(factor, options.number("mscale")) / _mscale(factor, options.number("mscale_all_dim"))
     return _mscale(factor, 1.0)
+
+
+def _score_factor(options: ConfigJson, factor: float) -> float:
+    return _mscale(factor, options.number("mscale_all_dim")) ** 2 if options.get("mscale_all_dim") else 1.0
 
 
 def _mscale(factor: float, strength: float) -> float:

@@ -38,8 +38,8 @@ def read_ignored(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-Way = Literal["names", "substrings", "wildcards"]
-"""How entries match: as a name or "re:" pattern, as a part of the name, or with the wildcard *."""
+Way = Literal["names", "modules", "substrings", "wildcards"]
+"""How entries match: as a name or "re:" pattern, as in transformers 5, as a part of it, or with the wildcard *."""
 
 
 def skips(ignored: tuple[str, ...], names: tuple[str, ...], path: str, way: Way = "names") -> bool:
@@ -65,8 +65,23 @@ def _matches(name: str, entry: str) -> bool:
         raise wrong("ignore", entry, f"it is not a pattern: {error}") from None
 
 
+def _in_module(name: str, entry: str) -> bool:
+    """Whether an entry has whole words of the name, or its end, or is a pattern for its beginning up to a dot."""
+    if (words := entry.strip(".")) and (f".{words}." in f".{name}." or name.endswith(entry)):
+        return True
+    if not _SPECIAL.search(entry) or not _PATTERN.fullmatch(entry) or _REPEATED_GROUP.search(entry):
+        return False
+    try:
+        return re.match(rf"(?:{entry})(?:(?<=\.)|(?=\.|$))", name) is not None
+    except re.error:
+        return False
+
+
+_SPECIAL = re.compile(r"[\\*^$|()]")
+"""Characters that names do not have."""
 WAYS: dict[Way, Callable[[str, str], bool]] = {
     "names": _matches,
+    "modules": _in_module,
     "substrings": lambda name, entry: entry in name,
     # ModelOpt lists modules; their children are excluded, too.
     "wildcards": lambda name, entry: fnmatchcase(name, entry) or fnmatchcase(name, f"{entry}.*"),

@@ -99,6 +99,35 @@ def test_one_scale_a_matrix_and_static_inputs(tmp_path):
     assert (got - plain).norm() < 1.5 * (on_the_fly - plain).norm()
 
 
+@pytest.mark.parametrize(
+    ("entries", "kept"),
+    [
+        (["lm_head", "model.layers.0.mlp.gate"], ()),
+        (["gate"], ()),
+        (["mlp.gate.", "model.layers.1."], ("model.layers.1.",)),
+        (["model.layers.1"], ("model.layers.1.",)),
+        (["self_attn"], tuple(f"model.layers.{layer}.self_attn" for layer in range(11))),
+        (["model.layers.*.self_attn"], tuple(f"model.layers.{layer}.self_attn" for layer in range(11))),
+        (["o_proj", "model.(layers"], tuple(f"model.layers.{layer}.self_attn.o" for layer in range(11))),
+    ],
+)
+def test_modules_to_not_convert_are_those_of_transformers(entries, kept, tmp_path):
+    """Whole words of a name: gate is not gate_proj, and layer 1 not layer 10."""
+    save_random(tmp_path, "gqa", num_hidden_layers=11)
+    matrices = [n for file in tmp_path.glob("*.safetensors") for n in load_file(file) if n.endswith("_proj.weight")]
+    names = [name.removesuffix(".weight") for name in matrices if name.startswith(kept or "-")]
+    stated = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    quantize(tmp_path, {**stated, "ignored_layers": names}, tensor=True, kept=kept)
+    expected = logits(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {**stated, "modules_to_not_convert": entries}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert torch.equal(logits(tmp_path), expected)
+    # A key that is null is as good as none.
+    config["quantization_config"]["ignored_layers"] = None
+    assert read_stored(config).ignored == tuple(entries)
+
+
 MATRICES = ("_proj.weight", "_mqa.weight", "fc_in.weight", "fc_out.weight")
 BLOCKS = {
     "quant_method": "fp8",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -14,6 +16,9 @@ from dovetail.core.layers import build_rope
 from dovetail.core.rope import KINDS
 from dovetail.core.startup_notes import collect_notes
 from dovetail.plugins.model.llama.families import read_model
+
+from .checkpoints import SHAPE as CHECKPOINT_SHAPE
+from .checkpoints import VARIANTS
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"],
@@ -74,6 +79,22 @@ def test_table_equals_transformers(scaling, place):
     assert cos.shape[-1] == rope.dim
     # Angles go up to 600, where the last bit of a float32 frequency makes 4e-5.
     torch.testing.assert_close(build_rope(rope, 600, torch.device("cpu")).table, expected, atol=1e-4, rtol=0)
+
+
+FLAT = [name for name, (family, _) in VARIANTS.items() if family not in ("Gemma2", "Gemma3", "Phi3", "GPTJ", "Olmo3")]
+
+
+@pytest.mark.parametrize("variant", {VARIANTS[name][0]: name for name in FLAT}.values())
+@pytest.mark.parametrize("stated", [{}, {"rope_parameters": None}])
+def test_a_config_without_rotary_keys_has_the_defaults_of_its_class(variant, stated):
+    family, options = VARIANTS[variant]
+    kept = {key: value for key, value in options.items() if not key.startswith(("rope_", "partial_"))}
+    theirs = getattr(transformers, f"{family}Config")(**{**CHECKPOINT_SHAPE, **kept})
+    hf = json.loads(theirs.to_json_string(use_diff=False)) | {"architectures": [f"{family}ForCausalLM"]}
+    rope = read_model({key: value for key, value in hf.items() if key != "rope_parameters"} | stated, "here")[1].rope
+    expected = theirs.rope_parameters
+    assert (rope.theta, rope.kind) == (expected["rope_theta"], expected["rope_type"])
+    assert rope.factor == expected.get("factor", 1.0)
 
 
 def test_every_kind_is_compared():

@@ -11,6 +11,7 @@ from dovetail.plugins.model.llama import layer_types
 from dovetail.plugins.model.llama.family import BlockLayout, ConfigKeys, Factors, Family, attention_bias
 
 THETA = 500000.0
+"""Default base of Cohere. That of Cohere 2 is the usual one."""
 
 
 def _ropes(config: ConfigJson, head_dim: int, max_len: int) -> tuple[RopeConfig, RopeConfig]:
@@ -40,5 +41,5 @@ _COHERE = Family(
 )
 FAMILIES = {
     "CohereForCausalLM": _COHERE,
-    "Cohere2ForCausalLM": replace(_COHERE, windows=_windows, rotates_full=False),
+    "Cohere2ForCausalLM": replace(_COHERE, windows=_windows, rotates_full=False, ropes=None),
 }

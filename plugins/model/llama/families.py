@@ -58,7 +58,7 @@ def _rotary_dim(config: ConfigJson, head_dim: int, default: float) -> int:
     """Read partial_rotary_factor, which may be among the parameters of the rotary embedding."""
     stated = config.section("rope_parameters", "rope_scaling")
     where = config if stated.get("partial_rotary_factor") is None else stated
-    return max(2, int(head_dim * where.number("partial_rotary_factor", default, at_most=1.0)) // 2 * 2)
+    return int(head_dim * where.number("partial_rotary_factor", default, at_most=1.0))
 
 
 def _half_by_default(config: ConfigJson, head_dim: int) -> int:
@@ -179,6 +179,7 @@ FAMILIES: dict[str, Family] = {
         interleaved=True,
     ),
     "MixtralForCausalLM": Family(
+        defaults={"rope_theta": 1e6},
         windows=lambda config, layers: (config.count("sliding_window", 0, at_least=0),) * layers,
         experts=read_mixtral,
         eps=1e-5,
@@ -361,7 +362,8 @@ def _text_of(config: ConfigJson, family: Family) -> ConfigJson:
     own = config.section(family.text).values if family.text else config.values
     # Generation is configured for the whole model.
     shared = {key: config.get(key) for key in _SHARED if config.get(key) is not None}
-    return ConfigJson({**family.defaults, **own, **shared}, config.where)
+    missing = {key: value for key, value in family.defaults.items() if own.get(key) is None}
+    return ConfigJson({**own, **missing, **shared}, config.where)
 
 
 _SHARED = ("architectures", "bos_token_id", "eos_token_id", "dtype", "torch_dtype")

@@ -109,14 +109,14 @@ def _fp8(config: Mapping[str, Any]) -> Stored:
     if scheme not in ("static", "dynamic"):
         raise wrong("activation_scheme", scheme, "there are static, dynamic")
     blocks = config.get("weight_block_size") is not None
-    # AutoFP8 lists names, transformers parts of names.
-    key = "ignored_layers" if "ignored_layers" in config else "modules_to_not_convert"
+    # AutoFP8 lists names, transformers modules.
+    key = "modules_to_not_convert" if config.get("ignored_layers") is None else "ignored_layers"
     return Stored(
         block=_block(config, "weight_block_size") if blocks else MATRIX,
         scale="weight_scale_inv" if blocks else "weight_scale",
         input_scales=scheme == "static",
         ignored=read_ignored(config, key),
-        way="names" if key == "ignored_layers" else "substrings",
+        way="names" if key == "ignored_layers" else "modules",
     )
 
 

@@ -237,6 +237,7 @@ DEEPSEEK = compose(["model=deepseek_v3"], app="generate").part("model").config.h
             {"layer_types": ["full_attention"]},
             "layer_types is .*it must be a list of 3 of full_attention",
         ),
+        (GLM4_MOE, {"head_dim": 22}, "rotary positions take 11 of 22 dimensions of a head"),
         (GPT_OSS, {"swiglu_limit": 0}, "swiglu_limit is 0; it must be from 1e-12"),
         (GLM4_MOE, {"n_group": 3}, "n_group is 3; it must divide 8 experts"),
         (GLM4_MOE, {"n_group": 4, "topk_group": 1}, "topk_group is 1; .*fewer than 4 experts"),
@@ -300,6 +301,15 @@ def test_yarn_scales_scores_of_compressed_attention_alone():
     _, layout = read_model(scaled, "here")
     assert layout.rope.score_factor == pytest.approx(factor) and layout.score_scale == layout.score_scale
     assert layout.score_scale == read_spec(scaled, "here").head_dim ** -0.5
+
+
+def test_any_scaling_scales_scores_of_compressed_attention():
+    """As in transformers and in the code of DeepSeek."""
+    factor = (0.1 * 0.7 * math.log(4) + 1) ** 2
+    linear = {"rope_type": "linear", "factor": 4.0, "mscale_all_dim": 0.7}
+    for scaling in (linear, {**linear, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}):
+        layout = read_model({**DEEPSEEK, "rope_parameters": scaling}, "here")[1]
+        assert layout.score_scale == pytest.approx(192**-0.5 * factor)
 
 
 def test_latents_share_no_rank_and_take_656_bytes_in_eight_bits():
