@@ -224,6 +224,8 @@ def expert_conflicts(composition: Composition, spec: ModelSpec) -> list[str]:
             there = f"the {all_ranks} ranks of {composition.lanes} lanes with engine.tp={engine.tp} each"
         return [f"engine.ep={ep} does not divide {there}. Would work: {', '.join(works)}."]
     if not placement.spreads and ep > 1:
+        if composition.lanes > 1:
+            return []  # placement_conflicts names the placements that run in lanes
         spread = ", ".join(f"experts={name}" for name in spreading(composition))
         return [
             f"experts={part.name} has every expert on each rank, and engine.ep={ep} spreads them. Would work: "

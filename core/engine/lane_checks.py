@@ -28,7 +28,7 @@ def placement_conflicts(composition: Composition) -> Iterator[str]:
     if "experts" not in composition.parts or composition.lanes == 1:
         return
     part = composition.part("experts")
-    if part.target().rows != "own":
+    if part.build().rows != "own":  # an option may decide it
         works = [f"experts={name}" for name in _of_own_rows(composition)]
         yield (
             f"experts={part.name} needs every row of a step on each rank, and the {composition.lanes} lanes that "

@@ -23,13 +23,13 @@ from dovetail.core.interfaces import SamplingParams
 
 __all__ = ["EngineRunContract"]
 
-SMALL = ("model=tiny", "engine.device=cpu", "engine.max_len=48", "engine.max_seqs=4", "engine.token_budget=32")
+SMALL = ("engine.device=cpu", "engine.max_len=48", "engine.max_seqs=4", "engine.token_budget=32")
 FEW_PAGES = ("engine.kv_pages=8",)
 """Fewer than four sequences of the longest length need: some are preempted, unless the scheduler prevents it."""
 WITH = {
     "collective": ("executor=multiproc", "engine.tp=2"),
     "cost": ("scheduler=deadline",),
-    "experts": ("model=small_moe",),
+    "experts": ("model=small_moe", "executor=multiproc", "engine.tp=2"),
 }
 """Kind -> overrides without which an engine does not call the component."""
 REQUESTS = 7
@@ -47,9 +47,10 @@ class EngineRunContract:
 
     # Drivers
 
-    def composition(self, *more: str) -> Composition:
+    def composition(self, *more: str, model: str = "tiny") -> Composition:
+        """`model`: the bundled model, unless the component is a model or has one of its own in WITH."""
         choice = f"{'+' if KINDS[self.kind].cardinality == 'many' else ''}{self.kind}={self.name}"
-        small = [word for word in SMALL if self.kind not in ("model", "experts") or not word.startswith("model=")]
+        small = [*SMALL, *(() if self.kind in ("model", "experts") else (f"model={model}",))]
         return compose(
             [*small, *more, *WITH.get(self.kind, ()), choice, *self.overrides], app="generate", registry=self.registry
         )
@@ -57,12 +58,25 @@ class EngineRunContract:
     def engine(self, *more: str) -> Engine:
         """Start an engine whose clock counts, so that no decision depends on the speed of this machine."""
         try:
-            engine = start_engine(self.composition(*more))
+            engine = self._started(*more)
         except (CapabilityError, ConfigError) as error:
             pytest.skip(f"it does not run here: {error}")
         ticks = itertools.count()
         engine.clock = lambda: 1e-3 * next(ticks)
         return engine
+
+    def _started(self, *more: str) -> Engine:
+        """Start model=tiny, or model=tiny_moe for a component that needs latents, experts or a layer for multi-token
+        prediction."""
+        try:
+            return start_engine(self.composition(*more))
+        except (CapabilityError, ConfigError) as error:
+            if self.kind in ("model", "experts"):
+                raise
+            try:
+                return start_engine(self.composition(*more, model="tiny_moe"))
+            except (CapabilityError, ConfigError):
+                raise error from None
 
     def serve(self, engine: Engine, aborted: Sequence[int] = ()) -> dict[int, list[int]]:
         """Run sampled requests to their end and return the outputs by request. Each of `aborted` is dropped two steps

@@ -6,7 +6,7 @@ channels, F channels of an expert.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -14,7 +14,25 @@ import torch.nn.functional as F
 
 from dovetail.core.arithmetic import ceil_div
 from dovetail.core.errors import ConfigError
-from dovetail.core.interfaces import SWIGLU, Collective, ExpertPlacement, ModelSpec, Partial, Routing
+from dovetail.core.interfaces import (
+    PLAIN,
+    SWIGLU,
+    ActFormat,
+    Activation,
+    Collective,
+    ExpertBias,
+    ExpertMethod,
+    ExpertPart,
+    ExpertPlacement,
+    ExpertShape,
+    GatedActivation,
+    LinearMethod,
+    LinearShape,
+    ModelSpec,
+    Partial,
+    Quantizer,
+    Routing,
+)
 from dovetail.core.interfaces.expert import PARTS
 from dovetail.core.layers import Experts, load_weights
 from dovetail.core.layers.expert_slots import layouts_of, rebalanced_by
@@ -23,9 +41,10 @@ from dovetail.core.testing.host_sync import NoHostSync
 from dovetail.core.testing.model_driver import Alone, Lazy, build_context
 from dovetail.core.testing.numeric import poisoned_memory
 from dovetail.core.testing.rank_threads import on_threads
+from dovetail.core.testing.reference import build
 from dovetail.core.worker.expert_moves import ExpertBalancer
 
-EXPERTS, HIDDEN, CHANNELS = 8, 16, 8
+EXPERTS, HIDDEN, CHANNELS, GROUP = 8, 16, 8, 8
 
 _Input = tuple[torch.Tensor, Routing, torch.Tensor]
 """States of a step's tokens, their routing, and the exact sums."""
@@ -69,6 +88,12 @@ class ExpertsContract:
         experts_TK = torch.tensor([[-1, -1], [5, 2], [-1, -1], [0, -1], [7, 1], [-1, -1], [3, 6]])
         self._check(experts_TK, "tokens without experts", poisoned=(0, 2, 5))
         self._check(torch.full((5, 2), -1), "no token has experts", poisoned=range(5))
+
+    def test_scales_go_with_their_rows(self) -> None:
+        """Quantizers choose the format of the rows: here with scales of groups of channels, in order of columns."""
+        for tokens in (1, 4, 9):
+            experts_TK = (torch.arange(3 * tokens).view(tokens, 3) * 5) % EXPERTS
+            self._check(experts_TK, f"{tokens} rows with scales", quantizer=_ScaledRows(None))
 
     def test_biases_count_once(self) -> None:
         self._check(torch.tensor([[1, 4], [6, 0], [2, -1], [7, 3], [5, 1]]), "with biases", bias=True)
@@ -157,11 +182,12 @@ class ExpertsContract:
         steps: Sequence[torch.Tensor] = (),
         poisoned: Sequence[int] = (),
         bias: bool = False,
+        quantizer: Quantizer | None = None,
     ) -> None:
         """Compare the sums with float64 ones, on each layout. `steps`: routings of consecutive steps of one layer."""
         inputs = [self._input(step, poisoned, bias) for step in steps or (experts_TK,)]
         for ranks, size in self._layouts():
-            found = on_threads(ranks, partial(self._run, size=size, inputs=inputs, bias=bias))
+            found = on_threads(ranks, partial(self._run, size=size, inputs=inputs, bias=bias, quantizer=quantizer))
             self._compare(found, inputs, f"{what}: {ranks} ranks (engine.ep={size})")
 
     def _input(self, experts_TK: torch.Tensor, poisoned: Sequence[int] = (), bias: bool = True) -> _Input:
@@ -181,10 +207,12 @@ class ExpertsContract:
                 near = torch.allclose(got_TC.double(), exact_TC, rtol=1e-4, atol=1e-5)
                 assert near, f"{where}: expected {exact_TC}, got {got_TC}"
 
-    def _run(self, collective: Collective, size: int, inputs: Sequence[_Input], bias: bool) -> list[torch.Tensor]:
+    def _run(
+        self, collective: Collective, size: int, inputs: Sequence[_Input], bias: bool, quantizer: Quantizer | None
+    ) -> list[torch.Tensor]:
         """Return the sums for all tokens of each step, on one rank."""
         placement = self.make()
-        return self._sums(placement, self._layer(placement, collective, size, bias), inputs)
+        return self._sums(placement, self._layer(placement, collective, size, bias, quantizer), inputs)
 
     def _sums(
         self,
@@ -213,10 +241,17 @@ class ExpertsContract:
                 found.append(rows)
         return found
 
-    def _layer(self, placement: ExpertPlacement, collective: Collective, size: int, bias: bool) -> Experts:
+    def _layer(
+        self,
+        placement: ExpertPlacement,
+        collective: Collective,
+        size: int,
+        bias: bool,
+        quantizer: Quantizer | None = None,
+    ) -> Experts:
         placement.bind(collective, size)
         spec = ModelSpec("none", 1, 1, 1, 1, 1, 1, 1, 1, "float32")
-        build = build_context(spec, collective=collective, placement=placement)
+        build = build_context(spec, collective=collective, placement=placement, quantizer=quantizer)
         names = [(f"{e}.gate", f"{e}.up", f"{e}.down") for e in range(EXPERTS)]
         with poisoned_memory():
             layer = Experts("layers.0.mlp.experts", names, build, HIDDEN, CHANNELS, bias=bias)
@@ -230,6 +265,65 @@ class ExpertsContract:
             load_weights(layer.weights(), ((name, partial(Lazy, tensor)) for name, tensor in tensors.items()))
             layer.finish()
         return layer
+
+
+def _in_groups(x_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Divide by a power of two for each group, which is exact, and another one for each row."""
+    groups_TGC = x_TC.unflatten(1, (-1, GROUP))
+    scale_TG = (4 * groups_TGC[..., 0]).round().clamp(-8, 8).exp2()
+    return (groups_TGC / scale_TG[..., None]).flatten(1), scale_TG
+
+
+SCALED = ActFormat("scaled", torch.float32, group=GROUP, scale_layout="column", reference=_in_groups)
+
+
+class _ScaledMethod(ExpertMethod):
+    """Plain experts of rows with scales."""
+
+    input = SCALED
+
+    def __init__(self, plain: ExpertMethod) -> None:
+        self.plain = plain
+
+    def create(self, shape: ExpertShape, device: torch.device) -> dict[str, torch.Tensor]:
+        return self.plain.create(shape, device)
+
+    def load(
+        self, params: dict[str, torch.Tensor], expert: int, part: ExpertPart, tensors: Mapping[str, torch.Tensor]
+    ) -> None:
+        self.plain.load(params, expert, part, tensors)
+
+    def finish(self, params: dict[str, torch.Tensor]) -> None:
+        self.plain.finish(params)
+
+    def apply(
+        self,
+        params: dict[str, torch.Tensor],
+        x: Activation,
+        routing: Routing,
+        activation: GatedActivation = SWIGLU,
+        bias: ExpertBias | None = None,
+    ) -> torch.Tensor:
+        rows, groups = len(x.values), x.values.shape[1] // GROUP
+        assert x.format is SCALED, f"dispatch must keep the format of its rows, got {x.format.name}"
+        found = None if x.scale is None else tuple(x.scale.shape)
+        assert x.scale is not None and found == (rows, groups), (
+            f"dispatch must move scales with their rows: {rows} rows have scales of shape {found}, not {(rows, groups)}"
+        )
+        assert x.scale.t().is_contiguous(), "dispatch must keep the order of scales (ActFormat.scale_layout)"
+        values = x.values.unflatten(1, (-1, GROUP)) * x.scale[..., None]
+        return self.plain.apply(params, Activation(PLAIN, values.flatten(1)), routing, activation, bias)
+
+
+class _ScaledRows(Quantizer):
+    """Plain weights; rows have a scale for each group of channels."""
+
+    def linear(self, path: str, shape: LinearShape) -> LinearMethod:
+        method: LinearMethod = build("quant", "none").linear(path, shape)
+        return method
+
+    def experts(self, path: str, shape: ExpertShape) -> ExpertMethod:
+        return _ScaledMethod(build("quant", "none").experts(path, shape))
 
 
 def _matrices(expert: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import pytest
 import torch
 
 from dovetail.core.interfaces import (
@@ -26,7 +27,7 @@ from dovetail.core.layers.looped_experts import LoopedExperts, linear_shapes
 from dovetail.core.ops import encode
 from dovetail.core.testing.host_sync import NoHostSync
 from dovetail.core.testing.model_driver import Alone, Lazy, build_context
-from dovetail.core.testing.numeric import poisoned_memory
+from dovetail.core.testing.numeric import TOLERANCE, assert_near, poisoned_memory, same_bits
 
 EXPERTS = 4
 CLAMPED = GatedActivation(alpha=1.702, limit=1.0, offset=1.0)
@@ -142,6 +143,28 @@ class ExpertTests:
         one, other = (self._apply(layer, x_TC, routing, bias=layer.bias).double() for layer in (first, second))
         self._check(one + other, matrices.exact(x_TC, routing, SWIGLU, matrices.bias), factor=3.0)
 
+    def test_experts_load_in_any_order(self) -> None:
+        """Files are read by name: `down` before `gate`, and expert 10 before expert 2."""
+        (first, _), (other, _) = self._experts(torch.float32), self._experts(torch.float32, backwards=True)
+        x_TC, routing = self._x(5, first.shape.hidden), self._routing([[1, 0], [2, 3], [-1, 0], [0, 2], [3, 1]])
+        results = [self._apply(layer, x_TC, routing) for layer in (first, other)]
+        assert same_bits(*results), "the matrices of experts may load in any order, but the result depends on it"
+
+    def test_rows_of_experts_are_independent(self) -> None:
+        """A token's result does not depend on the other tokens, however large they are."""
+        if not self.rows_independent:
+            pytest.skip("rows_independent = False")
+        for dtype in self.dtypes:
+            layer, _ = self._experts(dtype)
+            x_TC, routing = self._x(9, layer.shape.hidden, dtype), self._routing([[1, 0], [0, 1], [3, 1]] * 3)
+            x_TC[1::2] *= 1000
+            together = self._apply(layer, x_TC, routing)
+            for row in range(len(x_TC)):
+                one = Routing(routing.experts_TK[row : row + 1], routing.weights_TK[row : row + 1])
+                alone = self._apply(layer, x_TC[row : row + 1], one)
+                what = f"the experts of row {row} in a batch (set rows_independent = False if a batch shares one scale)"
+                assert_near(together[row : row + 1], alone, 2 * TOLERANCE[dtype], what)
+
     def test_stacked_experts_can_be_copied(self) -> None:
         """Experts that exchange their entries exchange their results (ExpertMethod.stacked)."""
         layer, matrices = self._experts(torch.float32)
@@ -202,8 +225,11 @@ class ExpertTests:
         with poisoned_memory():
             return layer.method.apply(layer.params, x, routing, activation, bias)
 
-    def _experts(self, dtype: torch.dtype, rank: int = 0, size: int = 1) -> tuple[Experts, _Matrices]:
-        """Return a layer of one rank and what it was loaded from, which is equal for all ranks."""
+    def _experts(
+        self, dtype: torch.dtype, rank: int = 0, size: int = 1, backwards: bool = False
+    ) -> tuple[Experts, _Matrices]:
+        """Return a layer of one rank and what it was loaded from, which is equal for all ranks. `backwards`: the last
+        tensor is loaded first."""
         inputs = [inp for inp, _ in self.shapes]
         hidden, channels = max(inputs), 3 * min(inputs)
         if "_matrices" not in vars(self):
@@ -229,7 +255,8 @@ class ExpertTests:
                         stored[f"{expert}.{part}.{name}"] = tensor
                 biases = (*matrices.bias.up[expert].chunk(2), matrices.bias.down[expert])
                 stored |= {f"{expert}.{part}.bias": bias for part, bias in zip(PARTS, biases, strict=True)}
-            load_weights(layer.weights(), ((name, partial(Lazy, tensor)) for name, tensor in stored.items()))
+            order = reversed(stored) if backwards else stored
+            load_weights(layer.weights(), ((name, partial(Lazy, stored[name])) for name in order))
             layer.finish()
         return layer, matrices
 

@@ -15,12 +15,12 @@ import torch
 
 from dovetail.core.interfaces import CatchUp, Drafter, ModelSource, ModelSpec, TargetView
 from dovetail.core.testing.draft_bench import Bench, Guesses, Histories
+from dovetail.core.testing.draft_target import FIRST_GROUP, target_with_mtp
 from dovetail.core.testing.draft_verification import verify_by_rejection
 from dovetail.core.testing.host_sync import NoHostSync
 from dovetail.core.testing.model_driver import build_context
 
 HIDDEN = 8
-FIRST_GROUP = 3
 
 
 class DrafterContract:
@@ -28,6 +28,9 @@ class DrafterContract:
 
     vocab = 8
     """Vocabulary size of the target; small, so that counting can distinguish distributions."""
+    mtp = False
+    """Whether the target has a layer for multi-token prediction (`TargetView.mtp_layer`). It is then a small DeepSeek
+    V3 with random weights."""
     slots = 6
     max_len = 40
 
@@ -37,6 +40,8 @@ class DrafterContract:
 
     def target(self, slots: int) -> TargetView:
         """Return the argument of `bind`. Override for a drafter that needs another target."""
+        if self.mtp:
+            return target_with_mtp(self.vocab, slots, self.max_len)
         generator = torch.Generator().manual_seed(1)
         table_VC = torch.randn(self.vocab, HIDDEN, generator=generator)
         spec = ModelSpec("small", self.vocab, 2, HIDDEN, 2, 2, HIDDEN // 2, HIDDEN, self.max_len, "float32")

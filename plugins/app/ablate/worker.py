@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dovetail.core.errors import CapabilityError, CapacityError, DovetailError
@@ -53,17 +54,25 @@ def _serve(control_fd: int, parent: int, work: Callable[[Mapping[str, Any], Chan
         sys.exit(1)
 
 
-def _check(order: Mapping[str, Any], control: Channel) -> dict[str, Any]:
+def check_replicas(composition: Composition) -> None:
+    """Raise an error if this host cannot run a replica, or a lane, of the composition."""
+    from dovetail.core.compose.composition import Lane
     from dovetail.core.engine.checks import check_fit
     from dovetail.core.frontend.replicas import replica_compositions
+
+    count = composition.engine.lanes
+    for number, replica in enumerate(replica_compositions(composition)):
+        check_fit(replica if count == 1 else replace(replica, lane=Lane(number, count, "")))
+
+
+def _check(order: Mapping[str, Any], control: Channel) -> dict[str, Any]:
     from dovetail.plugins.app.bench.record import machine
 
     if order.get("machine"):
         return machine()
     try:
         composition = recompose(order)
-        for replica in replica_compositions(composition):
-            check_fit(replica)
+        check_replicas(composition)
         runs = _runs(composition, order, control)
         name, workload = order["workload"], composition.part("workload").build()
         runs.check(name, workload)

@@ -63,6 +63,10 @@ def print_card(card: Mapping[str, Any]) -> None:
             others = f", and {len(tests) - 1} others for the same reason" if len(tests) > 1 else ""
             what = escape(f"{group['title']}: {sentence(tests[0])}{others}")
             out.print(f"[bold red]failed[/] {what}\n  {escape(reason)}")
+    for group in card["groups"]:
+        found = counts(group)
+        if found["skipped"] and not found["passed"] and not found["failed"]:
+            out.print(f"[yellow]not tested[/] {escape(group['title'])}\n  {escape(group['tests'][0]['reason'])}")
     if rows := [row for benchmark in card["benchmarks"] for row in benchmark["rows"]]:
         table = figures_table(
             f"ratios, {card['confidence']:.0%} intervals", "variant", ("against", *HEADS.values(), "equal tokens")

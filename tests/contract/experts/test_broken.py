@@ -99,6 +99,30 @@ class SumsTwice(Sound):
         return Partial(self.ranks.all_reduce(y_RC))
 
 
+class ForgetsScales(Sound):
+    """Gathers rows, and leaves their scales as they are."""
+
+    rows = "own"
+
+    def dispatch(self, x: Activation, routing: Routing, slots: ExpertSlots) -> Dispatched:
+        values, experts, weights = self.ranks.gather_rows([x.values, routing.experts_TK, routing.weights_TK])
+        return Dispatched(replace(x, values=values), slots.here(Routing(experts, weights)))
+
+    def combine(self, y_RC: torch.Tensor, sent: Dispatched) -> torch.Tensor:
+        return self.ranks.reduce_rows(y_RC)
+
+
+class ReordersScales(ForgetsScales):
+    """Gathers the scales, too, in order of rows, whatever that of the format is."""
+
+    def dispatch(self, x: Activation, routing: Routing, slots: ExpertSlots) -> Dispatched:
+        sent = super().dispatch(x, routing, slots)
+        if x.scale is None:
+            return sent
+        (scale,) = self.ranks.gather_rows([x.scale])
+        return replace(sent, x=replace(sent.x, scale=scale.contiguous()))
+
+
 class Moves(Sound):
     """Experts dealt in turn, none twice."""
 
@@ -138,6 +162,7 @@ BROKEN: dict[str, list[type[Sound]]] = {
     ],
     "test_nothing_is_dropped_when_all_tokens_have_the_same_experts": [HasRoomForFour],
     "test_tokens_without_experts_give_zeros": [TakesTheLastForNone],
+    "test_scales_go_with_their_rows": [ForgetsScales, ReordersScales],
     "test_biases_count_once": [MultipliesEachCopy],
     "test_steps_of_other_sizes_leave_nothing_behind": [KeepsRows],
     "test_it_does_not_wait_for_the_device": [Counts],

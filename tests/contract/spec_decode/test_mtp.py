@@ -94,7 +94,7 @@ class TestMTP(DrafterContract):
         # After a prefix hit it lacks the state of the last cached token.
         ({"follows_features": False}, "test_pages_of_a_shared_prefix_serve_as_its_own"),
         # It takes the state of a token for the one before it.
-        ({"feature": lambda self, hidden: _later(hidden)}, "test_chunks_of_a_prompt_change_no_draft"),
+        ({"features_of": lambda self, hidden: (_later(hidden),)}, "test_chunks_of_a_prompt_change_no_draft"),
     ],
 )
 def test_a_drafter_that_loses_states_is_rejected(fault: dict[str, Any], test: str) -> None:

@@ -14,12 +14,13 @@ import pytest
 
 from dovetail.core.compose import compose
 from dovetail.core.compose.cli import main
+from dovetail.core.errors import CapabilityError
 from dovetail.core.interfaces import TimedRequest
 from dovetail.core.parallel.process import order_for
 from dovetail.plugins.app.ablate import app as app_module
 from dovetail.plugins.app.ablate import host as host_module
 from dovetail.plugins.app.ablate.children import Child, Failure, Phase
-from dovetail.plugins.app.ablate.worker import _load
+from dovetail.plugins.app.ablate.worker import _load, check_replicas
 from dovetail.plugins.app.bench.config import RunsConfig
 from dovetail.plugins.app.bench.metrics import Timeline
 from dovetail.plugins.app.bench.runs import Runs
@@ -205,6 +206,14 @@ def test_mistakes_that_only_the_host_can_find(fake: type[FakeChild], capsys: pyt
     fake.tricks["paged", -1] = fake.tricks["radix", -1] = {"unfit": "needs a GPU", "requests": None}
     assert main(list(VARY)) == 2, "with nothing to compare"
     assert "kv_cache=radix: needs a GPU" in capsys.readouterr().err
+
+
+def test_lanes_can_be_varied() -> None:
+    """A lane is no replica that spreads its experts alone."""
+    lanes = ("app=generate", "model=small_moe", "engine.device=cpu", "engine.dp=2", "engine.ep=2")
+    check_replicas(compose([*lanes, "experts=gather"]))
+    with pytest.raises(CapabilityError, match="experts=whole needs every row"):
+        check_replicas(compose([*lanes, "experts=whole"]))
 
 
 @pytest.mark.nightly

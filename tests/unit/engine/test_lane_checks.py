@@ -10,6 +10,7 @@ from dovetail.core.compose import compose
 from dovetail.core.compose.composition import Lane
 from dovetail.core.engine.checks import check_fit
 from dovetail.core.errors import DovetailError
+from dovetail.core.interfaces import ExpertPlacement
 
 LANES = ("app=generate", "model=small_moe", "engine.device=cpu", "engine.dp=2", "engine.ep=2", "experts=gather")
 
@@ -49,3 +50,12 @@ def test_other_layouts_have_no_lanes() -> None:
     found = [compose([*LANES, *more]).lanes for more in ((), ("engine.ep=null",), ("engine.tp=2",), ("engine.dp=1",))]
     assert found == [2, 1, 1, 1]
     assert compose([*LANES, "engine.tp=2", "engine.ep=4"]).expert_ranks == 4
+
+
+def test_an_option_may_decide_which_rows_a_placement_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(self: ExpertPlacement, config: object) -> None:
+        ExpertPlacement.__init__(self, config)
+        self.rows = "own"
+
+    monkeypatch.setattr(compose([*LANES, "experts=whole"]).part("experts").target(), "__init__", init)
+    check_fit(replace(compose([*LANES, "engine.dp=1", "experts=whole"]), lane=Lane(0, 2, "127.0.0.1:1")))
