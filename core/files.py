@@ -13,15 +13,18 @@ from dovetail.core.errors import ConfigError, shown
 
 def path_kind(path: str | Path) -> Literal["folder", "file", "none"]:
     """Return what is at a path, with ~ expanded and links followed. Raises ConfigError for a path that the operating
-    system refuses, for instance for its length."""
+    system refuses, for instance for its length, and for a pipe or device: reading one may never end."""
     try:
         path = Path(path).expanduser()
-        return "folder" if stat.S_ISDIR(path.stat().st_mode) else "file"
+        mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         return "none"
     except (OSError, ValueError, RuntimeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{shown(Path(path))}: cannot be opened ({reason})") from None
+    if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
+        raise ConfigError(f"{shown(path)}: is a pipe, socket or device. Replace it with a regular file")
+    return "folder" if stat.S_ISDIR(mode) else "file"
 
 
 def is_inside(name: str) -> bool:

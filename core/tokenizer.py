@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from tokenizers import Tokenizer as _Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from dovetail.core.errors import ConfigError, RequestError
+from dovetail.core.errors import ConfigError, RequestError, shown
 from dovetail.core.interfaces import Checkpoint
 
 FILE = "tokenizer.json"
@@ -41,8 +41,10 @@ class Tokenizer:
             )
         try:
             self._tokenizer = _Tokenizer.from_str(text)
-        except Exception as error:  # The library raises plain Exceptions.
-            raise ConfigError(f"{where}: cannot be read as a tokenizer ({error})") from None
+        except BaseException as error:  # The library raises plain Exceptions, and panics for some mistakes.
+            if not is_failure(error):
+                raise
+            raise ConfigError(f"{where}: cannot be read as a tokenizer ({shown(str(error), 300)})") from None
         # Files often keep the settings of a fine-tuning run. transformers does not obey them either.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -69,7 +71,7 @@ class Tokenizer:
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
         except BaseException as error:
             # A regular expression that backtracks too often ends in a panic, which is a BaseException.
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            if not is_failure(error):
                 raise
             raise RequestError(f"this model's tokenizer fails on the text: {_reason(text, error)}") from None
         return list(encoding.ids)
@@ -107,6 +109,11 @@ class Tokenizer:
         kept = special.keys() & set(keep)
         skip = frozenset(id for text, id in special.items() if text not in kept) if kept else None
         return Detokenizer(self._tokenizer, skip)
+
+
+def is_failure(error: BaseException) -> bool:
+    """Whether an error from a library in Rust is a failure of the call: its panics are BaseExceptions."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def _reason(text: str, error: BaseException) -> str:

@@ -14,6 +14,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from dovetail.core.arithmetic import ceil_div
 from dovetail.core.errors import ConfigError, RequestError
 from dovetail.core.interfaces import Grammar, GrammarCompiler, Matcher, Vocabulary
+from dovetail.core.tokenizer import is_failure
 from dovetail.plugins.grammar.config import LLGuidanceConfig
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 _LONGEST_REASON = 400
 """Longest error text in characters. It may quote the grammar."""
+
+_MOST_UNUSED = 1 << 16
+"""Most token ids of tokenizer.json above the model's vocabulary."""
 
 _EXPLAINED = {"NoExtensionBias": "no text matches it; does a $ref or a rule lead only to itself?"}
 """Reasons of llguidance that do not explain themselves."""
@@ -138,12 +142,20 @@ def _load(vocabulary: Vocabulary) -> LLTokenizer:
     known = data["model"]["vocab"]
     ids = known.values() if isinstance(known, dict) else range(len(known))
     # llguidance needs at least the tokenizer's size, even where tokens have no logits.
-    size = max([vocabulary.size - 1, *ids, *(token["id"] for token in data["added_tokens"])]) + 1
+    size = max([vocabulary.size - 1, *ids, *(token["id"] for token in data.get("added_tokens", ()))]) + 1
+    if size > vocabulary.size + _MOST_UNUSED:
+        # llguidance takes memory for each id below the highest.
+        raise RequestError(
+            f"grammar: tokenizer.json has the token id {size - 1}, and the model has {vocabulary.size} tokens: at most "
+            f"{_MOST_UNUSED} ids may be above them"
+        )
     # Padding and truncation would alter the text of single tokens.
     text = json.dumps(data | {"padding": None, "truncation": None}, ensure_ascii=False)
     try:
         return LLTokenizer(text, n_vocab=size, eos_token=list(vocabulary.eos_ids) or None)
-    except Exception as error:  # llguidance raises exceptions of any type.
+    except BaseException as error:  # llguidance raises exceptions of any type, and panics.
+        if not is_failure(error):
+            raise
         raise RequestError(f"grammar: llguidance cannot read this model's tokenizer.json: {error}") from error
 
 

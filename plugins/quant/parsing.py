@@ -13,6 +13,8 @@ _PATTERN = re.compile(r"[\w.\\*^$|()-]{1,200}")
 """Characters allowed in "re:" entries: enough to match layer names."""
 _REPEATED_GROUP = re.compile(r"\)[*+?{]")
 """Refused, since matching may take exponential time."""
+_MOST_STARS = 4
+"""Stars in a pattern. The time of matching grows with the length of a name to this power."""
 
 
 def stored_config(hf: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -35,6 +37,8 @@ def read_ignored(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
         pattern = name.removeprefix("re:")
         if pattern != name and (not _PATTERN.fullmatch(pattern) or _REPEATED_GROUP.search(pattern)):
             raise wrong(key, name, "patterns may have letters, digits, dots, stars and groups that are not repeated")
+        if name.count("*") > _MOST_STARS:
+            raise wrong(key, name, f"a pattern may have {_MOST_STARS} stars; write several patterns")
     return tuple(names)
 
 

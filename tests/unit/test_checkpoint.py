@@ -1,6 +1,7 @@
 """Model folders: what is read, and what is refused with which words."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -67,6 +68,21 @@ def test_an_index_may_not_leave_the_folder(folder, name):
     write_sharded(folder, {"a": name})
     with pytest.raises(ConfigError, match="outside the model folder"):
         list(FolderCheckpoint(folder).open())
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes")
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors", "one.safetensors"])
+def test_a_pipe_or_a_device_is_not_read(folder, name):
+    """Reading a pipe waits forever, and reading /dev/zero takes all memory."""
+    write_sharded(folder, {"a": "one.safetensors"})
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=f"{name}: is a pipe, socket or device"):
+            checkpoint = open_checkpoint(folder)
+            checkpoint.text(name) if name.endswith(".json") else checkpoint.tensors()
+        (folder / name).unlink()
+        (folder / name).symlink_to("/dev/zero")
 
 
 def test_an_index_that_promises_too_much(folder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +16,10 @@ from dovetail.core.checkpoint import FolderCheckpoint
 from dovetail.core.errors import ConfigError, RequestError
 from dovetail.core.frontend.client import missing_tokenizer
 from dovetail.core.frontend.outputs import StopStringMatcher
-from dovetail.core.interfaces import SamplingParams
+from dovetail.core.interfaces import SamplingParams, Vocabulary
 from dovetail.core.tokenizer import Tokenizer
+from dovetail.plugins.grammar.config import LLGuidanceConfig
+from dovetail.plugins.grammar.guidance import LLGuidance
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
@@ -72,6 +75,32 @@ def test_a_broken_file_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(ConfigError, match=r"tokenizer\.json: cannot be read as (a tokenizer|text)"):
         Tokenizer(FolderCheckpoint(tmp_path))
+
+
+def test_a_file_with_which_the_library_panics_is_named(tmp_path: Path) -> None:
+    content = json.loads(byte_level().to_str()) | {"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: cannot be read as a tokenizer .*charsmap"):
+        Tokenizer(FolderCheckpoint(tmp_path))
+
+
+@pytest.mark.parametrize("where", ["vocab", "added_tokens"])
+def test_a_token_id_far_above_the_vocabulary_takes_no_memory(where: str) -> None:
+    content, far = json.loads(byte_level().to_str()), 2**32 - 1
+    if where == "vocab":
+        content["model"]["vocab"]["xx"] = far
+    else:
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        content["added_tokens"].append({"id": far, "content": "<far>", "special": True, **flags})
+    vocabulary = Vocabulary(size=256, eos_ids=(0,), tokenizer=json.dumps(content))
+    with pytest.raises(ConfigError, match=f"tokenizer.json has the token id {far}, and the model has 256 tokens"):
+        LLGuidance(LLGuidanceConfig(), vocabulary)
+
+
+def test_added_tokens_may_be_missing() -> None:
+    content = json.loads(byte_level().to_str())
+    del content["added_tokens"]
+    LLGuidance(LLGuidanceConfig(), Vocabulary(size=256, eos_ids=(0,), tokenizer=json.dumps(content)))
 
 
 @pytest.mark.parametrize(("text", "reason"), [("a" * 64, "retry-limit"), ("\ud800", "not valid Unicode")])

@@ -2,12 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+import json
+from typing import Annotated, Any, Literal, Self, TypeVar, cast
 
 import msgspec
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, StringConstraints, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    JsonValue,
+    StringConstraints,
+    model_validator,
+)
+from pydantic_core import CoreSchema
 
 MOST = 2**31 - 1
+MOST_KEYS = 1024
+"""Maximum number of keys of an object that is validated key by key."""
+_T = TypeVar("_T")
+
+
+class _FailFast:
+    """pydantic.FailFast, which cannot be hashed and so not be part of a union."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema: dict[str, Any] = {**handler(source), "fail_fast": True}
+        assert schema["type"] == "list"
+        return cast(CoreSchema, schema)
+
+
+Many = Annotated[list[_T], _FailFast()]
+"""List whose validation ends at its first mistake: pydantic would record one for each of millions of entries, and each
+takes a kilobyte."""
 Token = Annotated[int, Field(ge=0, le=MOST)]
 
 
@@ -30,17 +59,31 @@ def _sendable(value: object) -> object:
     """Refuse a value that cannot be encoded again, such as a lone surrogate: valid in JSON but not in UTF-8."""
     try:
         msgspec.json.encode(value)
-    except (UnicodeEncodeError, RecursionError) as error:
+        json.dumps(value, allow_nan=False)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"cannot be written as JSON again ({type(error).__name__})") from None
     return value
 
 
-Json = Annotated[JsonValue, AfterValidator(_sendable)]
-JsonObject = Annotated[dict[str, JsonValue], AfterValidator(_sendable)]
+def _few_keys(value: object) -> object:
+    if isinstance(value, dict) and len(value) > MOST_KEYS:
+        raise ValueError(f"has {len(value)} keys; the limit is {MOST_KEYS}")
+    return value
+
+
+# Before the validation, which would record each mistake.
+_Sendable, _FewKeys = BeforeValidator(_sendable), BeforeValidator(_few_keys)
+Json = Annotated[JsonValue, _Sendable]
+JsonObject = Annotated[dict[str, JsonValue], _Sendable]
 
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, given: Any) -> Any:
+        return _few_keys(given)
 
 
 class StreamOptions(Body):
@@ -77,7 +120,7 @@ class Queued(Body):
     """Priority; lower values run first (scheduler=priority)."""
     cache_salt: Label | None = None
     """Cached prefixes are shared only between requests with the same salt."""
-    hints: Annotated[dict[Label, float], Field(max_length=64)] | None = None
+    hints: Annotated[dict[Label, float], _FewKeys, Field(max_length=64)] | None = None
     """Numbers for the scheduler, such as the expected output length."""
     timeout: float | None = Field(None, gt=0, le=1e6)
     """Maximum seconds from arrival to the end of the request."""
@@ -100,34 +143,34 @@ class Common(Queued):
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=10)
     min_tokens: int | None = Field(None, ge=0, le=MOST)
-    stop_token_ids: Annotated[list[Token], Field(max_length=64)] | None = None
+    stop_token_ids: Annotated[Many[Token], Field(max_length=64)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     """Keep the stop string in the output."""
     regex: Text | None = None
     """Regular expression that the whole output must match."""
-    choice: Annotated[list[Text], Field(min_length=1)] | None = None
+    choice: Annotated[Many[Text], Field(min_length=1)] | None = None
     """Strings, one of which the output must be."""
     grammar: Text | None = None
     """Grammar that the output must follow, in llguidance's dialect of Lark."""
-    extra: dict[Label, Json] | None = None
+    extra: Annotated[dict[Label, Json], _FewKeys] | None = None
     """Parameters of logits processors from plugins."""
 
 
 class Penalised(Common):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[TokenKey, Bias], _FewKeys, Field(max_length=1024)] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Stop | Annotated[list[Stop], Field(max_length=64)] | None = None
+    stop: Stop | Annotated[Many[Stop], Field(max_length=64)] | None = None
     response_format: ResponseFormat | None = None
 
 
 Prompts = (
     Text
-    | Annotated[list[Text], Field(min_length=1)]
-    | Annotated[list[Token], Field(min_length=1)]
-    | Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1)]
+    | Annotated[Many[Text], Field(min_length=1)]
+    | Annotated[Many[Token], Field(min_length=1)]
+    | Annotated[Many[Annotated[Many[Token], Field(min_length=1)]], Field(min_length=1)]
 )
 """Text or token ids, or a list of either for several prompts."""
 
@@ -153,11 +196,11 @@ class ContentPart(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    type: str
+    type: Label
     text: Text | None = None
 
 
-Ignored = Annotated[JsonValue, Field(exclude=True)]
+Ignored = Annotated[JsonValue, _Sendable, Field(exclude=True)]
 """Field of OpenAI's answers, accepted without effect when an answer is sent back."""
 
 
@@ -177,9 +220,9 @@ class ToolCall(Body):
 
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Text | list[ContentPart] | None = None
+    content: Text | Many[ContentPart] | None = None
     name: Label | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Many[ToolCall] | None = None
     tool_call_id: Label | None = None
     reasoning_content: Text | None = None
     refusal: Text | None = None
@@ -237,18 +280,18 @@ class Prediction(Body):
     """Text that the answer probably repeats, such as a file to edit."""
 
     type: Literal["content"]
-    content: Text | list[ContentPart]
+    content: Text | Many[ContentPart]
 
 
 class ChatRequest(Penalised, Conversing):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Many[Message], Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1, le=MOST)
     max_tokens: int | None = Field(None, ge=1, le=MOST)
     """Older name of max_completion_tokens. With neither, the context length is the limit."""
     n: int | None = Field(None, ge=1, le=128)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: Annotated[list[ToolDefinition], Field(max_length=128)] | None = None
+    tools: Annotated[Many[ToolDefinition], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     reasoning_effort: Label | None = None
     """Passed to the chat template."""
@@ -257,7 +300,7 @@ class ChatRequest(Penalised, Conversing):
     continue_final_message: bool = False
     """Continue the last message instead of starting a new turn."""
     store: Literal[False] | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Many[Literal["text"]] | None = None
     prediction: Prediction | None = None
     """Predicted output: tokens of it that come true are drafts (spec_decode=suffix). It changes no text."""
 
@@ -270,11 +313,11 @@ class ResponseItem(BaseModel):
 
     type: Label = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: Text | list[ContentPart] | None = None
+    content: Text | Many[ContentPart] | None = None
     call_id: Label | None = None
     name: Label | None = None
     arguments: Text | None = None
-    output: Text | list[ContentPart] | None = None
+    output: Text | Many[ContentPart] | None = None
 
 
 class TextFormat(JsonSchema):
@@ -302,7 +345,7 @@ class NamedFunctionTool(NamedFunction):
 
 
 class ResponsesRequest(Common, Conversing):
-    input: Text | Annotated[list[ResponseItem], Field(min_length=1)]
+    input: Text | Annotated[Many[ResponseItem], Field(min_length=1)]
     instructions: Text | None = None
     """System message placed before the input."""
     max_output_tokens: int | None = Field(None, ge=1, le=MOST)
@@ -313,9 +356,9 @@ class ResponsesRequest(Common, Conversing):
     background: Literal[False] | None = None
     previous_response_id: Label | None = None
     """Not supported, since responses are not stored: send the whole conversation."""
-    tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
+    tools: Annotated[Many[FunctionTool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
-    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    include: Many[Literal["reasoning.encrypted_content"]] | None = None
     """Accepted without effect: reasoning is returned in plain text and can be sent back as such."""
     reasoning: ReasoningOptions | None = None
 
@@ -346,7 +389,7 @@ class UnloadAdapterRequest(Body):
 class TokenizeRequest(Body):
     model: Label | None = None
     prompt: Text | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[Many[Message], Field(min_length=1)] | None = None
     """Alternative to `prompt`: messages rendered with the chat template."""
     add_special_tokens: bool = True
     """Let the tokenizer add its special tokens, usually a leading BOS, to `prompt`."""
@@ -355,4 +398,4 @@ class TokenizeRequest(Body):
 
 class DetokenizeRequest(Body):
     model: Label | None = None
-    tokens: list[Token]
+    tokens: Many[Token]

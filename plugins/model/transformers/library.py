@@ -107,6 +107,7 @@ def read_library(hf: Mapping[str, Any], where: str) -> Library:
             f"{where}: architectures names {shown(architecture)}, and the decoder of model_type {kind} is {expected}: "
             "correct the key that is wrong"
         )
+    _check_bounds(raw, CONFIG_MAPPING[kind].attribute_map)
     try:
         config = CONFIG_MAPPING[kind].from_dict({key: _floats(hf[key]) for key in hf if key not in _UNREAD})
     except Exception as error:  # Its validation raises errors of several libraries.
@@ -138,6 +139,18 @@ def _floats(value: Any) -> Any:
 
 
 _FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+
+
+def _check_bounds(raw: ConfigJson, names: Mapping[str, str]) -> None:
+    """Check upper limits before the library reads the file: its configs make lists of num_hidden_layers entries.
+    `names`: other names of the keys."""
+    for key, most in _BOUNDED.items():
+        for name in {key, names.get(key, key)}:
+            if isinstance(raw.get(name), int) and raw.get(name) > MOST[most]:
+                raw.count(name, at_least=1 if key in _NEEDED else 0, at_most=MOST[most])
+    for key, value in raw.values.items():
+        if isinstance(value, Mapping):
+            _check_bounds(raw.section(key), names)
 
 
 def _check_sizes(raw: ConfigJson, config: PretrainedConfig) -> None:

@@ -66,6 +66,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "wrong type": ({**PHI, "hidden_size": "32"}, "PhiForCausalLM: transformers refuses the file"),
     "missing": ({k: v for k, v in PHI.items() if k != "num_hidden_layers"}, "the key 'num_hidden_layers' is missing"),
     "too many": ({**PHI, "num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; it must be from 1 to 1024"),
+    # The library's config makes a list of so many entries.
+    "too many in a list": (
+        {**PHI, "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "num_hidden_layers": 10**9},
+        "num_hidden_layers is 1000000000; it must be from 1 to 1024",
+    ),
     "contradiction": ({**PHI, "hidden_size": 30}, "PhiForCausalLM: "),
     "state space": (of("MambaForCausalLM", "mamba"), "its layers keep a recurrent state"),
     "hybrid": (of("Lfm2ForCausalLM", "lfm2", layer_types=["conv", "full_attention"]), "layers of the type 'conv'"),
