@@ -50,7 +50,7 @@ class _Completion(output.Generation[CompletionRequest]):
         body, service = self.body, self.service
         async with self.limit:
             self.prompts = await service.text.prompts(body.prompt, "prompt")
-        self.texts = self._texts() if body.echo else []
+        self.texts = await service.text.threaded(self._texts) if body.echo else []
         wants_logprobs = body.logprobs if body.logprobs is not None else (0 if self.samples > self.n else None)
         max_tokens = _DEFAULT_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
         params = service.params(
