@@ -151,7 +151,8 @@ class ExpertTests:
         assert same_bits(*results), "the matrices of experts may load in any order, but the result depends on it"
 
     def test_rows_of_experts_are_independent(self) -> None:
-        """A token's result does not depend on the other tokens, however large they are."""
+        """A token's result does not depend on the other tokens, however large they are: but for sums in another order,
+        by which a value between the products may be rounded the other way."""
         if not self.rows_independent:
             pytest.skip("rows_independent = False")
         for dtype in self.dtypes:
@@ -163,7 +164,7 @@ class ExpertTests:
                 one = Routing(routing.experts_TK[row : row + 1], routing.weights_TK[row : row + 1])
                 alone = self._apply(layer, x_TC[row : row + 1], one)
                 what = f"the experts of row {row} in a batch (set rows_independent = False if a batch shares one scale)"
-                assert_near(together[row : row + 1], alone, 2 * TOLERANCE[dtype], what)
+                assert_near(together[row : row + 1], alone, max(2 * TOLERANCE[dtype], self.error / 2), what)
 
     def test_stacked_experts_can_be_copied(self) -> None:
         """Experts that exchange their entries exchange their results (ExpertMethod.stacked)."""
