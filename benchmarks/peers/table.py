@@ -72,7 +72,20 @@ def places(gpus: Sequence[str], each: int, together: int = 1) -> list[Place]:
 def command(run: Run, out: Path, options: Sequence[str]) -> list[str]:
     fixed = [PEER, "--rounds", "1", "--order", "sequential", "--out", str(out), *run.options]
     # The last of equal options counts, so the caller's follow ours.
-    return [sys.executable, str(COMPARE), *fixed, *options, "--", *run.overrides]
+    return [sys.executable, str(COMPARE), *fixed, *options, *_whole_only(run, options), "--", *run.overrides]
+
+
+def _whole_only(run: Run, options: Sequence[str]) -> list[str]:
+    """Return the option for those of the caller's workloads that have no run of one token in `run`."""
+    if "--workloads" not in options or "--whole-only" in options or "--whole-only" not in run.options:
+        return []
+    ours, theirs = _value(run.options, "--whole-only"), _value(options, "--workloads")
+    return ["--whole-only", ",".join(name for name in ours.split(",") if name in theirs.split(","))]
+
+
+def _value(options: Sequence[str], name: str) -> str:
+    """Return the value that counts, the last one."""
+    return options[len(options) - 1 - list(reversed(options)).index(name) + 1]
 
 
 def sharing(place: Place, folder: Path, together: int) -> list[str]:
