@@ -178,7 +178,7 @@ def test_every_run_composes(table: ModuleType) -> None:
         (("--workloads", "64x512/256", "--whole-only", "64x512/256"), ["1000x512/256", "64x512/256"]),
     ],
 )
-def test_other_workloads_take_along_what_runs_whole(given, left):
+def test_other_workloads_take_along_what_runs_whole(table: ModuleType, given: tuple[str, ...], left: list[str]) -> None:
     """compare.py refuses names in --whole-only that are not among its workloads. The last of equal options counts."""
     words = table.command(table.RUNS["mixtral_8x7b_fp8"], Path("out.json"), given)
     assert [words[i + 1] for i, word in enumerate(words) if word == "--whole-only"] == left
