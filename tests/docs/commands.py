@@ -79,6 +79,7 @@ NOT_RUN = {
     "python benchmarks/cpu_step.py --plan": "starts processes; tests/unit/benchmarks/test_cpu_step.py runs it",
     "python benchmarks/layouts.py": "needs GPUs; tests/unit/benchmarks/test_layouts.py runs it without",
     "python benchmarks/simulator_error.py": "needs a GPU; tests/unit/benchmarks/test_simulator_error.py does not",
+    "DOVETAIL_NIGHTLY=1 DOVETAIL_WINDOWS=96 pytest": "takes an hour; the nightly script measures fewer windows",
     "python tests/api/surface.py": "changes the checkout; tests/api/test_surface.py tests what it demands",
     "docker ": "needs Docker",
     "sudoedit ": "needs an administrator",

@@ -23,7 +23,7 @@ from dovetail.core.compose.sources import open_sources
 from dovetail.core.errors import PluginError
 from dovetail.core.interfaces import SamplingParams
 
-from .commands import DOCS, ROOT, blocks, pages
+from .commands import DOCS, ROOT, blocks, commands, pages
 
 CONTRACTS = {kind: getattr(interfaces, k.interface.partition(":")[2]) for kind, k in KINDS.items()}
 BUILT_IN = [r.component for r in installed().registered.values() if r.package.is_builtin]
@@ -268,3 +268,10 @@ def test_a_broken_package_is_reported_as_the_page_says(
     rows = [row for row in pages()["publishing-a-plugin.md"].splitlines() if row.startswith("| ")]
     told = {row.split(" | ")[-1].strip(" |`") for row in rows}
     assert any(words in reason for words in told for reason in reasons if len(words) > 30), reasons
+
+
+def test_every_command_of_the_pages_has_a_rule() -> None:
+    """The nightly script runs all of them together: one without a rule would end its tests."""
+    for command in commands():
+        if not (command.why_not_run or command.is_pytest or command.is_shell):
+            assert command.argv is not None, "argv raises an error that names the command"
