@@ -120,6 +120,8 @@ def main() -> None:
     parser.add_argument("--rows", default="256,512,1024,2048,8192")
     parser.add_argument("--formats", default="uint4")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("needs a GPU: there is none")
     print(f"{'':39s}{''.join(f'{name:>10}' for name in COLUMNS)}{'TFLOP/s':>8}{'off':>9}")
     for name in args.formats.split(","):
         for outputs, inputs in itertools.chain.from_iterable(SHAPES[shape] for shape in args.shapes.split(",")):

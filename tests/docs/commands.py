@@ -69,6 +69,8 @@ NOT_RUN = {
     "python benchmarks/curve.py": "needs a GPU; tests/unit/benchmarks/test_curve.py runs it without",
     "python benchmarks/kernels.py": "needs a GPU",
     "python benchmarks/attention.py --decode": "needs a GPU",
+    "python benchmarks/attention.py --tune": "needs a GPU",
+    "python benchmarks/packed.py": "needs a GPU",
     "python benchmarks/startup_kernels.py": "needs a GPU, or compiles for minutes",
     "python benchmarks/matmul.py": "needs a GPU",
     "python benchmarks/layer.py": "needs two GPUs; tests/unit/benchmarks/test_layer.py runs its search without",
