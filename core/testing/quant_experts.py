@@ -89,6 +89,7 @@ class ExpertTests:
     dtypes: tuple[torch.dtype, ...]
     shapes: tuple[tuple[int, tuple[int, ...]], ...]
     rows_independent: bool
+    error: float
 
     def make(self) -> Quantizer:
         raise NotImplementedError
