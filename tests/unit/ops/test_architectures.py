@@ -58,10 +58,12 @@ FROM_HOPPER = {
     "dovetail.core.ops.kernels.launch:prefetch",
     "dovetail.core.ops.kernels.expert_pairs:_gather_rows",
     "dovetail.core.ops.kernels.decoders:scaled_e2m1_words",
+    "dovetail.core.ops.kernels.decoders:decode_large_byte_words",
+    "dovetail.core.ops.kernels.formats:_store_sums",
     "dovetail.plugins.attention.triton.expanded:_copy",
 }
 """Functions used only where kernels start before the preceding one ends, and by Hopper's kernels for experts, packed
-weights and prompts."""
+weights (sums of x among them) and prompts."""
 
 
 def chosen(fp8: bool) -> Iterator[Callable[[], object]]:
