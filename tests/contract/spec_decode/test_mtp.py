@@ -9,41 +9,14 @@ import pytest
 import torch
 
 from dovetail.core.compose import Selected
-from dovetail.core.interfaces import Drafter, Hidden, ModelSource, TargetView
+from dovetail.core.interfaces import Drafter, Hidden, TargetView
 from dovetail.core.testing.executor_scripts import small_composition
-from dovetail.core.testing.model_driver import build_context
-from dovetail.core.testing.spec_decode import FIRST_GROUP, DrafterContract
-from dovetail.plugins.model.config import LlamaConfig
-from dovetail.plugins.model.llama.decoder import Llama
+from dovetail.core.testing.spec_decode import DrafterContract
 from dovetail.plugins.spec_decode.mtp import MTP
 
 from ..faults import rejects, suite, variant
 
 pytestmark = pytest.mark.nightly
-
-VOCAB = 19
-DEEPSEEK_V3 = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "vocab_size": VOCAB,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 128,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 8,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "routed_scaling_factor": 1.5,
-    "q_lora_rank": None,
-    "kv_lora_rank": 8,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
-    "num_nextn_predict_layers": 1,
-}
 
 
 @cache
@@ -66,26 +39,10 @@ def loud(drafter: Any) -> Any:
 
 
 class TestMTP(DrafterContract):
-    slots, vocab = 3, VOCAB
+    slots, vocab, mtp = 3, 19, True
 
     def make(self) -> Drafter:
         return loud(selected().build())
-
-    def target(self, slots: int) -> TargetView:
-        config = LlamaConfig(hf=DEEPSEEK_V3, load="dummy")
-        model = Llama(config, build_context(Llama.spec(config), max_len=2 * self.max_len))
-        model.init_dummy(1)
-        return TargetView(
-            build=model.build,
-            source=ModelSource(None, dummy=True),
-            max_seqs=slots,
-            max_len=self.max_len,
-            first_group=FIRST_GROUP,
-            embed=model.embed,
-            # Random heads are nearly uniform: draws would hardly depend on states.
-            logits=lambda states_BC: 50 * model.logits(states_BC),
-            mtp_layer=model.mtp_layer,
-        )
 
 
 @pytest.mark.parametrize(

@@ -304,7 +304,7 @@ def test_yarn_scales_scores_of_compressed_attention_alone():
 
 
 def test_any_scaling_scales_scores_of_compressed_attention():
-    """As in transformers and in the code of DeepSeek."""
+    """transformers multiplies the softmax scale by it whenever positions are scaled."""
     factor = (0.1 * 0.7 * math.log(4) + 1) ** 2
     linear = {"rope_type": "linear", "factor": 4.0, "mscale_all_dim": 0.7}
     for scaling in (linear, {**linear, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}):
