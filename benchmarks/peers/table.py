@@ -13,12 +13,12 @@
 A model is one or two runs of `compare.py vllm`, which gets the options after `--`: requests that all arrive at once,
 and servers under load (`--parts` chooses). A run has its GPUs to itself and an equal share of the cores. With
 --together N, so many runs share a GPU if they fit: their engines start at the same time, but only one of them runs
-requests (compare.py --lock). Runs of several GPUs go first, then the longest; the rest wait for a GPU. peers/runs.py
-has all models and runs; --models takes names of both, and without it those of the README run. vLLM's ranks fuse
-all-reduce and norm, and models with experts route uniformly on both sides. Each run starts with empty caches of
-compiled kernels. The output of a run goes to NAME.log next to its result; the tables are printed last, for models with
-drafters also how much faster each engine is with drafts than without. A run that fails is named, and the others
-continue.
+requests (compare.py --lock), first all of ours, which NAME_dovetail.json keeps, then all of vLLM's. Runs of several
+GPUs go first, then the longest; the rest wait for a GPU. peers/runs.py has all models and runs; --models takes names of
+both, and without it those of the README run. vLLM's ranks fuse all-reduce and norm, and models with experts route
+uniformly on both sides. Each engine starts with empty caches of compiled kernels. The output of a run goes to NAME.log
+next to its result; the tables are printed last, for models with drafters also how much faster each engine is with
+drafts than without. A run that fails is named, and the others continue.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,15 +57,27 @@ class Place:
     cores: frozenset[int]
 
 
-def places(gpus: Sequence[str], each: int, together: int = 1) -> list[Place]:
-    """Divide the machine for runs of `each` GPUs, which `together` runs share."""
+def places(gpus: Sequence[str], each: int) -> list[Place]:
+    """Divide the machine for runs of `each` GPUs."""
     cores = sorted(os.sched_getaffinity(0))
     count = len(gpus) // each
     share = max(1, len(cores) // count)
     return [
         Place(",".join(gpus[i * each : (i + 1) * each]), frozenset(cores[i * share : (i + 1) * share] or cores))
         for i in range(count)
-        for _ in range(together)
+    ]
+
+
+def commands(name: str, folder: Path, options: Sequence[str], lock: Path | None) -> list[list[str]]:
+    """Return the commands of a run: one, or one for each engine where runs share a GPU. Then the same engine of all
+    runs starts at the same time: no run's requests wait for another run's start."""
+    shared = ["--lock", str(lock), *options] if lock is not None else options
+    if lock is None or "--only" in options:
+        return [command(RUNS[name], result_file(folder, name), shared)]
+    ours = folder / f"{name}_dovetail.json"
+    return [
+        command(RUNS[name], ours, [*shared, "--only", "dovetail"]),
+        command(RUNS[name], result_file(folder, name), [*shared, "--reuse", str(ours)]),
     ]
 
 
@@ -88,24 +100,17 @@ def _value(options: Sequence[str], name: str) -> str:
     return options[len(options) - 1 - list(reversed(options)).index(name) + 1]
 
 
-def sharing(place: Place, folder: Path, together: int) -> list[str]:
-    """Return options of a run that shares its GPUs with others."""
-    return ["--lock", str(folder / f"gpu-{place.gpus.replace(',', '-')}.lock")] if together > 1 else []
-
-
-def measure(name: str, place: Place, folder: Path, options: Sequence[str]) -> bool:
-    """Carry out one run; return whether it succeeded."""
-    out, log = result_file(folder, name), folder / f"{name}.log"
+def measure(name: str, command: Sequence[str], place: Place, folder: Path) -> bool:
+    """Carry out one command of a run, whose output is added to the run's log; return whether it succeeded."""
+    log = folder / f"{name}.log"
     began = time.monotonic()
 
     def report(text: str) -> None:
         offline.log(f"{name} on GPU {place.gpus}, {time.monotonic() - began:.0f} s: {text}")
 
-    with tempfile.TemporaryDirectory() as caches, log.open("w", encoding="utf-8") as output:
+    with tempfile.TemporaryDirectory() as caches, log.open("a", encoding="utf-8") as output:
         env = os.environ | {cache: str(Path(caches) / cache) for cache in CACHES} | {"CUDA_VISIBLE_DEVICES": place.gpus}
-        process = subprocess.Popen(
-            command(RUNS[name], out, options), env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output
-        )
+        process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
         # Processes that it starts inherit these cores.
         os.sched_setaffinity(process.pid, place.cores)
         while process.returncode is None:
@@ -133,26 +138,47 @@ def run_all(
     those that failed."""
     failed: list[str] = []
     for each in sorted({RUNS[name].gpus for name in names}, reverse=True):
-        waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
-        for name in RUNS:
-            if name in names and RUNS[name].gpus == each:
-                waiting.put(name)
+        same = [name for name in RUNS if name in names and RUNS[name].gpus == each]
+        waiting: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
+        for first in range(0, len(same), together):
+            waiting.put(same[first : first + together])
 
-        def work(place: Place, waiting: queue.SimpleQueue[str] = waiting) -> None:
-            while not waiting.empty():
+        def work(place: Place, waiting: queue.SimpleQueue[list[str]] = waiting) -> None:
+            while True:
                 try:
-                    name = waiting.get_nowait()
+                    some = waiting.get_nowait()
                 except queue.Empty:
                     return
-                if not measure(name, place, folder, [*sharing(place, folder, together), *options]):
-                    failed.append(name)
+                failed.extend(run_some(some, place, folder, options, shared=together > 1))
 
-        workers = [threading.Thread(target=work, args=(place,)) for place in places(gpus, each, together)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
+        in_parallel(work, places(gpus, each))
     return failed
+
+
+def run_some(names: Sequence[str], place: Place, folder: Path, options: Sequence[str], *, shared: bool) -> list[str]:
+    """Carry out runs at one place, all of them at once; return the names of those that failed."""
+    lock = folder / f"gpu-{place.gpus.replace(',', '-')}.lock" if shared else None
+    left = {name: commands(name, folder, options, lock) for name in names}
+    for name in names:
+        (folder / f"{name}.log").unlink(missing_ok=True)
+    failed: list[str] = []
+
+    def next_command(name: str) -> None:
+        if not measure(name, left[name].pop(0), place, folder):
+            failed.append(name)
+            left[name].clear()
+
+    while going := [name for name, more in left.items() if more]:
+        in_parallel(next_command, going)
+    return failed
+
+
+def in_parallel(work: Callable[[Any], None], items: Sequence[Any]) -> None:
+    threads = [threading.Thread(target=work, args=(item,)) for item in items]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def tables(results: dict[str, dict[str, Any]]) -> str:

@@ -57,7 +57,8 @@ def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleTyp
 
 
 def results(folder: Path) -> dict[str, dict]:
-    return {file.name.removesuffix("_beside_vllm.json"): json.loads(file.read_text()) for file in folder.glob("*.json")}
+    files = folder.glob("*_beside_vllm.json")
+    return {file.name.removesuffix("_beside_vllm.json"): json.loads(file.read_text()) for file in files}
 
 
 def test_runs_that_share_a_gpu(table: ModuleType, tmp_path: Path) -> None:
@@ -66,10 +67,19 @@ def test_runs_that_share_a_gpu(table: ModuleType, tmp_path: Path) -> None:
     assert table.main(words) == 0
     found = results(out)
     assert set(found) == {"70b_fp8", "8b_bf16", "8b_fp8"} and {one["gpu"] for one in found.values()} == {"3"}
-    began = [one["began"] for one in found.values()]
-    assert max(began) - min(began) < 0.5, "no run waits for another one, which takes that long"
-    locks = {one["words"][one["words"].index("--lock") + 1] for one in found.values()}
-    assert locks == {str(out / "gpu-3.lock")}
+    ours = {name: json.loads((out / f"{name}_dovetail.json").read_text()) for name in found}
+    for name, one in found.items():
+        assert one["words"][one["words"].index("--reuse") + 1] == str(out / f"{name}_dovetail.json")
+        assert ours[name]["words"][ours[name]["words"].index("--only") + 1] == "dovetail"
+        assert (out / f"{name}.log").read_text().count("measuring") == 2, "one log of both engines"
+    for began in ([one["began"] for one in ours.values()], [one["began"] for one in found.values()]):
+        assert max(began) - min(began) < 0.5, "no run waits for another one, which takes that long"
+    assert min(one["began"] for one in found.values()) > 0.5 + max(one["began"] for one in ours.values())
+    every = [*ours.values(), *found.values()]
+    assert {one["words"][one["words"].index("--lock") + 1] for one in every} == {str(out / "gpu-3.lock")}
+    words = ["--together", "2", "--models", "8b_fp8", "--parts", "offline", "--out", str(tmp_path / "alone")]
+    assert table.main([*words, "--", "--only", "dovetail"]) == 0
+    assert list((tmp_path / "alone").glob("*.json")) == [tmp_path / "alone" / "8b_fp8_beside_vllm.json"]
     for wrong in (["--together", "0"], ["--together", "2", "--parts", "online"]):
         with pytest.raises(SystemExit):
             table.main([*wrong, "--out", str(out), "--"])
@@ -182,3 +192,10 @@ def test_other_workloads_take_along_what_runs_whole(table: ModuleType, given: tu
     """compare.py refuses names in --whole-only that are not among its workloads. The last of equal options counts."""
     words = table.command(table.RUNS["mixtral_8x7b_fp8"], Path("out.json"), given)
     assert [words[i + 1] for i, word in enumerate(words) if word == "--whole-only"] == left
+
+
+def test_a_run_that_fails_with_our_engine_starts_no_peer(table: ModuleType, tmp_path: Path) -> None:
+    words = ["--together", "2", "--parts", "offline", "--out", str(tmp_path), "--models", "8b_fp8,70b_fp8"]
+    assert table.main([*words, "--", "--break"]) == 1
+    assert set(results(tmp_path)) == {"8b_fp8"}
+    assert (tmp_path / "70b_fp8.log").read_text().count("measuring") == 1
