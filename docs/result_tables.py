@@ -52,6 +52,8 @@ def comparison(found: dict[str, Any]) -> tuple[str, str]:
     tables = [_ratios("workload", figures, engines, [(f"`{row['workload']}`", row) for row in found["comparisons"]])]
     if left_out := found.get("left_out"):
         tables.append("Left out: " + ", ".join(f"`{name}` ({why})" for name, why in left_out.items()) + ".")
+    if remarks := found.get("remarks"):
+        tables.append(remarks)
     if rows := found.get("served"):
         engines = {name: about["startup_s"] for name, about in found["servers"].items()}
         started = started or "servers of " + " and ".join(f"{name} ({took:.1f} s)" for name, took in engines.items())
