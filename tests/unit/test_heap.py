@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import gc
+import json
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from dovetail.core.heap import rare_collections, unfreeze_heap
+from dovetail.core.heap import rare_collections, short_collections, unfreeze_heap
 from dovetail.core.parallel import worker
 
 CODE = """
@@ -95,3 +97,21 @@ def test_a_rank_excludes_what_it_loaded_from_collections_before_it_serves(monkey
     finally:
         unfreeze_heap()
     assert frozen["loaded"] == 0 and frozen["bound"] > 10_000
+
+
+def test_a_server_seldom_traverses_what_is_new() -> None:
+    """A body of many JSON values keeps the event loop waiting for collections, of which none finds garbage."""
+    before, collections = gc.get_threshold(), Counter[int]()
+
+    def count(phase: str, info: dict[str, int]) -> None:
+        collections[info["generation"]] += phase == "start"
+
+    gc.callbacks.append(count)
+    try:
+        with short_collections():
+            assert gc.get_freeze_count()
+            values = json.loads(f"[{','.join(['[7]'] * 1_000_000)}]")
+    finally:
+        gc.callbacks.remove(count)
+    assert len(values) == 1_000_000 and collections[2] == 0 and 0 < collections[0] < 200
+    assert gc.get_threshold() == before and not gc.get_freeze_count()

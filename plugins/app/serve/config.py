@@ -10,6 +10,8 @@ from dovetail.core.compose import ENGINE_NODES, AppConfig
 
 HostName = Annotated[str, StringConstraints(to_lower=True, pattern=r"^(\*|(\*\.)?[A-Za-z0-9_.-]+)$")]
 """Name of a host without scheme and port, `*.domain` or `*`."""
+MOST_ITEMS = 1 << 14
+"""Maximum number of prompts, of messages and of parts of one message: nothing else runs while they are validated."""
 
 
 class ServeConfig(AppConfig):
@@ -53,7 +55,7 @@ class ServeConfig(AppConfig):
     """Maximum number of queued samples, beyond the running ones (engine.max_seqs); more get 429 with Retry-After."""
     max_body_bytes: int = Field(8 << 20, ge=1024)
     """Maximum size of a request body, bytes; larger ones get 413."""
-    max_prompts: int = Field(2048, ge=1)
+    max_prompts: int = Field(2048, ge=1, le=MOST_ITEMS)
     """Maximum number of prompts in one request."""
     receive_timeout: float = Field(60.0, gt=0)
     """Seconds within which a request's headers must arrive, and then its body; else 408."""

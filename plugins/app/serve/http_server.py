@@ -11,6 +11,7 @@ from typing import Any
 
 import uvicorn
 
+from dovetail.core.heap import short_collections
 from dovetail.plugins.app.serve import api, protocol
 from dovetail.plugins.app.serve.keys import Keys
 from dovetail.plugins.app.serve.service import Service
@@ -67,7 +68,8 @@ class HttpServer(uvicorn.Server):
         service.client.start()
         tasks = [asyncio.ensure_future(one) for one in (*background, service.text.prepare(self.report))]
         try:
-            await self.serve(sockets=[sock])
+            with short_collections():
+                await self.serve(sockets=[sock])
         finally:
             for task in tasks:
                 task.cancel()

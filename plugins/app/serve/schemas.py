@@ -19,9 +19,13 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
+from dovetail.plugins.app.serve.config import MOST_ITEMS
+
 MOST = 2**31 - 1
 MOST_KEYS = 1024
 """Maximum number of keys of an object that is validated key by key."""
+MOST_VALUE_BYTES = 1 << 20
+"""Maximum size of a JSON value of any form, such as a schema."""
 _T = TypeVar("_T")
 
 
@@ -37,6 +41,17 @@ class _FailFast:
 Many = Annotated[list[_T], _FailFast()]
 """List whose validation ends at its first mistake: pydantic would record one for each of millions of entries, and each
 takes a kilobyte."""
+
+
+def _few_items(value: object) -> object:
+    if isinstance(value, list) and len(value) > MOST_ITEMS:
+        raise ValueError(f"has {len(value)} items; the limit is {MOST_ITEMS}")
+    return value
+
+
+# Before the validation: pydantic also validates items that are too many.
+Items = Annotated[Many[_T], BeforeValidator(_few_items)]
+"""List of objects or texts, whose validation takes longer than that of numbers."""
 Token = Annotated[int, Field(ge=0, le=MOST)]
 
 
@@ -56,12 +71,15 @@ Stop = Annotated[str, StringConstraints(max_length=1024)]
 
 
 def _sendable(value: object) -> object:
-    """Refuse a value that cannot be encoded again, such as a lone surrogate: valid in JSON but not in UTF-8."""
+    """Refuse a large value, and one that cannot be encoded again, such as a lone surrogate: valid in JSON but not in
+    UTF-8."""
     try:
-        msgspec.json.encode(value)
-        json.dumps(value, allow_nan=False)
+        if (size := len(msgspec.json.encode(value))) <= MOST_VALUE_BYTES:
+            json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"cannot be written as JSON again ({type(error).__name__})") from None
+    if size > MOST_VALUE_BYTES:
+        raise ValueError(f"has {size} bytes as JSON; the limit is {MOST_VALUE_BYTES}")
     return value
 
 
@@ -149,7 +167,7 @@ class Common(Queued):
     """Keep the stop string in the output."""
     regex: Text | None = None
     """Regular expression that the whole output must match."""
-    choice: Annotated[Many[Text], Field(min_length=1)] | None = None
+    choice: Annotated[Items[Text], Field(min_length=1)] | None = None
     """Strings, one of which the output must be."""
     grammar: Text | None = None
     """Grammar that the output must follow, in llguidance's dialect of Lark."""
@@ -166,12 +184,17 @@ class Penalised(Common):
     response_format: ResponseFormat | None = None
 
 
-Prompts = (
+def _few_prompts(value: object) -> object:
+    return value if isinstance(value, list) and value and isinstance(value[0], int) else _few_items(value)
+
+
+Prompts = Annotated[
     Text
     | Annotated[Many[Text], Field(min_length=1)]
     | Annotated[Many[Token], Field(min_length=1)]
-    | Annotated[Many[Annotated[Many[Token], Field(min_length=1)]], Field(min_length=1)]
-)
+    | Annotated[Many[Annotated[Many[Token], Field(min_length=1)]], Field(min_length=1)],
+    BeforeValidator(_few_prompts),
+]
 """Text or token ids, or a list of either for several prompts."""
 
 
@@ -220,9 +243,9 @@ class ToolCall(Body):
 
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Text | Many[ContentPart] | None = None
+    content: Text | Items[ContentPart] | None = None
     name: Label | None = None
-    tool_calls: Many[ToolCall] | None = None
+    tool_calls: Items[ToolCall] | None = None
     tool_call_id: Label | None = None
     reasoning_content: Text | None = None
     refusal: Text | None = None
@@ -280,11 +303,11 @@ class Prediction(Body):
     """Text that the answer probably repeats, such as a file to edit."""
 
     type: Literal["content"]
-    content: Text | Many[ContentPart]
+    content: Text | Items[ContentPart]
 
 
 class ChatRequest(Penalised, Conversing):
-    messages: Annotated[Many[Message], Field(min_length=1)]
+    messages: Annotated[Items[Message], Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1, le=MOST)
     max_tokens: int | None = Field(None, ge=1, le=MOST)
     """Older name of max_completion_tokens. With neither, the context length is the limit."""
@@ -313,11 +336,11 @@ class ResponseItem(BaseModel):
 
     type: Label = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: Text | Many[ContentPart] | None = None
+    content: Text | Items[ContentPart] | None = None
     call_id: Label | None = None
     name: Label | None = None
     arguments: Text | None = None
-    output: Text | Many[ContentPart] | None = None
+    output: Text | Items[ContentPart] | None = None
 
 
 class TextFormat(JsonSchema):
@@ -345,7 +368,7 @@ class NamedFunctionTool(NamedFunction):
 
 
 class ResponsesRequest(Common, Conversing):
-    input: Text | Annotated[Many[ResponseItem], Field(min_length=1)]
+    input: Text | Annotated[Items[ResponseItem], Field(min_length=1)]
     instructions: Text | None = None
     """System message placed before the input."""
     max_output_tokens: int | None = Field(None, ge=1, le=MOST)
@@ -389,7 +412,7 @@ class UnloadAdapterRequest(Body):
 class TokenizeRequest(Body):
     model: Label | None = None
     prompt: Text | None = None
-    messages: Annotated[Many[Message], Field(min_length=1)] | None = None
+    messages: Annotated[Items[Message], Field(min_length=1)] | None = None
     """Alternative to `prompt`: messages rendered with the chat template."""
     add_special_tokens: bool = True
     """Let the tokenizer add its special tokens, usually a leading BOS, to `prompt`."""

@@ -125,6 +125,8 @@ class Texts:
 
     async def render(self, messages: Sequence[Message], variables: Mapping[str, Any] = MappingProxyType({})) -> str:
         """Render messages with the model's chat template."""
+        if len(messages) > (limit := self.client.info.max_len):
+            raise too_long(f"at least {len(messages)}", limit, "messages")  # a template writes a token for each
         plain_messages = [plain(message) for message in messages]
         return await self._rendering.run(self._render, plain_messages, variables, self._rendered)
 

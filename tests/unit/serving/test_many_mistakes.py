@@ -60,6 +60,37 @@ def test_the_first_mistake_ends_the_check(body: type[BaseModel], value: object) 
     assert mistakes(body, value) <= FEW
 
 
+MANY_ITEMS = schemas.MOST_ITEMS + 1
+LARGE = ["x" * 1024] * 1024
+"""More than a megabyte of JSON."""
+
+
+@pytest.mark.parametrize(
+    ("body", "value"),
+    [
+        (schemas.CompletionRequest, {"prompt": [[1]] * MANY_ITEMS}),
+        (schemas.CompletionRequest, {"prompt": ["x"] * MANY_ITEMS}),
+        (schemas.EmbeddingRequest, {"input": ["x"] * MANY_ITEMS}),
+        (schemas.ChatRequest, {"messages": CHAT["messages"] * MANY_ITEMS}),
+        (schemas.ChatRequest, {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * MANY_ITEMS}]}),
+        (schemas.ResponsesRequest, {"input": [{"role": "user", "content": ""}] * MANY_ITEMS}),
+        (schemas.CompletionRequest, {"prompt": "x", "choice": ["x"] * MANY_ITEMS}),
+        (schemas.ChatRequest, {**CHAT, "metadata": {"a": LARGE}}),
+        (schemas.ChatRequest, {**CHAT, "chat_template_kwargs": {"a": LARGE}}),
+        (
+            schemas.ChatRequest,
+            {**CHAT, "tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": LARGE}}}]},
+        ),
+        (schemas.CompletionRequest, {"prompt": "x", "extra": {"a": LARGE}}),
+    ],
+)
+def test_what_is_right_but_too_large_is_refused_before_it_is_validated(body: type[BaseModel], value: object) -> None:
+    with pytest.raises(ValidationError) as caught:
+        body.model_validate(value)
+    told = caught.value.errors(include_input=False)[-1]["msg"]  # another one may say that it could have been a text
+    assert f"limit is {schemas.MOST_ITEMS}" in told or f"limit is {schemas.MOST_VALUE_BYTES}" in told
+
+
 @pytest.mark.parametrize("body", BODIES)
 def test_every_list_ends_at_its_first_mistake(body: type[BaseModel]) -> None:
     """Lists that are added later, too."""
