@@ -65,7 +65,8 @@ class EngineConfig(Config):
     """Replay steps as CUDA graphs if device, attention and ranks support them; start-up reports if they do not."""
     graph_tokens: int | None = Field(None, ge=0)
     """Tokens in the largest step with prompt tokens that gets a CUDA graph; 0: only decode steps have graphs; null:
-    2048 to 4096, the more the smaller a layer is, since larger steps take longer than their launches."""
+    2048 to 4096 (with compressed latents 256 to 4096), the more the smaller a layer is, since larger steps take longer
+    than their launches."""
     overlap_tokens: int = Field(0, ge=0)
     """Minimum number of tokens for which a step without a graph runs as two half-batches, so that collectives of one
     overlap with matmuls of the other; 0: never."""

@@ -44,8 +44,12 @@ def expands(mla: MLA, tokens: int) -> bool:
     Absorbed, a score and its share of the output take 2 L + R products; expanded, nope + R + v, and each key is first
     expanded by (nope + v) L. So the number of keys cancels.
     """
-    saved = 2 * mla.kv_rank - mla.nope_dim - mla.v_dim
-    return tokens * saved > (mla.nope_dim + mla.v_dim) * mla.kv_rank
+    return tokens * absorbed_excess(mla) > (mla.nope_dim + mla.v_dim) * mla.kv_rank
+
+
+def absorbed_excess(mla: MLA) -> int:
+    """Return how many more products a head takes for a pair of a query and a key absorbed than expanded."""
+    return 2 * mla.kv_rank - mla.nope_dim - mla.v_dim
 
 
 def quantize_latents(latents_SL: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from dovetail.core.ops.latents import absorbed_excess, expands
 from dovetail.core.worker.row_sections import GraphSections
 
 if TYPE_CHECKING:
     from dovetail.core.compose import EngineConfig
     from dovetail.core.interfaces import ModelSpec
+    from dovetail.core.interfaces.model import MLA
+    from dovetail.core.interfaces.plan import StepShape
 
 LEAST_TOKENS, MOST_TOKENS = 2048, 4096
 """Range of `engine.graph_tokens` if it is null."""
@@ -18,6 +21,13 @@ TILE = 256
 LAUNCH_WORK = 2e12
 """Operations of a layer's matmuls that a GPU computes while a host launches the layer without a graph: 1.0 to 1.8 ms,
 as measured beside an H200, at its rate in FP8."""
+MOST_PAIRS = 3 << 22
+"""Limit for a step that runs as a graph: tokens of chunks times the keys of their rows. Larger steps take longer than
+their launches, and attention, much of their time, is faster with exact lengths: a prompt of 4096 tokens of an 8B model
+in FP8 took 65 ms as a graph and 60 without on an H200."""
+ABSORBED_WORK = 2e11
+"""Operations that absorbed attention over latents may take more than expanded attention in a layer of a graph: a third
+of a millisecond on an H200 in bfloat16, where the launches of a layer take 1.0 to 1.8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +84,32 @@ def most_graph_tokens(engine: EngineConfig, spec: ModelSpec) -> int:
     most = engine.graph_tokens
     if most is None:
         most, weights = LEAST_TOKENS, spec.parameters
-        # Graphs attend to latents without expanding them, which takes longer with many tokens.
-        if weights is not None and spec.mla is None:
+        if weights is not None:
             of_layer = (weights.attention + weights.mlp + weights.active_experts) / spec.layers / engine.tp
             found = int(LAUNCH_WORK / max(1.0, 2 * of_layer)) // TILE * TILE
-            most = min(MOST_TOKENS, max(LEAST_TOKENS, found))
+            # Graphs attend to latents without expanding them: a step that takes longer than its launches is better off
+            # without one.
+            most = min(MOST_TOKENS, max(LEAST_TOKENS if spec.mla is None else TILE, found))
         if engine.overlap_tokens:
             # Steps of two half-batches have no graph.
             most = min(most, max(LEAST_TOKENS, (engine.overlap_tokens - 1) // TILE * TILE))
     return min(most, engine.token_budget)
+
+
+@dataclass(frozen=True, slots=True)
+class PairLimit:
+    """Which steps have too many pairs of a prompt token and a key for a graph."""
+
+    mla: MLA | None = None
+    heads: int = 1
+    """Query heads of a rank."""
+
+    def __call__(self, shape: StepShape) -> bool:
+        """Whether the step is better off without a graph."""
+        most = MOST_PAIRS
+        if self.mla is not None and shape.chunks and expands(self.mla, (shape.tokens - shape.decodes) // shape.chunks):
+            most = min(most, int(ABSORBED_WORK / (2 * self.heads * absorbed_excess(self.mla))))
+        return shape.pairs > most
 
 
 def batch_sizes(most: int) -> list[int]:

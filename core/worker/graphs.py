@@ -45,7 +45,7 @@ from dovetail.core.ops.step import TokenLayout
 from dovetail.core.worker.batch import Batch, Rows, adapting, lay_out
 from dovetail.core.worker.device_state import DeviceState
 from dovetail.core.worker.drafts import Drafts
-from dovetail.core.worker.graph_sizes import Capacity, DrawSize, batch_sizes, ragged_sizes, token_sizes
+from dovetail.core.worker.graph_sizes import Capacity, DrawSize, PairLimit, batch_sizes, ragged_sizes, token_sizes
 from dovetail.core.worker.row_sections import (
     GraphSections,
     advance_chunks,
@@ -103,10 +103,7 @@ class Recorder:
         self._graphs.clear()
 
 
-MOST_PAIRS = 3 << 22
-"""Limit for a step that runs as a graph: tokens of chunks times the keys of their rows. Larger steps take longer than
-their launches, and attention, much of their time, is faster with exact lengths: a prompt of 4096 tokens of an 8B model
-in FP8 took 65 ms as a graph and 60 without on an H200."""
+_ANY_MODEL = PairLimit()
 
 
 @dataclass(slots=True)
@@ -140,6 +137,7 @@ class StepGraphs:
         adapters: Adapters | None = None,
         processors: Seq[LogitsProcessor] = (),
         skips: bool = False,
+        too_many_pairs: PairLimit = _ANY_MODEL,
     ) -> None:
         """`most_tokens`: tokens of the largest mixed step that gets a graph; 0 = none does. `processors`: those that
         draws apply, in this order. `skips`: whether there may be prompts that the drafter does not follow."""
@@ -147,6 +145,7 @@ class StepGraphs:
         self.drafts, self.max_len = drafts, max_len
         self.widths = (1, 1 + drafts.lookahead) if drafts.lookahead else (1,)
         self.sizes, self._most_tokens = batch_sizes(most_rows), most_tokens
+        self._too_many_pairs = too_many_pairs
         # Of graphs with equally many tokens, those of ragged rows are picked last.
         self.capacities = [self._ragged(tokens) for tokens in self._ragged_sizes]
         self.capacities += [Capacity(size * w, size, 0, size, w) for w in self.widths for size in self.sizes]
@@ -321,7 +320,7 @@ class StepGraphs:
         """Return the smallest graph that serves a step, if any. `adapted`: some row has an adapter. `drafts`: whether
         the graph may begin with the drafter's work. `follows`: StepPlan.follows."""
         tokens, decodes, chunks = shape.tokens, shape.decodes, shape.chunks
-        if shape.pairs > MOST_PAIRS:
+        if self._too_many_pairs(shape):
             return None
         width = self.widths[-1] if chunks else self._width(shape.width)
         follows |= not chunks or not self._skips

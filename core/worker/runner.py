@@ -31,6 +31,7 @@ from dovetail.core.worker.batch import Batch, Rows, adapting, build_batch
 from dovetail.core.worker.device_state import DeviceState
 from dovetail.core.worker.draft_copies import DraftCopies
 from dovetail.core.worker.drafts import Drafts
+from dovetail.core.worker.graph_sizes import PairLimit
 from dovetail.core.worker.graphs import ForwardGraph, StepGraphs
 from dovetail.core.worker.rank_parts import RankParts
 from dovetail.core.worker.result_copies import Mark, ResultCopies, pooled_states, prompt_logprobs
@@ -391,6 +392,7 @@ class Runner:
 
 def make_graphs(parts: RankParts, state: DeviceState, drafts: Drafts) -> StepGraphs:
     """Return the graphs of a rank, not captured yet."""
+    spec = parts.model.build.spec
     return StepGraphs(
         parts.model,
         state,
@@ -403,4 +405,5 @@ def make_graphs(parts: RankParts, state: DeviceState, drafts: Drafts) -> StepGra
         adapters=parts.adapters,
         processors=[processor for processor in parts.processors.values() if processor.graph_safe],
         skips=parts.engine.drafts == "paying",
+        too_many_pairs=PairLimit(spec.mla, max(1, spec.heads // parts.engine.tp)),
     )

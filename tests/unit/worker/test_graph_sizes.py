@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from dovetail.core.compose import compose
-from dovetail.core.worker.graph_sizes import batch_sizes, ragged_sizes, token_sizes
+from dovetail.core.interfaces.model import MLA
+from dovetail.core.interfaces.plan import StepShape
+from dovetail.core.worker.graph_sizes import MOST_PAIRS, PairLimit, batch_sizes, ragged_sizes, token_sizes
 from dovetail.core.worker.loader import _graph_tokens
 
 
@@ -38,9 +40,9 @@ def test_padding_tokens_fill_no_additional_tile() -> None:
         ("+preset=h200_fp8_tp1 model=llama2_13b", 3072),
         ("+preset=h200_fp8_tp1 model=llama3_70b", 2048),
         ("+preset=h200_fp8_moe_tp1 model=qwen3_30b_a3b", 4096),
-        ("+preset=h200_fp8_v3_rank", 2048),
-        # Its layers are small, but it has latents.
-        ("+preset=h200_fp8_moe_tp1 model=deepseek_v2_lite", 2048),
+        # Latents are expanded without a graph alone, so no more steps are graphs than launches take time for.
+        ("+preset=h200_fp8_v3_rank", 1536),
+        ("+preset=h200_fp8_moe_tp1 model=deepseek_v2_lite", 4096),
         ("+preset=h200_fp8_tp4 engine.overlap_tokens=0", 4096),
         ("+preset=h200_fp8_tp4 engine.overlap_tokens=4096", 3840),
         ("+preset=h200_fp8_tp4 engine.overlap_tokens=1000", 2048),
@@ -55,6 +57,23 @@ def test_steps_that_launch_longer_than_they_run_are_graphs(overrides: str, most:
     composition = compose(overrides.split())
     part = composition.part("model")
     assert _graph_tokens(composition, part.facts() or part.target().spec(part.config), torch.device("cuda")) == most
+
+
+def test_chunks_that_would_be_expanded_run_without_a_graph_if_their_contexts_are_long() -> None:
+    """128 heads, as DeepSeek-V3 has them. Rows of fewer than 171 tokens are absorbed in either case."""
+    v3 = MLA(q_rank=1536, kv_rank=512, rope_dim=64, nope_dim=128, v_dim=128)
+
+    def better_off(heads: int, chunks: int, count: int, keys: int, decodes: int = 0) -> bool:
+        tokens, pairs = chunks * count + decodes, chunks * count * keys
+        return PairLimit(v3, heads)(StepShape(tokens, decodes, chunks, 1, pairs, 0))
+
+    assert not better_off(128, 1, 1000, 1000) and better_off(128, 1, 1500, 1500)
+    assert not better_off(128, 2, 500, 500, decodes=200) and better_off(128, 2, 500, 5000, decodes=200)
+    assert not better_off(128, 1, 160, 16_000) and better_off(128, 1, 180, 16_000)
+    assert not better_off(16, 1, 2048, 3000) and better_off(16, 1, 2048, 4096)
+    assert PairLimit()(StepShape(64, 0, 1, 1, MOST_PAIRS + 1, 0))
+    assert not PairLimit()(StepShape(2048, 0, 1, 1, MOST_PAIRS, 0)), "no latents: as many as ever"
+    assert not PairLimit(v3, 128)(StepShape(9, 9, 0, 1, 0, 0)), "decode rows alone"
 
 
 @pytest.mark.parametrize("few", [False, True])

@@ -25,8 +25,8 @@ from dovetail.core.testing.host_sync import NoHostSync
 from dovetail.core.worker.batch import Rows
 from dovetail.core.worker.device_state import DeviceState
 from dovetail.core.worker.drafts import Drafts
-from dovetail.core.worker.graph_sizes import DrawSize
-from dovetail.core.worker.graphs import MOST_PAIRS, StepGraphs
+from dovetail.core.worker.graph_sizes import MOST_PAIRS, DrawSize
+from dovetail.core.worker.graphs import StepGraphs
 from dovetail.core.worker.loader import load_rank
 from dovetail.core.worker.runner import Runner
 from dovetail.core.worker.slots import DRAWS, Draw
