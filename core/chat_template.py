@@ -19,6 +19,8 @@ MEMORY_BYTES = 1 << 30
 """Memory limit of the process that renders."""
 LONGEST_PROMPT = 64 << 20
 """Maximum length of a prompt in characters."""
+_WITH_TOOLS = "tool_use"
+"""Name of a template for conversations with tools."""
 TRIAL = ({"role": "user", "content": "Hello"},)
 """Conversation that every chat template should render."""
 
@@ -30,21 +32,33 @@ class ChatTemplate:
     source: str
     special: Mapping[str, str]
     """Variables that the template may use, such as bos_token."""
+    tool_source: str | None = None
+    """Template of conversations with tools, which some models have besides (Command R, Hermes 3); None = `source`."""
+
+    def chosen(self, tools: object) -> str:
+        """Return the source for a conversation with these tools; None = it has none."""
+        return self.source if not tools or self.tool_source is None else self.tool_source
 
     @classmethod
     def load(cls, checkpoint: Checkpoint | None, file: Path | None = None) -> ChatTemplate | None:
         """Load `file`, else the checkpoint's chat_template.jinja or tokenizer_config.json; None without any template.
         Raises ConfigError for a file that cannot be read."""
         config = (None if checkpoint is None else checkpoint.json("tokenizer_config.json")) or {}
+        if checkpoint is not None and "added_tokens_decoder" not in config:
+            # Files of transformers before 4.34 may state special tokens in a file of their own.
+            config = {**config, **(checkpoint.json("special_tokens_map.json") or {})}
         special = {name: _text(token) for name, token in config.items() if name.endswith("_token") and _text(token)}
         if file is not None:
             return cls(read_text(file), special)
         if checkpoint is None:
             return None
-        source = checkpoint.text("chat_template.jinja")
-        if source is None:
-            source = _default(config.get("chat_template"), checkpoint.where("tokenizer_config.json"))
-        return None if source is None else cls(source, special)
+        source, tool_source = checkpoint.text("chat_template.jinja"), None
+        if source is not None:
+            tool_source = checkpoint.text(f"additional_chat_templates/{_WITH_TOOLS}.jinja")
+        else:
+            by_name = _named(config.get("chat_template"), checkpoint.where("tokenizer_config.json"))
+            source, tool_source = by_name.get("default"), by_name.get(_WITH_TOOLS)
+        return None if source is None else cls(source, special, tool_source)
 
 
 class Renderer:
@@ -67,16 +81,21 @@ class Renderer:
             raise RequestError(f"the model's chat template {error}") from None
 
 
-def _default(stated: object, where: str) -> str | None:
-    """Return the template of tokenizer_config.json: a string, or the one named "default" in a list."""
-    if isinstance(stated, list):
-        try:
-            stated = {entry["name"]: entry["template"] for entry in stated}.get("default")
-        except (TypeError, KeyError):
-            raise ConfigError(f"{where}: chat_template is a list, but not of objects with name and template") from None
-    if stated is not None and not isinstance(stated, str):
+def _named(stated: object, where: str) -> dict[str, str]:
+    """Return the templates of tokenizer_config.json by name: a string is the one named "default"."""
+    if stated is None:
+        return {}
+    if isinstance(stated, str):
+        return {"default": stated}
+    if not isinstance(stated, list):
         raise ConfigError(f"{where}: chat_template is {type(stated).__name__}; it must be a string or a list")
-    return stated
+    try:
+        found = {entry["name"]: entry["template"] for entry in stated}
+    except (TypeError, KeyError):
+        found = {}
+    if len(found) != len(stated) or not all(isinstance(text, str) for pair in found.items() for text in pair):
+        raise ConfigError(f"{where}: chat_template is a list, but not of objects with a name and a template each")
+    return found
 
 
 def _text(token: object) -> str:
@@ -112,7 +131,7 @@ def _render(
     try:
         (rendered,), _ = render_jinja_template(
             [messages],
-            chat_template=setup["source"],
+            chat_template=ChatTemplate(**setup).chosen(variables.get("tools")),
             add_generation_prompt=add_generation_prompt and not continue_final_message,
             continue_final_message=continue_final_message,
             **{**setup["special"], **variables},

@@ -44,7 +44,7 @@ class _Chat(output.Generation[ChatRequest]):
         variables["continue_final_message"] = body.continue_final_message
         async with self.limit:
             text = await service.text.render(body.messages, variables)
-            self.parsing = service.parsers.for_request(body, self.offered, service.text.template, text)
+            self.parsing = service.parsers.for_request(body, self.offered, service.text.template(self.functions), text)
             # The template already writes the special tokens.
             ids = await service.text.encode(text, special=False, param="messages")
             predicted = await self._predicted()

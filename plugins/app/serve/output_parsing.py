@@ -66,7 +66,7 @@ def check_chosen(config: ServeConfig, composition: Composition) -> None:
         parsers = _build(composition, kind, chosen)
         if chosen in (AUTO, OFF) or (found := _chat_template(config, composition)) is None:
             continue
-        where, template = found
+        where, template = found[0], found[1].chosen(kind == "tool_parser")
         other = fitting(parsers, template)
         if other is not None and not parsers[chosen].fits(template):
             raise ConfigError(
@@ -75,15 +75,15 @@ def check_chosen(config: ServeConfig, composition: Composition) -> None:
             )
 
 
-def _chat_template(config: ServeConfig, composition: Composition) -> tuple[str, str] | None:
-    """Return (its file or folder, its source)."""
+def _chat_template(config: ServeConfig, composition: Composition) -> tuple[str, ChatTemplate] | None:
+    """Return (its file or folder, the template)."""
     if config.chat_template is not None:
         file = Path(config.chat_template).expanduser()
         template = ChatTemplate.load(None, file) if file.is_file() else None
-        return None if template is None else (config.chat_template, template.source)
+        return None if template is None else (config.chat_template, template)
     path = getattr(composition.part("model").facts(), "checkpoint", None)
     template = None if path is None else ChatTemplate.load(open_checkpoint(path))
-    return None if template is None else (path, template.source)
+    return None if template is None else (path, template)
 
 
 def _build(composition: Composition, kind: str, chosen: str) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class _Response(output.Generation[ResponsesRequest]):
         effort = body.reasoning.effort if body.reasoning is not None else None
         async with self.limit:
             text = await service.text.render(self._messages(), template_variables(body, self.tools, effort))
-            self.parsing = service.parsers.for_request(body, self.offered, service.text.template, text)
+            self.parsing = service.parsers.for_request(body, self.offered, service.text.template(self.tools), text)
             ids = await service.text.encode(text, special=False, param="input")
         params = service.params(body, max_tokens=body.max_output_tokens, grammar=self.parsing.grammar())
         jobs = service.submit(self.request, body, "responses", [ids], params, self.limit, keep=self.parsing.special)

@@ -162,10 +162,9 @@ class Texts:
         path = self.client.info.checkpoint
         return ChatTemplate.load(None if path is None else open_checkpoint(path), self._file)
 
-    @property
-    def template(self) -> str:
-        """Source of the chat template."""
-        return "" if self._template is None else self._template.source
+    def template(self, tools: object) -> str:
+        """Return the source of the chat template of a conversation with these tools; None = it has none."""
+        return "" if self._template is None else self._template.chosen(tools)
 
     async def prompts(self, given: Prompts, param: str) -> list[Sequence[int]]:
         """Return one or several prompts, each as token ids."""
