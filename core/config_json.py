@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dovetail.core.errors import ConfigError, shown
+from dovetail.core.errors import ConfigError, UnsupportedError, shown
 
 LARGEST = 2**31 - 1
 
@@ -74,8 +74,15 @@ class ConfigJson:
 
     def wrong(self, key: str, why: str) -> ConfigError:
         """Return the error for an invalid value of `key`."""
+        return ConfigError(self._about(key, why))
+
+    def unsupported(self, key: str, why: str) -> UnsupportedError:
+        """Return the error for a valid value of `key` that the model component lacks."""
+        return UnsupportedError(self._about(key, why))
+
+    def _about(self, key: str, why: str) -> str:
         named = key if key.isidentifier() and len(key) <= 80 else shown(key)
-        return ConfigError(f"{self.where}: {self._section}{named} is {shown(self.get(key))}; {why}")
+        return f"{self.where}: {self._section}{named} is {shown(self.get(key))}; {why}"
 
     def _value(self, key: str, default: Any) -> Any:
         value = self.get(key)

@@ -41,6 +41,10 @@ class TensorError(ConfigError):
         super().__init__(f"tensor {shown(name)} {reason}")
 
 
+class UnsupportedError(ConfigError):
+    """A valid option of config.json that one model component lacks, so that another one may run the model."""
+
+
 class TextError(ConfigError):
     """A text of a checkpoint, such as config.json, that cannot be used. The loader adds its place."""
 

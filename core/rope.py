@@ -15,6 +15,8 @@ from dovetail.core.errors import ConfigError, shown
 from dovetail.core.startup_notes import note
 
 KINDS = ("default", "linear", "llama3", "yarn")
+CHANGING = ("dynamic", "longrope")
+"""Kinds whose frequencies change with the length of a sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,10 @@ def read_rope(
     for key, value in options.values.items():
         if isinstance(value, Mapping):
             raise options.wrong(key, "this model's rotary positions do not differ by kind of layer")
-    kind = options.choice("type" if options.get("rope_type") is None else "rope_type", KINDS, "default")
+    key = "type" if options.get("rope_type") is None else "rope_type"
+    if options.get(key) in CHANGING:
+        raise options.unsupported(key, f"the options are {', '.join(KINDS)}; model=transformers has this one, too")
+    kind = options.choice(key, KINDS, "default")
     theta = options.number("rope_theta", config.number(theta_key, theta))
     _note_dropped_theta(config, options, theta)
     partial = config.number("partial_rotary_factor", 1.0, at_most=1.0)

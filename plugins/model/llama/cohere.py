@@ -23,11 +23,18 @@ def _windows(config: ConfigJson, layers: int) -> tuple[int, ...]:
     return layer_types.windows(config, layers, config.count("sliding_window", 4096), layer_types.pattern(config, 4))
 
 
+def _qk_norm(config: ConfigJson) -> bool:
+    if config.flag("use_qk_norm"):
+        raise config.unsupported(
+            "use_qk_norm", "model=llama lacks norms with weights of their own for each head; set model=transformers"
+        )
+    return False
+
+
 _COHERE = Family(
     keys=ConfigKeys(eps="layer_norm_eps"),
     block=lambda config: BlockLayout(norms=("input_layernorm",), parallel=True),
-    # Command R+ has a norm for each head of q and k, with weights of its own.
-    native=lambda config: not config.flag("use_qk_norm"),
+    qk_norm=_qk_norm,
     norm="layer",
     norm_bias=False,
     eps=1e-5,

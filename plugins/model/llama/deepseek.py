@@ -16,9 +16,11 @@ Q_RANK = 1536
 
 def read_mla(config: ConfigJson) -> MLA:
     if config.flag("attention_bias"):
-        raise config.wrong("attention_bias", "model=llama has no biases beside compressed attention")
+        raise config.unsupported(
+            "attention_bias", "model=llama has no biases beside compressed attention; set model=transformers"
+        )
     if not config.flag("rope_interleave", True):
-        raise config.wrong("rope_interleave", "model=llama rotates adjacent pairs; set model=transformers")
+        raise config.unsupported("rope_interleave", "model=llama rotates adjacent pairs; set model=transformers")
 
     def size(key: str, default: int | None = None) -> int:
         return config.count(key, default, at_most=MOST_COLUMNS)

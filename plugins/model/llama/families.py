@@ -9,7 +9,7 @@ from typing import Any
 from dovetail.core.checkpoint import open_checkpoint
 from dovetail.core.config_json import ConfigJson
 from dovetail.core.embedding_files import read_embedding
-from dovetail.core.errors import ConfigError, shown
+from dovetail.core.errors import ConfigError, UnsupportedError, shown
 from dovetail.core.interfaces import EmbeddingSpec, ModelSpec
 from dovetail.core.rope import RopeConfig, read_longrope, read_rope
 from dovetail.plugins.model.config import LlamaConfig
@@ -68,6 +68,13 @@ def _half_by_default(config: ConfigJson, head_dim: int) -> int:
 def _stablelm_block(config: ConfigJson) -> BlockLayout:
     parallel = config.flag("use_parallel_residual")
     return BlockLayout(norms=("input_layernorm",), parallel=True) if parallel else BlockLayout()
+
+
+def _stablelm_qk_norm(config: ConfigJson) -> bool:
+    """The 12B model has a norm for each head of q and k, with weights of its own."""
+    if config.flag("qk_layernorm"):
+        raise config.unsupported("qk_layernorm", "model=llama lacks norms with weights of their own for each head")
+    return False
 
 
 def _phi3_ropes(config: ConfigJson, head_dim: int, max_len: int) -> tuple[RopeConfig, RopeConfig]:
@@ -202,8 +209,7 @@ FAMILIES: dict[str, Family] = {
     "StableLmForCausalLM": Family(
         keys=ConfigKeys(eps="layer_norm_eps"),
         block=_stablelm_block,
-        # The 12B model has a norm for each head of q and k, with weights of its own.
-        native=lambda config: not config.flag("qk_layernorm"),
+        qk_norm=_stablelm_qk_norm,
         norm="layer",
         eps=1e-5,
         max_len=4096,
@@ -370,13 +376,20 @@ _SHARED = ("architectures", "bos_token_id", "eos_token_id", "dtype", "torch_dtyp
 
 
 def runs(hf: HF) -> bool:
-    """Whether model=llama runs the architecture that a config.json states, with the options that it states."""
+    """Whether model=llama has the architecture and the options that a config.json states. If a value is wrong, reading
+    the model reports it."""
+    where = "config.json"
     try:
-        config = ConfigJson(hf, "config.json")
-        _, family = _family(config)
-        return family.native(config)
+        _family(ConfigJson(hf, where))
     except ConfigError:
         return False
+    try:
+        read_model(hf, where)
+    except UnsupportedError:
+        return False
+    except ConfigError:
+        pass
+    return True
 
 
 def mtp_layers(hf: HF) -> int:
@@ -393,8 +406,10 @@ def _cuts(config: ConfigJson) -> tuple[int, ...] | None:
 
 
 def _activation(config: ConfigJson, family: Family) -> str:
-    words = tuple(family.activations)
-    return family.activations[config.choice(family.keys.activation, words, words[0])]
+    key, words = family.keys.activation, tuple(family.activations)
+    if isinstance(stated := config.get(key), str) and stated not in words:
+        raise config.unsupported(key, f"the options are {', '.join(words)}; model=transformers has others")
+    return family.activations[config.choice(key, words, words[0])]
 
 
 def _dtype(config: ConfigJson) -> str:

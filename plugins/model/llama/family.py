@@ -90,8 +90,6 @@ class Family:
     """Beginnings of names of the other parts, after `renames`."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values of keys that files may lack."""
-    native: Callable[[ConfigJson], bool] = lambda config: True
-    """Whether a config.json of the family has nothing that only model=transformers has."""
     block: Callable[[ConfigJson], BlockLayout] = lambda config: BlockLayout()
     embed_scaled: bool = False
     """Whether embeddings are multiplied by the root of the hidden size."""

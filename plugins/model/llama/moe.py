@@ -84,10 +84,16 @@ def read_qwen3(config: ConfigJson, layers: int) -> Experts:
     key = "num_experts" if config.get("num_local_experts") is None else "num_local_experts"
     experts, active = _counts(config, key, 128, 8)
     if config.count("decoder_sparse_step", 1) != 1:
-        raise config.wrong("decoder_sparse_step", "model=llama runs models with experts in every layer: it must be 1")
+        raise config.unsupported(
+            "decoder_sparse_step",
+            "model=llama runs models with experts in every layer: it must be 1, or set model=transformers",
+        )
     dense = config.counts("mlp_only_layers")
     if list(dense) != list(range(len(dense))):
-        raise config.wrong("mlp_only_layers", "model=llama runs models whose layers without experts come first")
+        raise config.unsupported(
+            "mlp_only_layers",
+            "model=llama runs models whose layers without experts come first; set model=transformers",
+        )
     channels = config.count("moe_intermediate_size", 768, at_most=MOST_CHANNELS)
     rule = RoutingRule(experts, active, normalize=config.flag("norm_topk_prob"))
     return MoE(experts, active, channels, dense_layers=min(len(dense), layers)), ExpertLayout(rule, ExpertNames())

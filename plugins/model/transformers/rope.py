@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from dovetail.core.rope import CHANGING
+
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
-
-CHANGING = ("dynamic", "longrope")
 
 
 def constant_len(config: Any) -> int | None:

@@ -132,6 +132,35 @@ def test_auto_prefers_a_native_family(folder: Any) -> None:
         compose(["model=auto", "model.path=/absent"])
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "options"),
+    [
+        ("LlamaForCausalLM", "llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
+        ("LlamaForCausalLM", "llama", {"hidden_act": "relu"}),
+        ("CohereForCausalLM", "cohere", {"use_qk_norm": True}),
+        (
+            "Qwen3MoeForCausalLM",
+            "qwen3_moe",
+            {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 2},
+        ),
+    ],
+)
+def test_auto_leaves_options_that_a_native_family_lacks_to_the_library(
+    name: str, kind: str, options: dict[str, Any], folder: Any
+) -> None:
+    words = folder(of(name, kind, **options))
+    composition = compose(words)
+    assert composition.part("model").name == "transformers"
+    composition.part("model").facts()
+    with pytest.raises(ConfigError, match="model=transformers"):
+        compose(["model=llama", *words]).part("model").facts()
+
+
+def test_auto_leaves_wrong_values_to_the_native_family(folder: Any) -> None:
+    with pytest.raises(ConfigError, match="hidden_act is 3; the options are silu"):
+        compose(folder(of("LlamaForCausalLM", "llama", hidden_act=3))).part("model").facts()
+
+
 def test_the_start_up_says_what_runs_and_why(folder: Any) -> None:
     with LLM(overrides=folder(PHI)) as llm:
         (result,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3, ignore_eos=True))
