@@ -35,12 +35,30 @@ def is_inside(name: str) -> bool:
     return bool(name) and not outside
 
 
+_POINTER = "version https://git-lfs.github.com/"
+"""Beginning of a pointer of Git LFS, which a clone without LFS has in place of a large file."""
+
+
+def refuse_pointer(file: Path) -> None:
+    """Raise ConfigError if the file is a pointer of Git LFS."""
+    try:
+        with file.open("rb") as stream:
+            found = stream.read(len(_POINTER)) == _POINTER.encode()
+    except OSError:
+        return
+    if found:
+        raise ConfigError(f"{shown(file)}: is a Git LFS pointer, not the file. Run `git lfs pull` in its folder")
+
+
 def read_text(file: Path) -> str:
     """Read a text in UTF-8. Raises ConfigError for anything else."""
     try:
-        return file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{shown(file)}: cannot be read as text ({shown(error)})") from None
+    if text.startswith(_POINTER):
+        refuse_pointer(file)
+    return text
 
 
 def parse_json(text: str, where: str) -> Any:

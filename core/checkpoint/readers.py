@@ -12,7 +12,7 @@ from pathlib import Path
 from dovetail.core.compose import installed
 from dovetail.core.compose.registry import Package, Problem, Registry
 from dovetail.core.errors import ConfigError, DovetailError, PluginError, shown
-from dovetail.core.files import is_inside, path_kind
+from dovetail.core.files import is_inside, path_kind, refuse_pointer
 from dovetail.core.interfaces.checkpoint import Checkpoint
 
 PACKAGE_SCHEME = "pkg://"
@@ -33,6 +33,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             f"model.path={shown(found)}: {several} recognize it. DOVETAIL_PLUGINS=-<package> disables a package"
         )
     if not recognized:
+        refuse_pointer(found)
         what = f"no config.json in {shown(found)}" if found.is_dir() else "this file is of no known format"
         if files := sorted(found.glob("*.gguf")) if found.is_dir() else []:
             raise ConfigError(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.core.errors import ConfigError, shown
+from dovetail.core.files import refuse_pointer
 
 
 def open_safetensors(file: Path) -> Any:
@@ -26,4 +27,7 @@ def _open(file: Path, framework: str) -> Any:
     try:
         return safe_open(file, framework=framework, device="cpu")
     except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{shown(file)}: cannot be read as safetensors ({shown(error)})") from None
+        refuse_pointer(file)
+        raise ConfigError(
+            f"{shown(file)}: cannot be read as safetensors ({shown(error)}). Download or copy the file again"
+        ) from None

@@ -145,6 +145,20 @@ def test_a_truncated_file_is_named(folder):
         list(FolderCheckpoint(folder).open())
 
 
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 4976698672\n"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json", "model.gguf"])
+def test_a_pointer_of_git_lfs_is_named(folder, name):
+    """A clone without LFS has pointers in place of large files."""
+    (folder / name).write_text(POINTER)
+    with pytest.raises(ConfigError, match=rf"{name}: is a Git LFS pointer, .* `git lfs pull`"):
+        checkpoint = open_checkpoint(folder / name if name.endswith("gguf") else folder)
+        checkpoint.config()
+        checkpoint.text("tokenizer.json")
+        checkpoint.tensors()
+
+
 def test_pickles_are_refused(folder):
     torch.save({"a": torch.ones(1)}, folder / "pytorch_model.bin")
     with pytest.raises(ConfigError, match="pickled.*model.load=dummy"):
