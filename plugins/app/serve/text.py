@@ -83,7 +83,9 @@ class Texts:
         try:
             _ = self.tokenizer
         except RequestError:
-            return  # Prompts are token ids.
+            if self.client.info.checkpoint is None:
+                return  # Random weights have no text.
+            raise
         await self.tokenize(_TRIAL_TEXT)
 
     async def _try_template(self) -> None:

@@ -97,6 +97,26 @@ def test_a_time_limit_includes_the_text() -> None:
     subject.close()
 
 
+@pytest.mark.parametrize("has_folder", [True, False])
+def test_a_folder_without_a_tokenizer_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, has_folder: bool
+) -> None:
+    """Each text prompt will be refused. Random weights have no tokenizer by nature."""
+
+    class Client(SimpleNamespace):
+        @property
+        def tokenizer(self) -> Any:
+            raise RequestError("the model m has no tokenizer.json in its checkpoint")
+
+    subject = texts(None, tmp_path if has_folder else None)
+    client: Any = subject.client
+    subject.client = Client(info=client.info, wait_ready=client.wait_ready)  # type: ignore[assignment]
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(subject.prepare())
+    subject.close()
+    assert ["no tokenizer.json" in record.getMessage() for record in caplog.records] == [True] * has_folder
+
+
 @pytest.mark.parametrize(
     ("name", "content", "reported", "refusal"),
     [
