@@ -14,6 +14,7 @@ from dovetail.core.errors import ConfigError, DovetailError, RequestError
 from dovetail.core.files import read_text
 from dovetail.core.interfaces import Checkpoint
 from dovetail.core.parallel.limited_process import CallFailed, LimitedProcess, answer_calls
+from dovetail.core.special_tokens import special_tokens, tokenizer_config
 
 MEMORY_BYTES = 1 << 30
 """Memory limit of the process that renders."""
@@ -43,11 +44,8 @@ class ChatTemplate:
     def load(cls, checkpoint: Checkpoint | None, file: Path | None = None) -> ChatTemplate | None:
         """Load `file`, else the checkpoint's chat_template.jinja or tokenizer_config.json; None without any template.
         Raises ConfigError for a file that cannot be read."""
-        config = (None if checkpoint is None else checkpoint.json("tokenizer_config.json")) or {}
-        if checkpoint is not None and "added_tokens_decoder" not in config:
-            # Files of transformers before 4.34 may state special tokens in a file of their own.
-            config = {**config, **(checkpoint.json("special_tokens_map.json") or {})}
-        special = {name: _text(token) for name, token in config.items() if name.endswith("_token") and _text(token)}
+        config = {} if checkpoint is None else tokenizer_config(checkpoint)
+        special = special_tokens(config)
         if file is not None:
             return cls(read_text(file), special)
         if checkpoint is None:
@@ -96,13 +94,6 @@ def _named(stated: object, where: str) -> dict[str, str]:
     if len(found) != len(stated) or not all(isinstance(text, str) for pair in found.items() for text in pair):
         raise ConfigError(f"{where}: chat_template is a list, but not of objects with a name and a template each")
     return found
-
-
-def _text(token: object) -> str:
-    """Return the text of a special token, which is a string or an object with `content`."""
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else ""
 
 
 class _Refusal(DovetailError):

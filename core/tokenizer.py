@@ -1,4 +1,5 @@
-"""Converts text to token ids and back, using only the checkpoint's tokenizer.json (no code of the model runs)."""
+"""Converts text to token ids and back, using only the checkpoint's tokenizer.json and the special tokens of
+tokenizer_config.json (no code of the model runs)."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from tokenizers.decoders import DecodeStream
 
 from dovetail.core.errors import ConfigError, RequestError, shown
 from dovetail.core.interfaces import Checkpoint
+from dovetail.core.special_tokens import surrounding, tokenizer_config
 
 FILE = "tokenizer.json"
 
@@ -52,6 +54,8 @@ class Tokenizer:
         self._special = frozenset(
             id for id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
         )
+        self._ends = self._surrounding(checkpoint)
+        """Special tokens before and after a text; None = those of tokenizer.json."""
         self._byte_level = "ByteLevel" in str(self._tokenizer.decoder)
         self._bytes: dict[int, bytes] = {}
 
@@ -68,13 +72,17 @@ class Tokenizer:
         which the tokenizer fails."""
         try:
             # `encode` would hold the GIL, for seconds on megabytes of text; encoding a batch of one releases it.
-            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+            stated = special and self._ends is None
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=stated)
         except BaseException as error:
             # A regular expression that backtracks too often ends in a panic, which is a BaseException.
             if not is_failure(error):
                 raise
             raise RequestError(f"this model's tokenizer fails on the text: {_reason(text, error)}") from None
-        return list(encoding.ids)
+        if not special or self._ends is None:
+            return list(encoding.ids)
+        before, after = self._ends
+        return [*before, *encoding.ids, *after]
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         return self._tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special)[0]
@@ -88,6 +96,14 @@ class Tokenizer:
     def is_special(self, token: int) -> bool:
         """Whether text is decoded without this token, such as BOS."""
         return token in self._special
+
+    def _surrounding(self, checkpoint: Checkpoint) -> tuple[list[int], list[int]] | None:
+        texts = surrounding(tokenizer_config(checkpoint))
+        if texts is None:
+            return None
+        ids = [[self._tokenizer.token_to_id(text)] if text else [] for text in texts]
+        before, after = ([token for token in each if token is not None] for each in ids)
+        return (before, after) if [before, after] == ids else None
 
     def _spell(self, token: int) -> bytes:
         piece = self._tokenizer.id_to_token(token)

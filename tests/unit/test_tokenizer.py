@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Made
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from dovetail.core.checkpoint import FolderCheckpoint
@@ -115,3 +116,50 @@ def test_a_text_with_which_the_tokenizer_fails_is_refused(tmp_path: Path, text: 
 def test_a_missing_tokenizer_is_explained_by_its_cause(path: str | None, cause: str) -> None:
     info = SimpleNamespace(checkpoint=path, model="m")
     assert re.match(f"the model m has {cause} and therefore no tokenizer", str(missing_tokenizer(info)))  # type: ignore[arg-type]
+
+
+BOS, EOS = "<\uff5cbegin\u2581of\u2581sentence\uff5c>", "</s>"
+"""The first one is DeepSeek's."""
+
+
+@pytest.mark.parametrize(
+    ("config", "before", "after"),
+    [
+        # As DeepSeek V2 and V3 are published. Their tokenizer.json adds nothing.
+        ({"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True, "add_eos_token": False}, True, False),
+        ({"tokenizer_class": "LlamaTokenizer"}, True, False),
+        ({"tokenizer_class": "LlamaTokenizer", "bos_token": {"content": BOS}, "add_eos_token": True}, True, True),
+        ({"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": False}, False, False),
+        ({"tokenizer_class": "GPTNeoXTokenizerFast"}, False, False),
+        ({"tokenizer_class": "GPTNeoXTokenizerFast", "add_bos_token": True}, True, False),
+        # These obey tokenizer.json.
+        ({"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": True}, False, False),
+        ({"tokenizer_class": "Qwen2Tokenizer", "add_bos_token": True}, False, False),
+        ({"tokenizer_class": None}, False, False),
+        # What cannot be added is left to tokenizer.json.
+        ({"tokenizer_class": "LlamaTokenizerFast", "bos_token": None}, False, False),
+        ({"tokenizer_class": "LlamaTokenizerFast", "bos_token": "<unknown>"}, False, False),
+    ],
+)
+def test_special_tokens_around_a_text_are_those_of_the_class(tmp_path: Path, config, before: bool, after: bool) -> None:
+    """Of transformers 4, for which most checkpoints were published."""
+    made = byte_level()
+    made.add_special_tokens([BOS, EOS])
+    stated = {"bos_token": BOS, "eos_token": EOS, **config}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(stated))
+    tokenizer = opened(made, tmp_path)
+    plain = tokenizer.encode("abc", special=False)
+    bos, eos = made.token_to_id(BOS), made.token_to_id(EOS)
+    assert len(plain) == 3 and tokenizer.encode("abc") == [*[bos] * before, *plain, *[eos] * after]
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_class_of_transformers_replaces_what_the_file_adds(tmp_path: Path, adds: bool) -> None:
+    made = byte_level()
+    made.add_special_tokens([BOS])
+    bos = made.token_to_id(BOS)
+    made.post_processor = TemplateProcessing(single=[BOS, "$A"], special_tokens=[(BOS, bos)])
+    stated = {"tokenizer_class": "LlamaTokenizerFast", "bos_token": BOS, "add_bos_token": adds}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(stated))
+    tokenizer = opened(made, tmp_path)
+    assert tokenizer.encode("a") == [*[bos] * adds, *tokenizer.encode("a", special=False)]
