@@ -194,7 +194,7 @@ class _Validation:
             how = f"{loc[0]}=[..., {loc[1]}]" if len(loc) == 2 else f"{loc[0]}=<name>"
             return f"{path} is not chosen, so it has no options; choose it with `{how}`"
         message = error["msg"].removeprefix("Input ").removeprefix("Value error, ")
-        message = message.replace("valid integer", "whole number").replace("valid boolean", "true or false")
+        message = message.replace("valid integer", "whole number").replace("a valid boolean", "true or false")
         if len(loc) > 1 and config is not None and (owner := self._placement(loc)):
             known = self.registry.get(owner.kind, owner.name).component.config.model_fields
             message = in_place(message, owner.kind, path, known)

@@ -10,8 +10,10 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 import yaml
+from pydantic import ValidationError
 
 from dovetail.core.compose import Host
+from dovetail.core.compose.wording import show
 from dovetail.core.errors import ConfigError, RequestError, shown
 from dovetail.core.interfaces import App, SamplingParams
 from dovetail.core.startup_notes import SIMULATED
@@ -21,6 +23,8 @@ from dovetail.plugins.app.generate.results import ResultFile
 from dovetail.plugins.app.waiting import bar, line_console, long_phases, phases
 
 if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
     from dovetail.core.compose import Composition
     from dovetail.core.frontend.llm import LLM
     from dovetail.core.frontend.outputs import Generation
@@ -123,8 +127,8 @@ class GenerateApp(App):
         options = self.config.model_dump(exclude={"prompts", "output", "resume", "adapter"})
         try:
             return SamplingParams(**options)
-        except ValueError as error:
-            raise ConfigError(f"generate: {error}") from None
+        except ValidationError as error:
+            raise ConfigError("; ".join(map(_mistake, error.errors()))) from None
 
     def _start(self, composition: Composition) -> LLM:
         from dovetail.core.frontend.llm import LLM
@@ -206,6 +210,14 @@ def _settings(composition: Composition) -> dict[str, object]:
     made_with = MADE_WITH if lossless else (*MADE_WITH, "spec_decode")
     chosen = {f"{kind}.{k}": value for kind in ("generate", *made_with) for k, value in nodes.get(kind, {}).items()}
     return {**chosen, "engine.seed": nodes["engine"]["seed"]}
+
+
+def _mistake(fault: ErrorDetails) -> str:
+    """Return what pydantic found in a sampling parameter, in terms of the option that has it."""
+    place, reason = ".".join(map(str, fault["loc"])), fault["msg"].removeprefix("Value error, ")
+    if not place:
+        return f"generate.{reason}"  # one of our own checks, whose words begin with the parameter
+    return f"generate.{place}={show(fault['input'])}: {reason.removeprefix('Input ')}"
 
 
 def _record(prompt: str, result: Generation | RequestError) -> dict[str, object]:

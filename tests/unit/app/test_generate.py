@@ -56,6 +56,16 @@ def test_a_prompt_of_the_command_line_that_is_not_utf_8_is_named() -> None:
         gather(["a", "\udcff"], None)
 
 
+def test_a_sampling_parameter_out_of_range_is_named_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*SMALL, "generate.n=200", "generate.seed=-1", "--", "x"]) == 2
+    assert capsys.readouterr().err == (
+        "dovetail: generate.n=200: should be less than or equal to 128; "
+        "generate.seed=-1: should be greater than or equal to 0\n"
+    )
+    assert cli.main([*SMALL, "generate.stop=['']", "--", "x"]) == 2
+    assert capsys.readouterr().err.startswith("dovetail: generate.stop: an empty stop string")
+
+
 def test_results_are_on_disk_as_they_come_and_the_former_output_stays_until_the_end() -> None:
     former = json.dumps(made("old")) + "\n"
     Path("out.jsonl").write_text(former)

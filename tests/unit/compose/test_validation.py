@@ -56,6 +56,7 @@ def test_one_mistake_is_one_line(composed):
 ONE = {
     "a setting of the engine": (["kv_cache.page_size=32"], "Did you mean `engine.page_size`, which every part reads"),
     "a boolean for a number": (["engine.tp=true"], "engine.tp=true: should be a whole number"),
+    "a text for a flag": (["engine.late_launch=x"], "engine.late_launch=x: should be true or false"),
     "a text for a number": (["engine.tp='2'"], "engine.tp=2: should be a whole number"),
     "a fraction for a number": (["engine.tp=2.0"], "engine.tp=2.0: should be a whole number"),
     "false for a number": (["scheduler.max_chunk=false"], "scheduler.max_chunk=false: should be a whole number"),
