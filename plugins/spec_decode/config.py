@@ -171,7 +171,15 @@ class Trees(DrafterOptions):
                 f"{self.tree}: set width={self.tree // (levels - 1)} or less, or null"
             )
         if (grown := width + (levels - 1) * width * width) < self.tree:
-            raise ValueError(f"width={width} in {levels} levels makes {grown} drafts, fewer than tree={self.tree}")
+            if self.width is None:
+                raise ValueError(
+                    f"tree={self.tree} has room for one draft with children in each of {levels - 1} levels, a chain: "
+                    f"set tree={2 * (levels - 1)} or more, lookahead={self.tree // 2 + 1} or less, or tree=0"
+                )
+            raise ValueError(
+                f"width={width} in {levels} levels makes {grown} drafts, fewer than tree={self.tree}: set a greater "
+                "width, or null"
+            )
         return self
 
 

@@ -178,7 +178,11 @@ def test_rejection_of_fixed_trees_leaves_greedy_text(registry, plain) -> None:
         (["spec_decode.tree=65"], "less than or equal to 64"),
         (["spec_decode.width=2"], "width=2 is that of a tree"),
         (["spec_decode.tree=12", "spec_decode.width=5"], "set width=4 or less"),
-        (["spec_decode.tree=12", "spec_decode.width=1"], "width=1 in 4 levels makes 4 drafts, fewer than tree=12"),
+        (
+            ["spec_decode.tree=12", "spec_decode.width=1"],
+            "width=1 in 4 levels .* tree=12: set a greater width, or null",
+        ),
+        (["spec_decode.tree=5"], "a chain: set tree=6 or more, lookahead=3 or less, or tree=0"),
         (["spec_decode.tree=12", "spec_decode.verify=typical"], "verify=typical verifies chains alone"),
         (
             ["spec_decode.tree=12", "spec_decode.verify=rejection"],
