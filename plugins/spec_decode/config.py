@@ -236,6 +236,8 @@ class HeadFiles(OwnLayers):
     """How drafts of requests that are not greedy are verified; as for spec_decode=draft_model."""
     bundled: ClassVar[str | None] = None
     """Folder of the drafter of the bundled model."""
+    variant: ClassVar[str] = "eagle3_llama3_8b"
+    """Variant that sets the shapes of such a drafter."""
     path: str | None = None
     """Folder with config.json and the drafter's weights as safetensors, in the published layout. null without `hf`:
     a bundled drafter of model=tiny; there is none for spec_decode=parallel."""
@@ -257,7 +259,7 @@ class HeadFiles(OwnLayers):
             given = "both" if self.folder is not None else "neither"
             raise ValueError(
                 f"{given} of spec_decode.path and spec_decode.hf given: set spec_decode.path=<folder of the drafter>, "
-                "or a variant that sets the shapes, such as spec_decode=eagle3_llama3_8b (random weights)"
+                f"or a variant that sets the shapes, such as spec_decode={self.variant} (random weights)"
             )
         if self.hf is not None and self.load != "dummy":
             raise ValueError(
@@ -281,6 +283,8 @@ class Eagle3Config(HeadFiles):
 class ParallelConfig(HeadFiles):
     """Drafts all tokens in one pass of an EAGLE-3 layer that was trained with mask tokens (P-EAGLE)."""
 
+    variant = "parallel_llama3_8b"
+
     @model_validator(mode="after")
     def _chains(self) -> ParallelConfig:
         if self.tree:
@@ -292,6 +296,7 @@ class MedusaConfig(HeadFiles):
     """Drafts by heads that each predict one of the next tokens from the target's last hidden state (Medusa)."""
 
     bundled = "pkg://dovetail.plugins.spec_decode.bundled/medusa"
+    variant = "medusa_llama3_8b"
 
 
 class MTPConfig(Trees):

@@ -308,7 +308,8 @@ def test_a_head_that_is_not_there_is_refused(words: list[str], says: str) -> Non
 
 
 def test_a_kind_of_head_without_a_bundled_one_needs_a_folder() -> None:
-    with pytest.raises(ConfigError, match=r"neither of spec_decode\.path and spec_decode\.hf given"):
+    says = r"neither of spec_decode\.path and spec_decode\.hf given: .* such as spec_decode=parallel_llama3_8b "
+    with pytest.raises(ConfigError, match=says):
         small_composition("spec_decode=parallel")
 
 
