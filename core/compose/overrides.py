@@ -93,10 +93,13 @@ def _fault(override: Override, repository: IConfigRepository, registry: Registry
     options = repository.get_group_options(group)
     if value is None or (isinstance(value, list) and None in value):
         return _null(text, group, options)
-    for name in _names(override):
+    names = _names(override)
+    for name in names:
         registry.refuse_broken(group, name)
         if name not in options:
             return registry.no_such(group, name, options)
+    if len(names) > 1 and group in KINDS and KINDS[group].cardinality == "one":
+        return f"`{text}`: one {group} is chosen, not {len(names)}. Alternatives need separate runs"
     return ""
 
 

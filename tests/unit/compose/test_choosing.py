@@ -210,6 +210,13 @@ class TestVariants:
         with pytest.raises(ConfigError, match="a variant has one base"):
             composed("kv_cache=two", config_dirs=[folder])
 
+    def test_two_variants_of_one_base_are_refused(self, composed, conf):
+        folder = conf("kv_cache/small.yaml", "defaults: [radix, _self_]\n")
+        conf("kv_cache/large.yaml", "defaults: [radix, _self_]\n")
+        assert composed("kv_cache=[small]", config_dirs=[folder]).choices["kv_cache"] == "small"
+        with pytest.raises(ConfigError, match="one kv_cache is chosen, not 2"):
+            composed("kv_cache=[small,large]", config_dirs=[folder])
+
     def test_a_broken_variant_that_a_preset_chooses_fails_where_it_is_read(self, composed, conf):
         folder = conf("kv_cache/none.yaml", "hosts: 7\n")
         conf("preset/odd.yaml", "# @package _global_\ndefaults:\n  - override /kv_cache: none\n")

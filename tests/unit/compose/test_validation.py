@@ -68,6 +68,7 @@ ONE = {
         ["~scheduler"],
         "scheduler: app=generate needs one, and none is chosen. Options: fcfs, static",
     ),
+    "a list for a kind of one": (["scheduler=[fcfs,static]"], "one scheduler is chosen, not 2"),
     "settings of Hydra": (["hydra.run.dir=x"], "a run makes no folders"),
     "a former name and the new one": (["scheduler.chunk=8", "scheduler.max_chunk=9"], "both are given"),
 }
