@@ -47,7 +47,7 @@ class PlanApp(App):
         if self.config.format == "json":
             print(json.dumps(facts, indent=2))
         else:
-            _print(facts)
+            _print(facts, plan.misfit)
         return 0
 
     def _facts(self, composition: Composition, plan: Plan) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class PlanApp(App):
         }
 
 
-def _print(facts: dict[str, Any]) -> None:
+def _print(facts: dict[str, Any], misfit: str) -> None:
     out = console(110)
     gib = 2**30
     sizes = facts["bytes_per_gpu"]
@@ -150,11 +150,9 @@ def _print(facts: dict[str, Any]) -> None:
             f"[bold green]fits[/]: {facts['sequences_of_max_len']} sequences of {facts['max_len']} tokens at once"
         )
         return
-    out.print(
-        f"[bold red]does not fit[/]: one sequence of {facts['max_len']} tokens lacks "
-        f"{facts['missing_bytes'] / gib:.2f} GiB per GPU"
-    )
+    out.print(f"[bold red]does not fit[/]: {misfit}")
     for remedy in facts["remedies"]:
-        out.print(f"  fits with {remedy['overrides']} ({remedy['sequences_of_max_len']} such sequences)")
+        number = remedy["sequences_of_max_len"]
+        out.print(f"  fits with {remedy['overrides']} ({number} such sequence{'' if number == 1 else 's'})")
     if not facts["remedies"]:
         out.print("  nothing within 16 GPUs makes it fit")

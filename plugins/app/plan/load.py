@@ -139,7 +139,7 @@ def _row(changes: Sequence[str], made: Callable[[Sequence[str]], Composition], c
         row["tp"] = candidate.engine.tp
         plan = make_plan(candidate)
         if plan.missing:
-            row["reason"] = f"does not fit: one sequence of {plan.max_len} tokens lacks {plan.missing / 2**30:.1f} GiB"
+            row["reason"] = f"does not fit: {plan.misfit}"
             return row
         engine = candidate.engine.model_copy(update={"kv_pages": _pages(plan)})
         figures = _figures(replace(candidate, engine_config=engine))
@@ -152,8 +152,11 @@ def _row(changes: Sequence[str], made: Callable[[Sequence[str]], Composition], c
 
 
 def _pages(plan: Plan) -> int:
-    """Return the pages of each KV group that fit into the memory, at most those of all sequences."""
+    """Return the pages of each KV group: engine.kv_pages, or else those that fit into the memory, at most those of all
+    sequences."""
     engine = plan.engine
+    if engine.kv_pages is not None:
+        return engine.kv_pages
     most = engine.max_seqs * (-(-plan.max_len // engine.page_size) + 1)
     return max(min(int(plan.kv // plan.kv_bytes(engine.page_size)), most), 1)
 

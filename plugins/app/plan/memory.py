@@ -94,9 +94,22 @@ class Plan:
         return shares + own.more_bytes(formats)
 
     @property
-    def kv(self) -> float:
+    def left(self) -> float:
         """Memory left for the KV cache; negative if the rest does not fit."""
         return self.budget - self.weights - self.adapters - self.draft_weights - self.activations - CONTEXT_BYTES
+
+    @property
+    def kv(self) -> float:
+        """Memory of the KV cache: all that is left, unless engine.kv_pages sets it."""
+        return self.left if self.engine.kv_pages is None else min(self.left, self._pages_bytes)
+
+    @property
+    def _pages_bytes(self) -> float:
+        """Memory of engine.kv_pages pages in each KV group, the drafter's included."""
+        drafts, size = self.drafter.spec, self.formats.kv_bytes
+        own = 0 if drafts is None else drafts.kv_bytes_per_token(size, self.drafter.tp or self.engine.tp)
+        each = self.spec.kv_bytes_per_token(size, self.engine.tp) + own
+        return float((self.engine.kv_pages or 0) * self.engine.page_size * each)
 
     def kv_bytes(self, length: int) -> float:
         """Return the KV cache bytes of a sequence of `length` tokens, the drafter's included."""
@@ -107,7 +120,12 @@ class Plan:
 
     def sequences(self, length: int) -> int:
         """Return how many sequences of `length` tokens fit at once, over all replicas."""
-        return max(int(self.kv // self.kv_bytes(length)), 0) * self.engine.dp
+        number = self.kv // self.kv_bytes(length)
+        if self.engine.kv_pages is not None:
+            # Each group has as many pages, so the one that keeps most of a sequence decides.
+            held = max(min(length, window or length) for window in self.spec.windows or (0,))
+            number = min(number, self.engine.kv_pages // ceil_div(held, self.engine.page_size))
+        return max(int(number), 0) * self.engine.dp
 
     def decode_seconds(self, batch: int, context: int) -> float:
         """Return the time of a decode step of `batch` sequences, on the replica that has the most of them."""
@@ -115,8 +133,16 @@ class Plan:
 
     @property
     def missing(self) -> float:
-        """Bytes missing for one sequence of max_len; 0 = it fits."""
-        return max(self.kv_bytes(self.max_len) - self.kv, 0.0)
+        """Bytes missing for engine.kv_pages, or else for one sequence of max_len; 0 = it fits."""
+        needed = self.kv_bytes(self.max_len) if self.engine.kv_pages is None else self._pages_bytes
+        return max(needed - self.left, 0.0)
+
+    @property
+    def misfit(self) -> str:
+        """What lacks memory, and how much."""
+        pages = self.engine.kv_pages
+        what = f"one sequence of {self.max_len} tokens" if pages is None else f"engine.kv_pages={pages}"
+        return f"{what} lacks {self.missing / 2**30:.2f} GiB per GPU"
 
 
 def matrices(spec: ModelSpec, tp: int) -> Iterator[tuple[int, int, int]]:

@@ -61,6 +61,21 @@ def test_fp8_halves_weights_and_cache() -> None:
     assert all(ours["tpot_ms"] < theirs["tpot_ms"] for ours, theirs in zip(fp8["speed"], bf16["speed"], strict=True))
 
 
+def test_pages_that_are_set_bound_the_cache() -> None:
+    facts = plan("cost=h200", "model=llama3_8b", "engine.kv_pages=100", "plan.lengths=[160,1000,1600,1601]")
+    assert facts["bytes_per_gpu"]["kv_cache"] == 100 * 16 * facts["kv_bytes_per_token"]
+    assert facts["sequences"] == {"160": 10, "1000": 1, "1600": 1, "1601": 0}
+    assert facts["fits"] and facts["speed"][1]["fits"] is False
+    # Layers with a window of 4096 have as many pages as the others.
+    facts = plan("cost=h200", "model=command_r7b", "engine.kv_pages=1000", "plan.lengths=[1600,8000]")
+    assert facts["sequences"] == {"1600": 10, "8000": 2}
+
+
+def test_more_pages_than_the_memory_holds_do_not_fit(capsys) -> None:
+    assert main(["app=plan", "cost=h200", "model=llama3_8b", "engine.kv_pages=100000"]) == 0
+    assert "does not fit: engine.kv_pages=100000 lacks 84.79 GiB per GPU" in capsys.readouterr().out
+
+
 PRESETS = sorted(file.stem for file in (ROOT / "conf" / "preset").glob("h200_*.yaml"))
 
 

@@ -43,6 +43,12 @@ def test_an_objective_that_no_candidate_meets_is_exit_code_1() -> None:
     assert found["best"] is None and not found["candidates"][0]["meets"]
 
 
+def test_pages_that_are_set_are_those_of_the_candidates() -> None:
+    """Four pages hold four requests of one page each, so 16 requests take four rounds of 0.8 s."""
+    few, all_pages = (plan("plan.gpus=1", *words)["candidates"][0] for words in (["engine.kv_pages=4"], []))
+    assert all_pages["ttft_p99_s"] < 0.8 < 2.4 < few["ttft_p99_s"]
+
+
 def test_candidates_have_all_layouts_and_quantizers_and_say_why_not() -> None:
     found = plan("plan.gpus=2", "plan.quants=[gone]")
     names = [row["overrides"] for row in found["candidates"]]
