@@ -21,7 +21,7 @@ from dovetail.plugins.app.ablate.config import AblateConfig
 from dovetail.plugins.app.ablate.host import check
 from dovetail.plugins.app.ablate.html import write_report
 from dovetail.plugins.app.ablate.report import all_void, draw, show
-from dovetail.plugins.app.ablate.resume import restore
+from dovetail.plugins.app.ablate.resume import read_earlier, restore
 from dovetail.plugins.app.ablate.stats import turns
 from dovetail.plugins.app.ablate.variants import Variant, make
 from dovetail.plugins.app.bench.app import check_apart, check_writable
@@ -52,6 +52,7 @@ class AblateApp(App):
         if composition.engine.record is not None:
             raise ConfigError("engine.record: the starts of an ablation would all write to one file; use app=bench")
         make(config, composition)  # report composition errors before any process starts
+        earlier = read_earlier(str(config.out)) if config.resume else None
         self.console = line_console()
         self._gpu = False
         """Whether the variants run on a GPU."""
@@ -87,8 +88,8 @@ class AblateApp(App):
             "void_rounds": {},
             "comparisons": [],
         }
-        if config.resume:
-            restore(str(config.out), result)
+        if earlier is not None:
+            restore(str(config.out), earlier, result, config.rounds)
         try:
             self._measure(running, result, order)
             result["interrupted"] = False

@@ -15,16 +15,24 @@ MAY_DIFFER = frozenset(("rounds", "out", "plot", "report", "resume"))
 first start, so they may not."""
 
 
-def restore(path: str, result: dict[str, Any]) -> None:
-    """Take the starts of an earlier run of the same ablation. Raises ConfigError if it was another one."""
+def read_earlier(path: str) -> dict[str, Any]:
+    """Read the file of an earlier run. Raises ConfigError if it cannot be read."""
     try:
-        earlier = read_object(Path(path))
+        return read_object(Path(path))
     except ConfigError as error:
         raise ConfigError(f"ablate.resume: {error}") from None
+
+
+def restore(path: str, earlier: Mapping[str, Any], result: dict[str, Any], rounds: int) -> None:
+    """Take the starts of an earlier run of the same ablation. Raises ConfigError if it was another one, or has more
+    rounds than `rounds`."""
     if different := _differences(earlier, result):
         what = "; ".join(different)
         raise ConfigError(f"ablate.resume: {path} has another ablation, whose starts cannot be continued: {what}")
     stored = {record["name"]: record for record in earlier["variants"]}
+    begun = max((start["round"] + 1 for record in stored.values() for start in record["starts"]), default=0)
+    if begun > rounds:
+        raise ConfigError(f"ablate.rounds={rounds}: {path} has starts of {begun} rounds, all of which count")
     for record in result["variants"]:
         # A failed variant is tried again.
         record["starts"] = stored[record["name"]]["starts"]

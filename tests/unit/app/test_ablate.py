@@ -232,6 +232,9 @@ def test_an_ablation_is_resumed_where_it_stopped(
     more = ablate(tmp_path, 0, "ablate.resume=true", "ablate.rounds=4")
     assert [len(one["starts"]) for one in more["variants"]] == [4] * 4, "rounds may be added"
     capsys.readouterr()
+    words = [*VARY, f"ablate.out={tmp_path / 'out.json'}", "ablate.resume=true", "ablate.rounds=2"]
+    assert main(words) == 2, "none may be left out"
+    assert "ablate.rounds=2" in (printed := capsys.readouterr().err) and "starts of 4 rounds" in printed
     assert main([*VARY, f"ablate.out={tmp_path / 'out.json'}", "ablate.resume=true", "engine.seed=5"]) == 2
     assert "cannot be continued: nothing, now engine.seed=5" in capsys.readouterr().err
     for other in ("ablate.runs=3", "engine.seed=5", "ablate.primary=ttft_ms.median", "ablate.gate.top1_agreement=0.5"):
@@ -240,7 +243,11 @@ def test_an_ablation_is_resumed_where_it_stopped(
         assert "out.json has another ablation" in printed and "now" in printed and len(printed.splitlines()) == 1
     assert json.loads((tmp_path / "out.json").read_text()) == more, "nothing is overwritten"
     assert main([*VARY, "ablate.resume=true"]) == 2 and "set ablate.out" in capsys.readouterr().err
-    assert main([*VARY, f"ablate.out={tmp_path / 'none.json'}", "ablate.resume=true"]) == 2
+    before = fake.closed
+    (tmp_path / "broken.json").write_text('{"schema": ')
+    for name in ("none.json", "broken.json"):
+        assert main([*VARY, f"ablate.out={tmp_path / name}", "ablate.resume=true"]) == 2
+        assert name in capsys.readouterr().err and fake.closed == before, "it is read before any process starts"
 
 
 def test_a_void_round_does_not_count(
