@@ -150,8 +150,8 @@ class Knee:
 
 
 def knee(points: Sequence[dict[str, Any]], slo: SLO, share: float) -> Knee | None:
-    """Find the knee of a load curve, given its summaries, each with its offered `rate`. None = fewer than three rates,
-    or no bend.
+    """Find the knee of a load curve, given its summaries, each with its offered `rate`. None = fewer than three rates
+    at which requests completed, or no bend.
 
     With an objective: the highest rate up to which at every rate at least `share` of the requests meet it. Without:
     Kneedle (Satopaa et al. 2011) on the median end-to-end latency, that is, the rate at which the curve, scaled to the
@@ -165,6 +165,8 @@ def knee(points: Sequence[dict[str, Any]], slo: SLO, share: float) -> Knee | Non
                 break
             served = point["rate"]
         return Knee(served, f"highest rate at which {share:.0%} of requests meet the objective")
+    # A rate at which every request failed has no latency.
+    points = [point for point in points if "e2e_ms.median" in point]
     if len(points) < 3:
         return None
     x = np.array([point["rate"] for point in points], float)

@@ -97,6 +97,12 @@ def test_the_knee_is_where_the_curve_bends() -> None:
     assert knee([point(rate, e2e) for rate, e2e in ((1, 0), (2, 50), (3, 60))], SLO(), 0.9) is None, "it flattens"
 
 
+def test_a_rate_at_which_every_request_failed_has_no_part_in_the_knee() -> None:
+    curve = [point(rate, 100 if rate <= 8 else 100 + 200 * (rate - 8)) for rate in (1, 4, 8, 12)]
+    assert knee([*curve, {"rate": 16}], SLO(), 0.9).rate == 8
+    assert knee([*curve[:2], {"rate": 16}], SLO(), 0.9) is None
+
+
 def test_with_an_objective_the_knee_is_the_highest_rate_that_keeps_it() -> None:
     curve = [point(1, 1, 1.0), point(2, 1, 0.95), point(4, 1, 0.5), point(8, 1, 0.92)]
     assert knee(curve, SLO(ttft=1), 0.9).rate == 2, "what is served above a rate that is not is chance"
