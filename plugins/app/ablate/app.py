@@ -61,6 +61,7 @@ class AblateApp(App):
         order: dict[str, Any] = {
             "config": config.model_dump(mode="json", include=set(RunsConfig.model_fields)),
             "ask": config.quality.model_dump(mode="json"),
+            "primary": config.primary,
         }
         what = "every variant on this host"
         with bar(self.console, f"check {what}"), phases_in_lines(self.console, "check") as progress:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dovetail.core.errors import CapabilityError, CapacityError, DovetailError
-from dovetail.core.interfaces import Workload
+from dovetail.core.interfaces import SLO, Workload
 from dovetail.core.parallel.channel import Channel, ChannelClosed
 from dovetail.core.parallel.process import enter, recompose, report
 from dovetail.plugins.app.ablate.config import QualityConfig
@@ -76,7 +76,11 @@ def _check(order: Mapping[str, Any], control: Channel) -> dict[str, Any]:
         runs = _runs(composition, order, control)
         name, workload = order["workload"], composition.part("workload").build()
         runs.check(name, workload)
-        requests = [hash_of(runs.requests(name, workload, 1, rate)) for rate in workload.rates()]
+        lists = [runs.requests(name, workload, 1, rate) for rate in workload.rates()]
+        requests = [hash_of(of_rate) for of_rate in lists]
+        aimed = runs.slo != SLO() or any(request.slo for of_rate in lists for request in of_rate)
+        if order["primary"].startswith("goodput.") and not aimed:
+            return {"mistake": f"ablate.primary={order['primary']} needs ablate.slo.ttft or ablate.slo.tpot"}
         quality = plan(QualityConfig(**order["ask"]), runs.target, runs, name, workload)
     except CapabilityError as error:
         return {"unfit": "; ".join(error.conflicts)}

@@ -19,8 +19,9 @@ from dovetail.core.interfaces import TimedRequest
 from dovetail.core.parallel.process import order_for
 from dovetail.plugins.app.ablate import app as app_module
 from dovetail.plugins.app.ablate import host as host_module
+from dovetail.plugins.app.ablate import worker as worker_module
 from dovetail.plugins.app.ablate.children import Child, Failure, Phase
-from dovetail.plugins.app.ablate.worker import _load, check_replicas
+from dovetail.plugins.app.ablate.worker import _check, _load, check_replicas
 from dovetail.plugins.app.bench.config import RunsConfig
 from dovetail.plugins.app.bench.metrics import Timeline
 from dovetail.plugins.app.bench.runs import Runs
@@ -206,6 +207,21 @@ def test_mistakes_that_only_the_host_can_find(fake: type[FakeChild], capsys: pyt
     fake.tricks["paged", -1] = fake.tricks["radix", -1] = {"unfit": "needs a GPU", "requests": None}
     assert main(list(VARY)) == 2, "with nothing to compare"
     assert "kv_cache=radix: needs a GPU" in capsys.readouterr().err
+
+
+def test_goodput_decides_only_with_an_objective(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = {
+        "overrides": ["app=bench", "executor=simulated", "workload.requests=2", "model=tiny", "engine.max_len=256"],
+        "config": {},
+        "ask": {"prompts": 0},
+        "primary": "goodput.requests_per_s",
+        "workload": "fixed",
+    }
+    monkeypatch.setattr(worker_module, "recompose", lambda order: compose(order["overrides"]))
+    refused = _check(order, None)
+    assert refused == {"mistake": "ablate.primary=goodput.requests_per_s needs ablate.slo.ttft or ablate.slo.tpot"}
+    assert _check(order | {"config": {"slo": {"ttft": 1.0}}}, None)["requests"]
+    assert _check(order | {"primary": "ttft_ms.median"}, None)["requests"]
 
 
 def test_lanes_can_be_varied() -> None:
