@@ -16,7 +16,7 @@ from dovetail.core.engine.cost import bind_cost, many_rows_formats, number_forma
 from dovetail.core.engine.lane_checks import lane_conflicts
 from dovetail.core.engine.layer_formats import over_layers
 from dovetail.core.engine.stored_weights import stored_formats, table_formats
-from dovetail.core.errors import CapabilityError, CapacityError, DovetailError, shown
+from dovetail.core.errors import CapabilityError, CapacityError, ConfigError, DovetailError, shown
 from dovetail.core.interfaces import ExpertPlacement, Formats, Model
 from dovetail.core.interfaces.placement import expert_ranks
 from dovetail.core.interfaces.spec_decode import MOST_NODES, Verify
@@ -107,10 +107,19 @@ def device_name(first_gpu: int, here: Host) -> str:
     return torch.cuda.get_device_name(host.gpu_of(0, first_gpu))
 
 
-def has_virtual_time(composition: Composition) -> bool:
+def has_virtual_time(composition: Composition, here: Host | None = None) -> bool:
     """Whether time passes only when the engine waits for its executor."""
-    here = host.detect_host(composition.engine.device)
+    here = here or host.detect_host(composition.engine.device)
     return composition.part("executor").capabilities(here).provides.get("clock") == "virtual"
+
+
+def check_clock(composition: Composition, here: Host | None = None) -> None:
+    """Raise ConfigError if the engine's time is not that of its clients."""
+    if has_virtual_time(composition, here):
+        raise ConfigError(
+            "executor.clock=virtual is for app=bench and app=ablate, which step the engine themselves; clients wait in "
+            "real time: set executor.clock=real"
+        )
 
 
 def exact_lengths(composition: Composition, here: Host | None = None) -> bool:

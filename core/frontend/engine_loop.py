@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 from pydantic import ValidationError
 
-from dovetail.core.engine.checks import has_virtual_time
 from dovetail.core.engine.engine import Engine
 from dovetail.core.engine.results import SequenceEvent
-from dovetail.core.errors import ConfigError, PluginError, RequestError
+from dovetail.core.errors import PluginError, RequestError
 from dovetail.core.frontend.messages import (
     Abort,
     Add,
@@ -310,15 +309,6 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "load_adapter": Engine.load_adapter,
     "unload_adapter": Engine.unload_adapter,
 }
-
-
-def check_clock(composition: Composition) -> None:
-    """Raise ConfigError if the engine's time is not that of its clients."""
-    if has_virtual_time(composition):
-        raise ConfigError(
-            "executor.clock=virtual is for app=bench and app=ablate, which step the engine themselves; clients wait in "
-            "real time: set executor.clock=real"
-        )
 
 
 def describe_engine(composition: Composition, engine: Engine, seconds: float) -> EngineInfo:

@@ -10,10 +10,11 @@ import time
 
 import msgspec
 
+from dovetail.core.engine.checks import check_clock
 from dovetail.core.engine.counters import Counters
 from dovetail.core.engine.engine import Engine, start_engine
 from dovetail.core.errors import RequestError
-from dovetail.core.frontend.engine_loop import EngineLoop, check_clock, describe_engine
+from dovetail.core.frontend.engine_loop import EngineLoop, describe_engine
 from dovetail.core.frontend.zmq_link import ZmqCommands
 from dovetail.core.heap import freeze_heap
 from dovetail.core.interfaces import RequestOptions, SamplingParams

@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING
 
+from dovetail.core.engine.checks import check_clock
 from dovetail.core.engine.engine import Engine, start_engine
 from dovetail.core.errors import DovetailError
-from dovetail.core.frontend.engine_loop import EngineLoop, check_clock, describe_engine
+from dovetail.core.frontend.engine_loop import EngineLoop, describe_engine
 from dovetail.core.frontend.messages import Command, EngineInfo, EngineStats, Reply, SampleUpdate, StepMessage
 from dovetail.core.interfaces import Progress
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from dovetail.core import logs
 from dovetail.core.compose import Host
+from dovetail.core.engine.checks import check_clock
 from dovetail.core.errors import ConfigError
 from dovetail.core.frontend.fleet import Reports
 from dovetail.core.heap import freeze_heap
@@ -35,6 +36,7 @@ class ServeApp(App):
             raise ConfigError("app=serve needs Linux or macOS: its processes communicate over Unix sockets")
         # Reads the model's folder without importing torch, so that a missing one is reported at once.
         composition.part("model").capabilities(Host())
+        check_clock(composition, Host())
         output_parsing.check_chosen(self.config, composition)
         drafter = composition.part("spec_decode")
         if drafter.capabilities(Host()).provides.get("simulated_acceptance"):

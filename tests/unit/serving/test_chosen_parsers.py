@@ -66,3 +66,9 @@ def test_what_is_checked(folder: Path, options: list[str], message: str | None) 
         return
     with pytest.raises(ConfigError, match=message):
         check_chosen(composition.app_part.config, composition)
+
+
+def test_virtual_time_is_refused_before_the_server_listens(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["app=serve", "executor=simulated", "executor.clock=virtual"]) == 2
+    printed = capsys.readouterr().err
+    assert "set executor.clock=real" in printed and len(printed.splitlines()) == 1
