@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import typing
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -83,6 +84,9 @@ class _Validation:
             )
         except ValidationError as error:
             details = error.errors(include_url=False)
+            # A list with an invalid item also counts as too short.
+            owners = {e["loc"][:-1] for e in details}
+            details = [e for e in details if e["type"] != "too_short" or e["loc"] not in owners]
             self.faults += [self._words(e) for e in details if e["loc"][0] not in self.composed.unsettled]
         faults = list(dict.fromkeys(self.faults))
         if faults:
@@ -195,6 +199,8 @@ class _Validation:
             return f"{path} is not chosen, so it has no options; choose it with `{how}`"
         message = error["msg"].removeprefix("Input ").removeprefix("Value error, ")
         message = message.replace("valid integer", "whole number").replace("a valid boolean", "true or false")
+        if error["type"] in ("too_short", "too_long"):
+            message = re.sub(r"^\w+ (should have .*) after validation", r"\1", message)
         if len(loc) > 1 and config is not None and (owner := self._placement(loc)):
             known = self.registry.get(owner.kind, owner.name).component.config.model_fields
             message = in_place(message, owner.kind, path, known)

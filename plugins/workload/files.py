@@ -102,8 +102,9 @@ class ShareGPT(Workload):
     def _turns(self) -> list[tuple[str, str]]:
         """Return the first question and answer of each conversation that begins with a question."""
         path = self.config.path
+        text = read(path)
         try:
-            data = json.loads(read(path))
+            data = json.loads(text)
         except ValueError as error:
             raise ConfigError(f"workload.path={path}: not JSON ({error})") from None
         if not isinstance(data, list):

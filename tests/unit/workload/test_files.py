@@ -71,6 +71,25 @@ def test_a_bad_sharegpt_file_is_named(tmp_path: Path, text: str, words: str) -> 
     assert words in str(caught.value) and str(file) in str(caught.value)
 
 
+def test_a_file_that_cannot_be_read_is_not_called_json(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        requests("workload=sharegpt", f"workload.path={tmp_path}")
+    assert "cannot be read" in str(caught.value) and "JSON" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rates", "words"),
+    [
+        ("[]", "workload.rates=[]: should have at least 1 item, not 0."),
+        ("[0]", "workload.rates.0=0: should be greater"),
+    ],
+)
+def test_rates_that_are_refused_are_one_mistake(rates: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        requests("workload=poisson", f"workload.rates={rates}")
+    assert str(caught.value).startswith(words)
+
+
 def test_sharegpt_takes_first_questions_with_the_lengths_of_their_answers(tmp_path: Path) -> None:
     file = tmp_path / "sharegpt.json"
     talks = [
