@@ -8,13 +8,16 @@ from pydantic import Field
 
 from dovetail.core.compose.config import Config
 
+MOST_RANKS, MOST_SEQUENCES, MOST_TOKENS = 1 << 10, 1 << 16, 1 << 24
+"""Limits for mistyped numbers, far above what machines have: memory is allocated for each sequence and token."""
+
 
 class EngineConfig(Config):
-    tp: int = Field(1, ge=1)
+    tp: int = Field(1, ge=1, le=MOST_RANKS)
     """Ranks that share each layer (tensor parallelism)."""
-    pp: int = Field(1, ge=1)
+    pp: int = Field(1, ge=1, le=MOST_RANKS)
     """Groups of layers that run one after another on separate ranks (pipeline parallelism)."""
-    dp: int = Field(1, ge=1)
+    dp: int = Field(1, ge=1, le=MOST_RANKS)
     """Replicas of the model on this host (data parallelism). Each has tp x pp ranks, a scheduler and a KV cache, in
     separate processes; `router` distributes requests over them. With `ep` > `tp` they are lanes, which share routed
     experts."""
@@ -26,11 +29,11 @@ class EngineConfig(Config):
     max_len: int | None = Field(None, ge=1)
     """Maximum sequence length in tokens, prompt and output together, never more than the model's limit; null: that
     limit."""
-    token_budget: int = Field(2048, ge=1)
+    token_budget: int = Field(2048, ge=1, le=MOST_TOKENS)
     """Maximum number of tokens in one step of a replica, over all sequences."""
-    max_seqs: int = Field(64, ge=1)
+    max_seqs: int = Field(64, ge=1, le=MOST_SEQUENCES)
     """Maximum number of sequences in one step of a replica."""
-    page_size: int = Field(16, ge=1)
+    page_size: int = Field(16, ge=1, le=MOST_TOKENS)
     """Tokens per KV page."""
     kv_dtype: str = "auto"
     """Number format of keys and values in the cache; auto: the same as activations."""

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from dovetail.core.compose import Host
 from dovetail.core.compose.wording import show
+from dovetail.core.engine.adapters import unknown_adapter
 from dovetail.core.errors import ConfigError, RequestError, shown
 from dovetail.core.interfaces import App, SamplingParams
 from dovetail.core.startup_notes import SIMULATED
@@ -65,6 +66,8 @@ class GenerateApp(App):
         texts = gather(prompts, self.config.prompts)
         params = self._params()
         _check_tokenizer(composition)
+        if self.config.adapter and composition.part("adapter").name == "none":
+            raise unknown_adapter(self.config.adapter, (), served=False)
         self._console = line_console()
         if self.config.output is not None:
             return self._into_file(composition, texts, params, self.config.output)

@@ -10,6 +10,7 @@ import pytest
 from dovetail.core.compose import cli
 from dovetail.core.errors import ConfigError
 from dovetail.plugins.app.generate import results
+from dovetail.plugins.app.generate.app import GenerateApp
 from dovetail.plugins.app.generate.prompts import gather
 from dovetail.plugins.app.generate.results import ResultFile
 
@@ -184,3 +185,11 @@ def test_a_model_without_tokenizer_is_refused_before_it_is_loaded(
     cause = "it has no checkpoint; set model.path" if model == "llama3_8b" else "tokenizer.json' is missing; add"
     assert "app=generate completes texts, and the model has no tokenizer: " in (text := capsys.readouterr().err)
     assert cause in text
+
+
+def test_an_adapter_without_adapters_is_refused_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(GenerateApp, "_start", lambda *given: pytest.fail("the engine starts"))
+    assert cli.main([*SMALL, "generate.adapter=x", "--", "x"]) == 2
+    assert "this engine has none (adapter=none)" in capsys.readouterr().err

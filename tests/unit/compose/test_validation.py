@@ -58,6 +58,10 @@ ONE = {
     "a boolean for a number": (["engine.tp=true"], "engine.tp=true: should be a whole number"),
     "a text for a flag": (["engine.late_launch=x"], "engine.late_launch=x: should be true or false"),
     "a text for a number": (["engine.tp='2'"], "engine.tp=2: should be a whole number"),
+    "more than any machine has": (
+        ["engine.max_seqs=100000000"],
+        "max_seqs=100000000: should be less than or equal to 65536",
+    ),
     "a fraction for a number": (["engine.tp=2.0"], "engine.tp=2.0: should be a whole number"),
     "false for a number": (["scheduler.max_chunk=false"], "scheduler.max_chunk=false: should be a whole number"),
     "true for a fraction": (["logits.penalties.scale=true"], "logits.penalties.scale=true: should be a valid number"),
