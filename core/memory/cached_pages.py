@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from dovetail.core.errors import PluginError
+from dovetail.core.errors import ConfigError, PluginError
 from dovetail.core.interfaces import KVGroup, KVStats, PageOp
 from dovetail.core.memory.eviction import EvictionPolicy, load_policy
 from dovetail.core.memory.host_tier import HostTier
@@ -169,7 +169,10 @@ class CachedTables(PageTables[Pages, State]):
     def host_pages(cls, config: Any, groups: Sequence[KVGroup]) -> dict[int, int]:
         pages = config.host_pages
         if config.host_gib:
-            pages = int(config.host_gib * 2**30 / sum(group.bytes_per_page for group in groups))
+            each = sum(group.bytes_per_page for group in groups)
+            pages = int(config.host_gib * 2**30 / each)
+            if not pages:
+                raise ConfigError(f"kv_cache.host_gib={config.host_gib:g}: a page takes {each} bytes; 0 = no host tier")
         return {group.id: pages for group in groups}
 
     def _moves(self) -> tuple[PageOp, ...]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from dovetail.core.errors import ConfigError
 from dovetail.core.interfaces import KVGroup, PageOp, PageOpKind, Plane
 from dovetail.core.memory.host_tier import HostTier
 from dovetail.core.testing.kv_model import layout, reserve, sequence, write
@@ -54,5 +55,7 @@ def test_the_size_is_given_in_pages_or_bytes() -> None:
     groups = tuple(KVGroup(n, (n,), (Plane("k", (1, 64), torch.float32),), page_tokens=16) for n in (0, 1))
     assert PrefixHashAllocator.host_pages(PrefixHashConfig(host_gib=1), groups) == {0: 2**17, 1: 2**17}
     assert PrefixHashAllocator.host_pages(PrefixHashConfig(host_pages=7), groups) == {0: 7, 1: 7}
+    with pytest.raises(ConfigError, match=r"host_gib=1e-09: a page takes \d+ bytes"):
+        PrefixHashAllocator.host_pages(PrefixHashConfig(host_gib=1e-9), groups)
     with pytest.raises(ValidationError, match="host_pages=7 and host_gib=1"):
         PrefixHashConfig(host_pages=7, host_gib=1)
