@@ -142,7 +142,7 @@ BOS, EOS = "<\uff5cbegin\u2581of\u2581sentence\uff5c>", "</s>"
     ],
 )
 def test_special_tokens_around_a_text_are_those_of_the_class(tmp_path: Path, config, before: bool, after: bool) -> None:
-    """Of transformers 4, for which most checkpoints were published."""
+    """Most checkpoints were published for transformers 4, whose classes these are."""
     made = byte_level()
     made.add_special_tokens([BOS, EOS])
     stated = {"bos_token": BOS, "eos_token": EOS, **config}

@@ -139,7 +139,7 @@ class Plan:
 
     @property
     def misfit(self) -> str:
-        """What lacks memory, and how much."""
+        """Sentence that names the part without room, and the bytes that are missing."""
         pages = self.engine.kv_pages
         what = f"one sequence of {self.max_len} tokens" if pages is None else f"engine.kv_pages={pages}"
         return f"{what} lacks {self.missing / 2**30:.2f} GiB per GPU"
