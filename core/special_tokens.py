@@ -20,11 +20,11 @@ states -> whether add_bos_token is true if the file lacks it."""
 
 
 def tokenizer_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return tokenizer_config.json, with the special tokens of special_tokens_map.json where the former has none; {}
-    without the files. Raises ConfigError for a file that cannot be read."""
+    """Return tokenizer_config.json, and in it the special tokens of special_tokens_map.json if it is older than
+    transformers 4.34; {} without the files. Raises ConfigError for a file that cannot be read."""
     config = checkpoint.json(FILE) or {}
     if "added_tokens_decoder" not in config:
-        # Files of transformers before 4.34 may state special tokens in a file of their own.
+        # Later files state all special tokens here, and the other file repeats them.
         config = {**config, **(checkpoint.json("special_tokens_map.json") or {})}
     return config
 

@@ -68,6 +68,7 @@ def deep_arguments(depth: int) -> str:
             400,
             "the prompt has at least 5000 tokens",
         ),
+        ("/v1/responses", json.dumps({"input": [{"role": "user", "content": "x"}] * 5000}), 400, '"param":"input"'),
         ("/v1/responses", '{"input": [{"role": "user"}]}', 400, '"param":"input"'),
         ("/v1/completions", b"\xff\xfe", 400, ""),
         ("/v1/completions", b"", 400, ""),

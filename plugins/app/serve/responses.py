@@ -48,7 +48,8 @@ class _Response(output.Generation[ResponsesRequest]):
         body, service = self.body, self.service
         effort = body.reasoning.effort if body.reasoning is not None else None
         async with self.limit:
-            text = await service.text.render(self._messages(), template_variables(body, self.tools, effort))
+            variables = template_variables(body, self.tools, effort)
+            text = await service.text.render(self._messages(), variables, param="input")
             self.parsing = service.parsers.for_request(body, self.offered, service.text.template(self.tools), text)
             ids = await service.text.encode(text, special=False, param="input")
         params = service.params(body, max_tokens=body.max_output_tokens, grammar=self.parsing.grammar())

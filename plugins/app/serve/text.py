@@ -125,10 +125,17 @@ class Texts:
     async def threaded(self, function: Any, *arguments: Any, **named: Any) -> Any:
         return await self._short.run(function, *arguments, **named)
 
-    async def render(self, messages: Sequence[Message], variables: Mapping[str, Any] = MappingProxyType({})) -> str:
-        """Render messages with the model's chat template."""
+    async def render(
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        param: str = "messages",
+    ) -> str:
+        """Render messages with the model's chat template. `param`: the field that has them."""
         if len(messages) > (limit := self.client.info.max_len):
-            raise too_long(f"at least {len(messages)}", limit, "messages")  # a template writes a token for each
+            # A template writes a token and more for each of them.
+            raise too_long(f"at least {len(messages)}", limit, param)
         plain_messages = [plain(message) for message in messages]
         return await self._rendering.run(self._render, plain_messages, variables, self._rendered)
 

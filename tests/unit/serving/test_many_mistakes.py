@@ -87,8 +87,9 @@ LARGE = ["x" * 1024] * 1024
 def test_what_is_right_but_too_large_is_refused_before_it_is_validated(body: type[BaseModel], value: object) -> None:
     with pytest.raises(ValidationError) as caught:
         body.model_validate(value)
-    told = caught.value.errors(include_input=False)[-1]["msg"]  # another one may say that it could have been a text
-    assert f"limit is {schemas.MOST_ITEMS}" in told or f"limit is {schemas.MOST_VALUE_BYTES}" in told
+    # Where a field may also be a string, the first error says that it is none.
+    message = caught.value.errors(include_input=False)[-1]["msg"]
+    assert message.endswith((f"limit is {schemas.MOST_ITEMS}", f"limit is {schemas.MOST_VALUE_BYTES}"))
 
 
 @pytest.mark.parametrize("body", BODIES)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from dovetail import LLM, Capabilities, Component, Config, SamplingParams
 from dovetail.core.compose import compose, installed
 from dovetail.core.compose.registry import Package, Registered, Registry
-from dovetail.core.interfaces import PLAIN, AttentionBackend, Hidden, Row, RowFlag
+from dovetail.core.interfaces import MLA, PLAIN, AttentionBackend, Hidden, Row, RowFlag
 from dovetail.core.ops import encode
 from dovetail.core.testing.executor_scripts import quiet
 from dovetail.core.testing.host_sync import NoHostSync
@@ -28,7 +28,7 @@ from dovetail.core.worker.drafts import Drafts
 from dovetail.core.worker.graph_sizes import MOST_PAIRS, DrawSize
 from dovetail.core.worker.graphs import StepGraphs
 from dovetail.core.worker.loader import load_rank
-from dovetail.core.worker.runner import Runner
+from dovetail.core.worker.runner import Runner, make_graphs
 from dovetail.core.worker.slots import DRAWS, Draw
 from dovetail.core.worker.warmup import failed_capture
 from dovetail.plugins.executor.inproc import InprocExecutor
@@ -138,6 +138,24 @@ def test_chunks_with_long_contexts_run_without_a_graph() -> None:
     longest = MOST_PAIRS // 64
     assert picked() and picked((64, longest)) and picked((64, longest // 2), (64, longest // 2))
     assert not picked((64, longest + 1)) and not picked((64, longest // 2), (65, longest // 2))
+
+
+def test_graphs_of_latents_have_the_limit_of_their_heads() -> None:
+    """128 heads on two ranks: a chunk of 1500 tokens has more than 2.0 million pairs, one of 1400 has fewer."""
+    model = CountedModel()
+    model.build.spec.mla = MLA(q_rank=0, kv_rank=512, rope_dim=64, nope_dim=128, v_dim=128)
+    model.build.spec.heads = 128
+    bare = bare_graphs(model=model)
+    engine = SimpleNamespace(max_seqs=100, drafts="always", tp=2)
+    parts = SimpleNamespace(model=model, groups=(), attention=bare.attention, engine=engine, graph_tokens=2048)
+    parts.max_len, parts.adapters, parts.processors = 4096, None, {}
+    graphs = make_graphs(parts, bare.state, bare.drafts)  # type: ignore[arg-type]
+    graphs.capture(run_nothing, quiet)
+
+    def picked(count: int) -> bool:
+        return graphs.pick(Rows([Row(0, 0, 0, count, count, 0, int(RowFlag.SAMPLE))]).shape) is not None
+
+    assert picked(1400) and not picked(1500)
 
 
 def test_warm_up_runs_all_that_is_captured() -> None:
